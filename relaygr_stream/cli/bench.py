@@ -168,7 +168,9 @@ def paper_command(
       relaygr bench paper --quick
       relaygr bench paper --costs h100 --out out/h100
     """
-    settings = load_settings(["fleet", *files], parse_flags(assignments)).settings
+    settings, engine = (
+        load_settings([profile, *files], parse_flags(assignments)).settings for profile in ("fleet", "slo-quick")
+    )
     out = out or Path("out/paper-quick" if quick else "out/paper")
     for name in ("report.json", "report.html"):
         check_writable(out / name, "--out")
@@ -192,7 +194,7 @@ def paper_command(
         only=only,
         arrivals=None if arrivals is None else arrivals.first(LOGGED_ARRIVALS),
     )
-    _run(run_paper(options, settings, f"relaygr {shlex.join(sys.argv[1:])}"))
+    _run(run_paper(options, settings, engine, f"relaygr {shlex.join(sys.argv[1:])}"))
 
 
 def _run(bench: Coroutine[Any, Any, bool]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from relaygr_stream.lab.bench.charts import line_file
-from relaygr_stream.lab.bench.lengths import FULL_SHARE, costs_named
+from relaygr_stream.lab.bench.lengths import FULL_SHARE, costs_named, grid_length
 from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.bench.statistics import fewest_samples
 from relaygr_stream.lab.drawing import can_draw
@@ -21,15 +21,15 @@ from relaygr_stream.lab.paper.plan import Curve, PaperOptions, Where, curves
 from relaygr_stream.lab.paper.report import as_json, make_report, page, render
 from relaygr_stream.lab.paper.results import Outcome, PaperReport, Record
 from relaygr_stream.lab.paper.run import Paper
-from relaygr_stream.lab.paper.setup import GRID, GROWTH, MOST_RATE, SUFFIX, Setup
+from relaygr_stream.lab.paper.setup import GRID, GROWTH, MOST_RATE, SUFFIX, Ground, Setup
 from relaygr_stream.lab.paper.simulated import BUS, REQUESTS, TOLERANCE
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole, print_table
 
 
-async def run_paper(options: PaperOptions, settings: Settings, command: str) -> bool:
-    """Measure, print and write the reports. Raises RelayError.
+async def run_paper(options: PaperOptions, settings: Settings, engine: Settings, command: str) -> bool:
+    """Measure, print and write the reports. settings: of fleets. engine: of the real engine. Raises RelayError.
 
     Returns whether each target was met where the oracle allows it; of a quick run, whether none was missed.
     """
@@ -42,9 +42,9 @@ async def run_paper(options: PaperOptions, settings: Settings, command: str) -> 
     if record.unreadable:
         console.print(f"{record.unreadable} lines of its outcomes cannot be read: these values are lacking")
     with Progress(console) as progress:
-        paper = Paper(options, settings, costs, planned, record, progress)
+        paper = Paper(options, Ground(costs, settings), engine, planned, record, progress)
         await paper.run()
-    words = _words(options, settings, costs, command, record.outcomes)
+    words = _words(options, settings, costs, command, record)
     conditions = {"words": words, **_fixed(options, settings, costs)}
     report = make_report(record.outcomes, planned, conditions, paper.left_out, paper.wall_s)
     print_table(render(report), console)
@@ -99,12 +99,16 @@ def _repeats(outcomes: Sequence[Outcome], where: Where) -> str:
 
 
 def _words(
-    options: PaperOptions, settings: Settings, costs: DeviceCosts, command: str, outcomes: Sequence[Outcome]
+    options: PaperOptions, settings: Settings, costs: DeviceCosts, command: str, record: Record
 ) -> dict[str, str]:
     slo, usual = settings.relay.slo_ms, Setup()
     lengths = ", ".join(f"{Setup(share=share).length(costs, slo):,}" for share in GRID)
     worker, samples = settings.worker, max(fewest_samples(), options.samples)
     logged = {} if options.arrivals is None else {"arrivals": f"those of {options.arrivals.describe()}, where stated"}
+    if record.engine_costs.exists():
+        real = DeviceCosts.read(record.engine_costs)
+        logged["the real engine"] = f"{real.source}; its unit is {grid_length(real, slo):,} tokens"
+    measured, simulated = (_repeats(record.outcomes, where) for where in ("fleet", "simulated"))
     broker = "Apache Kafka" if options.broker == "kafka" else "Tansu"
     return {
         "devices": f"emulated: {costs.source}; {costs.kv.layout().bytes_per_token >> 10} KiB of K and V a token",
@@ -118,11 +122,10 @@ def _words(
         "traffic": f"Poisson arrivals and {usual.candidates} candidates unless stated, {SUFFIX} suffix behaviours; a "
         f"return brings {GROWTH:g} new behaviours",
         "measured": f"a probe judges the requests of {options.least_s:g} s, {samples} at least; values to "
-        f"within {options.tolerance - 1:.0%}; repeats of a value: "
-        f"{_repeats(outcomes, 'fleet')}; the interval is the range of the repeats, with one repeat there is none, and "
-        "the bracket of the search is given",
+        f"within {options.tolerance - 1:.0%}; repeats of a value: {measured}; the interval is the range of the "
+        "repeats, with one repeat there is none, and the bracket of the search is given",
         "simulated": f"a probe judges {REQUESTS:,} requests; values to within {TOLERANCE - 1:.0%}; median and range "
-        f"of the seeds, of a value: {_repeats(outcomes, 'simulated')}; one way of the bus {BUS.p50_ms:g} ms at P50, "
+        f"of the seeds, of a value: {simulated}; one way of the bus {BUS.p50_ms:g} ms at P50, "
         f"{BUS.p99_ms:g} at P99, weighing 1/k",
         "command": command,
         **logged,

@@ -55,6 +55,7 @@ State = Literal["met", "missed", "not allowed", "not measured"]
 def judge(points: Sequence[Point], outcomes: Sequence[Outcome]) -> list[Verdict]:
     """A verdict for each target; `not allowed` where the oracle says that no relay can reach it."""
     lengths = (_lengths(points, revisit) for revisit in (0.5, 0.9))
+    outcomes = [one for one in outcomes if not one.setup.real]  # the rest is about fleets
     return [
         *_oracle(points),
         *_oracle_lengths(points),
@@ -293,6 +294,7 @@ def _bus(outcomes: Sequence[Outcome]) -> Verdict:
 
 def _alike(points: Sequence[Point]) -> Verdict:
     """Of rates that are known to within as much: the others could not differ, or not be seen to."""
+    points = [one for one in points if not one.setup.real]
     found = [row for row in differences(points) if row[2] == "rate"]
     beyond = sum(abs(row[-1]) > ALIKE for row in found)
     words = [f"{len(found) - beyond} of {len(found)} rates are"] if found else []

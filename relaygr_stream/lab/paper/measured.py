@@ -1,7 +1,8 @@
-"""Measures a setup: one fleet of emulated devices in dilated time, all modes of it in turns (lab/bench/run.py)."""
+"""Measures a setup on one fleet, all modes of it in turns (lab/bench/run.py). Emulated devices run in dilated time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -26,6 +27,8 @@ from relaygr_stream.settings.schema import Settings
 #: hundred milliseconds of its own time.
 WARM_UP_SLOS: Final = 6.0
 LEAST_WARM_UP_S: Final = 1.0
+#: Undilated seconds that users return before the first probe: over as long, workers and triggers average their load.
+SETTLE_S: Final = 1.0
 #: For estimates: the start of a fleet; a probe beside its requests; probes of a search that begins near its end.
 START_S: Final = 20.0
 BESIDE_S: Final = 3.0
@@ -74,6 +77,7 @@ async def measure(
         samples=max(fewest_samples(), options.samples),
         least_s=options.least_s,
         stages=options.stages,
+        settle_s=max(SloOptions.settle_s, factor * SETTLE_S),
         warm_up_s=max(LEAST_WARM_UP_S, WARM_UP_SLOS * factor * slo_ms / 1e3),
         tolerance=options.tolerance,
         repeats=1,
@@ -81,12 +85,13 @@ async def measure(
         seed=options.seed + repeat,
         out=options.out,
         starts={name: rate / factor for name, rate in rates.items()},
-        most_rate=MOST_RATE,
+        most_rate=math.inf if setup.real else MOST_RATE,
         most_probes=1 if setup.load else SloOptions.most_probes,
         whole=bool(setup.load),
         shared_broker=True,
     )
-    bench = Bench(asked, setup.settings(settings), progress, Fleet(setup.costs(costs), factor))
+    fleet = None if setup.real else Fleet(setup.costs(costs), factor)
+    bench = Bench(asked, setup.settings(settings), progress, fleet)
     await bench.run()
     by_mode = {cell.mode.name: cell for cell in bench.cells}
     return [_outcome(bench, by_mode[mode.name], setup, repeat, factor, rates[mode.name]) for mode in modes]

@@ -129,11 +129,13 @@ def curves(quick: bool, arrivals: ArrivalLog | None = None) -> tuple[Curve, ...]
         _over("hot", "A hot lane", "share of the users on it", hot, (0.3, 0.7), modes=HOT_MODES, fleet_modes=HOT_FLEET),
         _over("swing", "A tide", "swing of the rate", (0.0, 0.2, 0.4, 0.6, 0.8), (0.4, 0.8)),
         _shapes(),
+        _anchors(),
         *logged,
     )
 
 
 FIRST_VISITS: Final = Setup(revisit=0.0)
+ANCHORS_WORDS: Final = "The real engine of this machine, one worker, undilated"
 HOT_MODES: Final = (FULL_ANY, FULL_LANE, RELAY, UNDELEGATED)
 HOT_FLEET: Final = (RELAY, UNDELEGATED)
 
@@ -210,6 +212,25 @@ def _shapes() -> Curve:
     steps = [Step(Setup(layers=layers, width=width), TWO) for layers, width in pairs]
     steps += [Step(Setup(layers=layers), (RELAY,), "fleet") for layers in (0.5, 1.5)]
     return Curve("layers", "Layers and width", "× layers of the cost file", "layers", tuple(steps), by="width")
+
+
+def _anchors() -> Curve:
+    """The curves that one worker can have, on the real engine: more would share this machine's cores."""
+    unit = Setup(real=True, workers=1)
+    setups = (
+        unit.at(revisit=0.9),
+        unit.at(revisit=0.0),
+        unit.at(load=0.5),
+        unit.at(delay_ms=60.0),
+        unit.at(candidates=128),
+        unit.at(share=2.0, long=0.2),
+        unit.at(swing=0.4),
+    )
+    of_one = (RELAY, FULL_LANE, CACHE)
+    some = [(unit, of_one), (unit.at(share=0.5), of_one), *((one, (RELAY,)) for one in setups)]
+    places: tuple[Where, ...] = ("simulated", "fleet")
+    steps = tuple(Step(setup, modes, where) for where in places for setup, modes in some)
+    return Curve("anchors", ANCHORS_WORDS, "× unit length", "share", steps, drawn=False)
 
 
 def _dram() -> Curve:

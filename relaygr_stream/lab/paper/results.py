@@ -196,10 +196,11 @@ def _of_signals(one: Outcome, *names: str) -> float | None:
     return sum(one.signals[name] for name in names) / returning if returning else None
 
 
-#: One line for each outcome, so that a run that was broken off goes on where it was; and the run's conditions.
-RUN_FILES: Final = ("outcomes.jsonl", "conditions.json")
+#: One line for each outcome, so that a run that was broken off goes on where it was; the run's conditions; and the
+#: costs of the real engine, if the run has measured them.
+RUN_FILES: Final = ("outcomes.jsonl", "conditions.json", "engine.toml")
 #: The same of a complete run, which the next run in the folder leaves alone until it is complete, too.
-COMPLETE_FILES: Final = ("outcomes.complete.jsonl", "conditions.complete.json")
+COMPLETE_FILES: Final = ("outcomes.complete.jsonl", "conditions.complete.json", "engine.complete.toml")
 
 
 @cache
@@ -222,7 +223,8 @@ class Record:
 
     def __init__(self, folder: Path, conditions: dict[str, Any], *, only_read: bool = False) -> None:
         complete = only_read and not (folder / RUN_FILES[0]).exists()
-        self._file, self._conditions = (folder / name for name in (COMPLETE_FILES if complete else RUN_FILES))
+        self._files = [folder / name for name in (COMPLETE_FILES if complete else RUN_FILES)]
+        self._file, self._conditions, self.engine_costs = self._files
         self._text = msgspec.json.format(msgspec.json.encode(conditions, order="sorted"), indent=1)
         self.outcomes: list[Outcome] = []
         self.unreadable = 0  # lines
@@ -258,8 +260,9 @@ class Record:
     def finish(self) -> None:
         """The run is complete: the next one in this folder begins anew, and it can still be reported."""
         if self._file.exists():
-            for file, name in zip((self._file, self._conditions), COMPLETE_FILES, strict=True):
-                file.replace(file.with_name(name))
+            for file, name in zip(self._files, COMPLETE_FILES, strict=True):
+                if file.exists():
+                    file.replace(file.with_name(name))
 
     def _read(self) -> None:
         text = self._file.read_bytes()

@@ -17,20 +17,22 @@ import msgspec
 
 from relaygr_stream.errors import RelayError
 from relaygr_stream.lab.bench.broker_warm_up import compile_broker
+from relaygr_stream.lab.bench.lengths import ROWS, costs_named, grid_length
 from relaygr_stream.lab.bench.modes import RELAY, Mode
 from relaygr_stream.lab.bench.oracle import largest_rate
 from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.paper.measured import measure, seconds_for
 from relaygr_stream.lab.paper.plan import Curve, PaperOptions, Step, Where, steps
 from relaygr_stream.lab.paper.results import Outcome, Record
-from relaygr_stream.lab.paper.setup import Setup, factor_for
+from relaygr_stream.lab.paper.setup import Ground, Setup, factor_for
 from relaygr_stream.lab.paper.simulated import Simulation
+from relaygr_stream.lab.simulate.calibrate import calibrate
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.arrivals import ArrivalLog
 from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.stopping import signals_later
-from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.schema import Kafka, Settings
 
 #: Modes that the oracle allows fewer dilated requests a second are not measured: a hundred of them take a minute.
 SLOWEST: Final = 1.6
@@ -45,25 +47,29 @@ STARTS: Final = 2
 
 
 class Paper:
-    """One run. record: takes its outcomes, and knows those of a run that was broken off."""
+    """One run. record: takes its outcomes, and knows those of a run that was broken off.
+
+    emulated: what fleets run on. engine: the settings of a worker with the real engine, whose costs the run measures.
+    """
 
     def __init__(
         self,
         options: PaperOptions,
-        settings: Settings,
-        costs: DeviceCosts,
+        emulated: Ground,
+        engine: Settings,
         planned: tuple[Curve, ...],
         record: Record,
         progress: Progress,
     ) -> None:
         self.options = options
-        self.costs = costs
         self.record = record
         self.progress = progress
         self.steps = list(steps(planned))
-        longest = max(step.setup.length(costs, settings.relay.slo_ms) for step in self.steps)
-        relay = msgspec.structs.replace(settings.relay, max_prefix_tokens=longest + ROOM_TO_GROW)
-        self.settings = msgspec.structs.replace(settings, relay=relay)
+        lengths = (step.setup.length(emulated.costs, emulated.slo_ms) for step in self.steps if not step.setup.real)
+        relay = msgspec.structs.replace(emulated.settings.relay, max_prefix_tokens=max(lengths) + ROOM_TO_GROW)
+        self._emulated = emulated._replace(settings=msgspec.structs.replace(emulated.settings, relay=relay))
+        self._engine = engine
+        self._real: Ground | None = None  # until its costs are measured
         self.left_out: list[str] = []  # what there was no time for, and what failed
         self._oracles: dict[tuple[Setup, str], float] = {}
         self._started = time.monotonic()
@@ -92,6 +98,8 @@ class Paper:
         for where, some in (("simulated", simulated), ("fleet", measured)):
             if some and self.options.only not in (None, where):
                 self.left_out.append(f"{where}: {len(some)} setups, left for another run")
+        if self.options.only != "report" and any(step.setup.real for _, step in todo):
+            self._real = Ground(await self._engine_costs(), self._engine)
         if simulated and self.options.only in (None, "simulated"):
             await self._simulate(simulated)
         if measured and self.options.only in (None, "fleet"):
@@ -101,16 +109,37 @@ class Paper:
         """The oracle queue's largest rate, whatever the setup's load."""
         key = setup.at(load=0.0), mode.name
         if key not in self._oracles:
-            shape = setup.shape(self.costs, self.settings.relay.slo_ms)
-            self._oracles[key] = largest_rate(mode, setup.costs(self.costs), shape, log=self._log(setup))
+            ground = self._ground(setup)
+            shape = setup.shape(ground.costs, ground.slo_ms)
+            self._oracles[key] = largest_rate(mode, setup.costs(ground.costs), shape, log=self._log(setup))
         return self._oracles[key]
+
+    def _ground(self, setup: Setup) -> Ground:
+        if not setup.real:
+            return self._emulated
+        assert self._real is not None
+        return self._real
+
+    async def _engine_costs(self) -> DeviceCosts:
+        """The costs of the real engine on this machine: measured once a run."""
+        file = self.record.engine_costs
+        if not file.exists():
+            self.progress.say(f"{self.wall_s:5.0f} s  measuring {self._engine.worker.device}, a minute at most …")
+            length, loop = grid_length(costs_named("cpu"), self._engine.relay.slo_ms), asyncio.get_running_loop()
+            # In a process of its own: this one, the client's, must stay small.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                with signals_later():
+                    measured = loop.run_in_executor(pool, calibrate, self._engine, length, ROWS)
+                costs = await measured
+            file.write_text(costs.as_toml(), encoding="utf-8")
+        return DeviceCosts.read(file)
 
     def _log(self, setup: Setup) -> ArrivalLog | None:
         return self.options.arrivals if setup.arrivals else None
 
     def factor(self, setup: Setup) -> int:
-        """Its dilation: the relay's is the largest rate of all modes."""
-        return factor_for(self.oracle(setup, RELAY))
+        """Its dilation: the relay's is the largest rate of all modes. The real engine takes the time that it takes."""
+        return 1 if setup.real else factor_for(self.oracle(setup, RELAY))
 
     def _known(self, step: Step, mode: Mode, repeat: int) -> bool:
         return self.record.find(step.setup, mode.name, step.where, repeat) is not None
@@ -150,13 +179,14 @@ class Paper:
         if not setup.load and self.oracle(setup, mode) < FEWEST * self.factor(setup):
             self.record.add(self._nothing(setup, mode, "simulated", repeat))
             return None
+        ground = self._ground(setup)
         return Simulation(
             setup=setup,
             mode=mode,
             repeat=repeat,
             seed=self.options.seed + repeat,
-            costs=self.costs,
-            settings=self.settings,
+            costs=ground.costs,
+            settings=ground.settings,
             factor=self.factor(setup),
             oracle=self.oracle(setup, mode),
             most=self.oracle(setup, RELAY),
@@ -170,15 +200,15 @@ class Paper:
             folder = Path(name)
             self.progress.say(f"starting the broker ({self.options.broker}) …")
             async with local_broker(self.options.broker, folder=folder, node=LASTING_RELAY) as broker:
-                kafka = broker.kafka_settings(self.settings.kafka)
+                kafka = broker.kafka_settings(self._emulated.settings.kafka)
                 if self.options.broker == "kafka":
                     await compile_broker(kafka, self.progress.say)
-                settings = msgspec.structs.replace(self.settings, kafka=kafka)
                 for number, (repeat, step) in enumerate(todo):
-                    await self._step(number + 1, len(todo), repeat, step, settings)
+                    await self._step(number + 1, len(todo), repeat, step, kafka)
 
-    async def _step(self, number: int, of: int, repeat: int, step: Step, settings: Settings) -> None:
+    async def _step(self, number: int, of: int, repeat: int, step: Step, kafka: Kafka) -> None:
         setup, factor = step.setup, await asyncio.to_thread(self.factor, step.setup)
+        costs, settings = self._ground(setup)
         rates = {mode.name: await asyncio.to_thread(self._start, setup, mode) for mode in step.modes}
         modes = []
         for mode in step.modes:
@@ -197,11 +227,11 @@ class Paper:
             return
         self.progress.say(f"{self.wall_s:5.0f} s  {number} of {of}: {words}; time dilated {factor} times")
         for attempt in range(1, STARTS + 1):
-            prefix = f"{settings.kafka.prefix}{repeat}.{number}.{attempt}."
-            kafka = msgspec.structs.replace(settings.kafka, prefix=prefix, partitions=0)
+            prefix = f"{kafka.prefix}{repeat}.{number}.{attempt}."
+            own = msgspec.structs.replace(kafka, prefix=prefix, partitions=0)
             try:
                 outcomes = await measure(
-                    setup, modes, self.options, msgspec.structs.replace(settings, kafka=kafka), self.costs, factor,
+                    setup, modes, self.options, msgspec.structs.replace(settings, kafka=own), costs, factor,
                     {mode.name: rates[mode.name] for mode in modes}, repeat,
                     min(self.left_s, GENEROUS * needed_s), self.progress,
                 )  # fmt: skip
@@ -233,7 +263,7 @@ class Paper:
             mode=mode.name,
             where=where,
             repeat=repeat,
-            length=setup.length(self.costs, self.settings.relay.slo_ms),
+            length=setup.length(self._ground(setup).costs, self._ground(setup).slo_ms),
             factor=self.factor(setup),
             rate=None,
             failed=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 
@@ -32,6 +32,18 @@ TIDE_REQUESTS: Final = 300
 GIB: Final = 1 << 30
 
 
+class Ground(NamedTuple):
+    """What setups run on, undilated: the costs of a device, and the settings of the processes."""
+
+    costs: DeviceCosts
+    settings: Settings
+
+    @property
+    def slo_ms(self) -> float:
+        """The SLO of the ranking P99."""
+        return self.settings.relay.slo_ms
+
+
 class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A fleet and its traffic. share: of the grid's unit length. delay_ms: head start, undilated.
 
@@ -39,6 +51,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     the length; the others are short. hot: share of the users on one lane. layers, width: × those of the cost file.
     load: the probe's rate as a share of the oracle's largest for the relay; 0: the largest rate is searched.
     arrivals: the log whose times, and users if it has them, the requests have; "": Poisson.
+    real: on the engine of this machine, with its own memory and undilated, not on emulated devices.
     """
 
     share: float = 1.0
@@ -57,6 +70,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     width: float = 1.0
     load: float = 0.0
     arrivals: str = ""
+    real: bool = False
 
     def at(self, **changed: Any) -> Self:
         """The same with other values; whole numbers stay whole."""
@@ -77,6 +91,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def settings(self, settings: Settings) -> Settings:
         """The settings of its processes."""
+        if self.real:
+            return settings
         sizes = {"hbm_bytes": self.hbm_gib * GIB, "dram_bytes": self.dram_gib * GIB}
         return msgspec.structs.replace(settings, worker=msgspec.structs.replace(settings.worker, **sizes))
 
@@ -117,6 +133,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 ("width", f"{self.width:g} × width"),
                 ("load", f"load {self.load:.0%}"),
                 ("arrivals", f"arrivals of {self.arrivals}"),
+                ("real", "the real engine"),
             )
             if getattr(self, name) != getattr(usual, name)
         ]

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from relaygr_stream.lab.bench.modes import ABLATIONS, BASELINES, FLEET_MODES, RELAY
-from relaygr_stream.lab.paper.plan import AT_LOADS, REGIMES, Curve, Shown
+from relaygr_stream.lab.paper.plan import ANCHORS_WORDS, AT_LOADS, REGIMES, Curve, Shown
 from relaygr_stream.lab.paper.readings import PLACES, find, in_both
 from relaygr_stream.lab.paper.results import TIERS, PaperReport, Point
 from relaygr_stream.lab.workload.report import HIT_WORDS
@@ -30,10 +30,10 @@ COLUMNS: Final = (
 )
 
 
-def table_rows(report: PaperReport) -> list[tuple[str, ...]]:
-    """One row for each largest rate that was measured, as in COLUMNS."""
+def table_rows(report: PaperReport, *, real: bool = False) -> list[tuple[str, ...]]:
+    """One row for each largest rate that was measured, as in COLUMNS. real: of the real engine, else of fleets."""
     order = [mode.name for mode in FLEET_MODES]
-    measured = [one for one in report.points if one.where == "fleet" and one.given is None]
+    measured = [one for one in report.points if one.where == "fleet" and one.given is None and one.setup.real == real]
     rows: list[tuple[str, ...]] = []
     for one in sorted(measured, key=lambda one: (one.setup.words, order.index(one.mode))):
         simulated = find(report.points, one.setup, one.mode, "simulated")
@@ -235,6 +235,7 @@ def tables(report: PaperReport) -> list[Rows]:
     every = [
         Rows(HEADLINE_TITLE, ("", "", "mean", "range"), headline_rows(report)),
         Rows("Largest rate within the SLO, undilated", COLUMNS, table_rows(report)),
+        Rows(ANCHORS_WORDS, COLUMNS, table_rows(report, real=True)),
         Rows(PARTS_TITLE, PARTS_COLUMNS, parts_rows(report)),
         Rows(
             "Each mode at and beyond saturation (load: of the oracle's largest rate)", MODES_COLUMNS, modes_rows(report)

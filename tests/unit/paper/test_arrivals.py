@@ -19,6 +19,7 @@ from relaygr_stream.lab.paper import assemble, measured
 from relaygr_stream.lab.paper.plan import PaperOptions, curves, logged_setups, steps
 from relaygr_stream.lab.paper.results import Record
 from relaygr_stream.lab.paper.run import Paper
+from relaygr_stream.lab.paper.setup import Ground
 from relaygr_stream.lab.workload.arrivals import read_arrivals
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.telemetry.printable import SafeConsole
@@ -36,7 +37,7 @@ def paper(tmp_path: Path) -> Paper:
         seeds=1, budget_s=60.0, seed=7, out=tmp_path, arrivals=LOG,
     )  # fmt: skip
     planned = curves(quick=True, arrivals=LOG)
-    return Paper(options, SETTINGS, COSTS, planned, Record(tmp_path, {}), Progress(SafeConsole()))
+    return Paper(options, Ground(COSTS, SETTINGS), SETTINGS, planned, Record(tmp_path, {}), Progress(SafeConsole()))
 
 
 def test_the_log_says_who_returns() -> None:

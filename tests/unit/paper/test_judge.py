@@ -224,6 +224,15 @@ def test_a_probe_beyond_its_bounds_is_told_unless_it_was_set_aside(changed: dict
     assert verdict([msgspec.structs.replace(outcomes[0], probes=[PROBE, aside])], target).state == "met"
 
 
+def test_the_real_engine_is_judged_by_no_target() -> None:
+    fleet = [*grid(300.0, 50.0), outcome("relay", 300.0, where="simulated")]
+    probe = msgspec.structs.replace(PROBE, rate=90.0, cores_busy=0.9, outcomes={"full": 100}, admitted_hits=0)
+    real = msgspec.structs.replace(outcome("relay", 500.0, real=True), probes=[probe], bus_ms=[20.0, 40.0])
+    anchor = [real, outcome("relay", 100.0, where="simulated", real=True)]
+    assert judge(points(fleet + anchor), fleet + anchor) == judge(points(fleet), fleet)
+    assert [row[1].real for row in differences(points(fleet + anchor))] == [False, True], "but compared"
+
+
 def test_delegation_is_judged_at_high_and_at_low_load() -> None:
     def looked(mode: str, load: float, ms: float) -> Outcome:
         made = outcome(mode, 10.0, where="simulated", revisit=0.0, load=load)

@@ -86,6 +86,15 @@ def test_a_setup_says_what_is_unusual_of_it() -> None:
     assert Setup().at(workers=2.0) == Setup(workers=2)
 
 
+def test_anchors_keep_the_engines_own_settings_and_run_on_one_worker() -> None:
+    of = {curve.name: {(step.setup.real, step.setup.workers) for step in curve.steps} for curve in curves(quick=False)}
+    assert of.pop("anchors") == {(True, 1)}
+    assert not any(real for some in of.values() for real, _ in some)
+    settings = load_settings(["slo-quick"], {}).settings
+    assert Setup(real=True).settings(settings) == settings != Setup().settings(settings)
+    assert Setup(real=True).words == "1 × length, revisit 50%, the real engine"
+
+
 def test_scaled_costs_follow_the_arithmetic_of_layers_and_width() -> None:
     costs = costs_named("npu")
     assert costs.scaled(1.0, 1.0) == costs
@@ -145,10 +154,13 @@ def test_a_complete_run_can_be_reported_again(tmp_path: Path) -> None:
         Record(tmp_path, {"seed": 1}, only_read=True)
     record = Record(tmp_path, {"seed": 1})
     record.add(outcome("relay", 10.0))
+    record.engine_costs.write_text("measured")
     record.finish()
+    assert not Record(tmp_path, {"seed": 1}).engine_costs.exists(), "the next run measures the engine anew"
     for _ in range(2):
         again = Record(tmp_path, {"seed": 1}, only_read=True)
         assert again.outcomes == record.outcomes
+        assert again.engine_costs.read_text() == "measured"
         again.finish()
     with pytest.raises(ConfigError, match="run of other conditions"):
         Record(tmp_path, {"seed": 2}, only_read=True)

@@ -70,6 +70,15 @@ def test_tables_show_fleet_and_simulation_beside_each_other() -> None:
     assert ablations == ["", "", "50 (2.00×)", "50 (2.00×)", "50 (2.00×)", ""]
 
 
+def test_the_real_engine_has_a_table_of_its_own() -> None:
+    anchor = [outcome("relay", 30.0, real=True), outcome("relay", 25.0, where="simulated", real=True)]
+    report = make_report([*anchor, outcome("cache", 50.0)], curves(quick=False), {"words": {}}, [], 1.0)
+    assert [row[0] for row in table_rows(report)] == ["cache"]
+    ((mode, words, *_, differs, _, _, _),) = table_rows(report, real=True)
+    assert (mode, words, differs) == ("relay", "1 × length, revisit 50%, the real engine", "+20%")
+    assert "The real engine of this machine" in page(report, curves(quick=False))
+
+
 def test_a_simulated_lower_bound_is_marked_and_compared_with_nothing() -> None:
     simulated = outcome("relay", 100.0, where="simulated")
     for found, shown in (

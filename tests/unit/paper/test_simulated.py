@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -9,11 +12,15 @@ from relaygr_stream.lab.bench.lengths import costs_named
 from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
 from relaygr_stream.lab.bench.oracle import largest_rate
 from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
+from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.paper import simulated
-from relaygr_stream.lab.paper.results import Outcome, points
-from relaygr_stream.lab.paper.setup import Setup, factor_for
+from relaygr_stream.lab.paper.plan import PaperOptions, curves
+from relaygr_stream.lab.paper.results import Outcome, Record, points
+from relaygr_stream.lab.paper.run import Paper
+from relaygr_stream.lab.paper.setup import Ground, Setup, factor_for
 from relaygr_stream.lab.paper.simulated import Simulation
 from relaygr_stream.settings.load import load_settings
+from relaygr_stream.telemetry.printable import SafeConsole
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
 
@@ -48,6 +55,27 @@ def test_the_relay_carries_the_most_and_lane_owners_without_it_the_least() -> No
         assert one.where == "simulated"
     assert relay.announced == relay.requests
     assert not lane.announced
+
+
+def test_the_real_engine_is_measured_once_a_run(tmp_path: Path) -> None:
+    emulated, engine = (load_settings([profile], {}).settings for profile in ("fleet", "slo-quick"))
+    options = PaperOptions(
+        quick=False, costs="npu", broker="embedded", samples=1, stages=1, tolerance=1.1, least_s=1.0, repeats=1,
+        seeds=1, budget_s=0.0, seed=7, out=tmp_path, only="simulated",
+    )  # fmt: skip
+    anchors = tuple(curve for curve in curves(quick=False) if curve.name in ("length", "anchors"))
+    texts, found = [], []
+    for _ in range(2):
+        record = Record(tmp_path, {})
+        with Progress(SafeConsole(quiet=True)) as progress:
+            paper = Paper(options, Ground(COSTS, emulated), engine, anchors, record, progress)
+            asyncio.run(paper.run())
+        texts.append(record.engine_costs.read_text())
+        found.append(paper.oracle(Setup(real=True, workers=1), RELAY))
+        assert paper.factor(Setup(real=True)) == 1
+    assert texts[0] == texts[1]
+    assert "measured: cpu" in texts[0]
+    assert found[0] == found[1] != paper.oracle(Setup(workers=1), RELAY)
 
 
 def test_a_given_rate_is_looked_at_once_whatever_becomes_of_it() -> None:
