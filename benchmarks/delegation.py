@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import re
 import tempfile
 import time
 from collections import Counter
@@ -192,15 +191,8 @@ async def run(
                 await asyncio.sleep(2 * TIMEOUT_S)
                 length = seconds if share > max(LOADS.values()) / 2 else seconds / 2
                 runs[name] = await load(client, name, share, length, seed=2 + number)
-            decisions = Counter(
-                {
-                    reason: int(float(count))
-                    for reason, count in re.findall(
-                        r'relaygr_trigger_decisions_total{reason="(\w+)"} (\S+)', trigger.metrics()
-                    )
-                    if float(count)
-                }
-            )
+            decided = (one for one in trigger.samples() if one.name == "relaygr_trigger_decisions_total" and one.value)
+            decisions = Counter({one.labels["reason"]: int(one.value) for one in decided})
     finally:
         await stop_all(fleet)
     return runs, decisions

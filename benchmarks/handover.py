@@ -16,7 +16,6 @@ from typing import Final
 import msgspec
 import numpy as np
 import uvloop
-from prometheus_client.parser import text_string_to_metric_families
 from targets import end
 
 from relaygr_stream.bus.tail import TopicTail
@@ -178,15 +177,10 @@ class ScaleOut:
         self.run.asked.append(Asked(at, user, ranking.outcome, ranking.timings.computed_tokens, ms))
 
     def _read_metrics(self) -> None:
-        for family in text_string_to_metric_families(self._children[0].metrics()):
-            for sample in family.samples:
-                if sample.labels.get("way") == "given":
-                    if sample.name == "relaygr_handover_bytes_total":
-                        self.run.sent_mib = sample.value / MIB
-                    elif sample.name == "relaygr_handover_seconds_total":
-                        self.run.sending_s = sample.value
-                    elif sample.name == "relaygr_handover_entries_total":
-                        self.run.entries = int(sample.value)
+        given = {one.name: one.value for one in self._children[0].samples() if one.labels.get("way") == "given"}
+        self.run.sent_mib = given.get("relaygr_handover_bytes_total", 0.0) / MIB
+        self.run.sending_s = given.get("relaygr_handover_seconds_total", 0.0)
+        self.run.entries = int(given.get("relaygr_handover_entries_total", 0.0))
 
     def _on_statuses(self, records: list[Record]) -> None:
         for status in worker_statuses(records):

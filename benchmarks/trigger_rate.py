@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -188,8 +187,7 @@ async def _watch(child: Child, events: int) -> tuple[float, float]:
 
 
 def _decided(child: Child) -> float:
-    found = re.findall(r"^relaygr_trigger_decisions_total\{.*\} (\S+)$", child.metrics(), re.MULTILINE)
-    return sum(map(float, found))
+    return sum(one.value for one in child.samples() if one.name == "relaygr_trigger_decisions_total")
 
 
 def _cpu_s(pid: int) -> float:

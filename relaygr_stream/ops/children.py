@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from relaygr_stream.errors import RelayError
 from relaygr_stream.settings.schema import Settings
@@ -82,6 +84,10 @@ class Child:
         """The text of /metrics; "" if the process does not answer."""
         answer = self.ask("/metrics")
         return answer.body if answer.ok else ""
+
+    def samples(self) -> list[Sample]:
+        """What /metrics states: one sample for each metric and set of labels; none if the process does not answer."""
+        return [sample for family in text_string_to_metric_families(self.metrics()) for sample in family.samples]
 
     def terminate(self) -> None:
         """Send SIGTERM, on which it drains and ends."""

@@ -41,10 +41,8 @@ async def rank_all(client: RelayClient, number: int, mode: str = "auto") -> dict
 
 
 def given(fleet: Fleet, name: str, way: str) -> int:
-    for line in fleet.children[name].metrics().splitlines():
-        if line.startswith(f'relaygr_handover_entries_total{{way="{way}"}}'):
-            return int(float(line.split()[-1]))
-    return 0
+    wanted = "relaygr_handover_entries_total", {"way": way}
+    return sum(int(one.value) for one in fleet.children[name].samples() if (one.name, one.labels) == wanted)
 
 
 def handing_over(fleet: Fleet) -> Fleet:

@@ -11,6 +11,7 @@ import pytest
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.ops.children import Child
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
@@ -74,7 +75,7 @@ async def test_requests_that_wait_take_no_more_memory_than_allowed(
             def all_read() -> bool:
                 nonlocal most
                 most = max(most, process.memory_info().rss)
-                return read(child.metrics()) == REQUESTS
+                return read(child) == REQUESTS
 
             await until(all_read, f"all {REQUESTS} requests read")
             assert most - begun <= WAITING + BESIDE, f"{(most - begun) >> 20} MiB more than at the start"
@@ -85,7 +86,6 @@ async def test_requests_that_wait_take_no_more_memory_than_allowed(
             assert answers["ok"] >= WAITING // NBYTES // 2
 
 
-def read(metrics: str) -> int:
+def read(worker: Child) -> int:
     """Ranking requests that the worker has read."""
-    lines = [line for line in metrics.splitlines() if line.startswith("relaygr_rankings_read_total{")]
-    return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
+    return sum(int(one.value) for one in worker.samples() if one.name == "relaygr_rankings_read_total")

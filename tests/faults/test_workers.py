@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from prometheus_client.samples import Sample
 
 from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.client import exchange, messages
@@ -185,12 +185,11 @@ def _owners(stage: Scene) -> dict[int, str]:
 
 async def _clamped(worker: Child) -> int:
     """Times that a worker clamped, by its metrics; asked again where it has no core to answer with."""
-    text = ""
-    while not text:  # a question takes up to PROBE_TIMEOUT_S
-        text = await asyncio.to_thread(worker.metrics)
-    counted = re.search(r"relaygr_clock_clamped_total (\d+)", text)
-    assert counted is not None
-    return int(counted[1])
+    stated: list[Sample] = []
+    while not stated:  # a question takes up to PROBE_TIMEOUT_S
+        stated = await asyncio.to_thread(worker.samples)
+    (clamped,) = (one.value for one in stated if one.name == "relaygr_clock_clamped_total")
+    return int(clamped)
 
 
 def _version(note: Note) -> str:

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Final, Self
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, load_topics
@@ -32,7 +31,7 @@ from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import worker_statuses
 
 #: A trigger counts its decisions in this metric, by reason.
-DECISIONS: Final = "relaygr_trigger_decisions"
+DECISIONS: Final = "relaygr_trigger_decisions_total"
 #: A worker's status may take this long, at least, where the broker or this process stands still for a moment.
 STATUS_S: Final = 30.0
 
@@ -132,20 +131,15 @@ class Pipeline:
         """Running totals of the emulated devices: busy, and late; zeros where devices are real."""
         if self.fleet is None:
             return 0.0, 0.0
-        texts = await asyncio.gather(*(asyncio.to_thread(child.metrics) for child in self._children[1:]))
-        busy, late = (sum(_sample(text, f"{name}_total") for text in texts) for name in (BUSY_METRIC, LATE_METRIC))
+        stated = await asyncio.gather(*(asyncio.to_thread(child.samples) for child in self._children[1:]))
+        every = [sample for samples in stated for sample in samples]
+        busy, late = (sum(one.value for one in every if one.name == name) for name in (BUSY_METRIC, LATE_METRIC))
         return busy, late
 
     async def decisions(self) -> dict[str, float]:
         """Running totals of the trigger's decisions by reason."""
-        text = await asyncio.to_thread(self._children[0].metrics)
-        return {
-            sample.labels["reason"]: sample.value
-            for family in text_string_to_metric_families(text)
-            if family.name == DECISIONS
-            for sample in family.samples
-            if sample.name == f"{DECISIONS}_total"
-        }
+        samples = await asyncio.to_thread(self._children[0].samples)
+        return {one.labels["reason"]: one.value for one in samples if one.name == DECISIONS}
 
     async def fresh_statuses(self) -> None:
         """Return when every worker has published another status. Raises RelayError if one does not."""
@@ -179,12 +173,6 @@ class Pipeline:
                 self._admitted.add(_signal_id.decode(record.value or b"").request_id)
             except msgspec.MsgspecError:
                 continue  # the workers report it
-
-
-def _sample(text: str, name: str) -> float:
-    """The value of a metric without labels; 0 if it is not there."""
-    families = text_string_to_metric_families(text)
-    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
 def memory_over_time(pipeline: Pipeline, started_s: float) -> list[Memory]:

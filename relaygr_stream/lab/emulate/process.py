@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 MODULE: Final = "relaygr_stream.lab.emulate.process"
 FACTORY: Final = "relaygr_stream.lab.emulate.device:make"
 #: The metrics in which a worker states its device's time, in milliseconds.
-BUSY_METRIC: Final = "relaygr_emulated_busy_ms"
-LATE_METRIC: Final = "relaygr_emulated_late_ms"
+BUSY_METRIC: Final = "relaygr_emulated_busy_ms_total"
+LATE_METRIC: Final = "relaygr_emulated_late_ms_total"
 
 
 class Lateness(Collector):
