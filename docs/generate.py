@@ -26,6 +26,7 @@ from relaygr_stream.settings.load import FORMER
 from relaygr_stream.telemetry.loopwatch import LoopWatch
 from relaygr_stream.telemetry.otlp import SpanCounts
 from relaygr_stream.telemetry.process import _describe
+from relaygr_stream.telemetry.server import export_readiness
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.worker.histories import HistoryMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
@@ -82,6 +83,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     LoopWatch(made["Every process"], stall_s=1.0)
     SpanCounts(made["Every process"])
     _describe(made["Every process"], "trigger")
+    export_readiness(made["Every process"], lambda: None)
     made["Every process"].register(RenewalsCollector())
     WorkerMetrics(made["Worker"])
     HistoryMetrics(made["Worker"])

@@ -15,7 +15,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 import structlog
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 from prometheus_client.exposition import choose_encoder
 
 from relaygr_stream.telemetry.listener import Known, Listener
@@ -45,6 +45,7 @@ class TelemetryServer:
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int, live: Check, ready: Check) -> None:
+        export_readiness(registry, ready)
         self._metrics = make_wsgi_app(registry)
         self._checks: dict[str, Check] = {"/healthz": live, "/readyz": ready}
         self._listener = Listener("telemetry", host, port, self._serve, MAX_CLIENTS, GRACE_S)
@@ -133,6 +134,12 @@ class TelemetryServer:
         parts: Iterable[bytes] = self._metrics(environ, lambda status, found: answered.extend((status, found)))
         body = b"".join(parts)
         return answered[0], [*answered[1], ("Content-Length", str(len(body)))], body
+
+
+def export_readiness(registry: CollectorRegistry, ready: Check) -> None:
+    """The answer of /readyz as a metric."""
+    gauge = Gauge("relaygr_ready", "1 while /readyz answers 200, else 0", registry=registry)
+    gauge.set_function(lambda: float(_reason(ready) is None))
 
 
 def readable_accept(header: str) -> str:

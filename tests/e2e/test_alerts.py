@@ -28,21 +28,26 @@ class Case(NamedTuple):
     rests: Series
 
 
-def latency(bucket: str) -> Series:
-    """A ranking a second, all below this bound."""
+def histogram(name: str, labels: str, bucket: str) -> Series:
+    """An observation a second, all below this bound and above the one before."""
     bounds = ["0.01", "0.05", "0.1", "1.0", "+Inf"]
     at = bounds.index(bucket)
-    name = 'relaygr_ranking_seconds_bucket{{outcome="hbm",le="{}"}}'
-    return {name.format(bound): NEVER if index < at else PER_SECOND for index, bound in enumerate(bounds)}
+    return {
+        f'{name}_bucket{{{labels},le="{bound}"}}': NEVER if index < at else PER_SECOND
+        for index, bound in enumerate(bounds)
+    }
+
+
+def latency(bucket: str) -> Series:
+    return histogram("relaygr_ranking_seconds", 'outcome="hbm"', bucket)
 
 
 def loop(bucket: str) -> Series:
-    return {
-        re.sub(
-            r"relaygr_ranking_seconds_bucket{outcome=\"hbm\"", 'relaygr_loop_lag_seconds_bucket{instance="w"', name
-        ): value
-        for name, value in latency(bucket).items()
-    }
+    return histogram("relaygr_loop_lag_seconds", 'instance="w"', bucket)
+
+
+def calls(bucket: str) -> Series:
+    return histogram("relaygr_client_rank_seconds", 'instance="w"', bucket)
 
 
 def answers(ok: str, **more: str) -> Series:
@@ -62,6 +67,44 @@ def of(name: str, value: str, more: Series | None = None, **labels: str) -> Seri
 READ = of("relaygr_rankings_read_total", PER_SECOND, hops="0")
 CASES = {
     "RelaygrProcessDown": Case(of("up", "0x240"), of("up", "1x240")),
+    "RelaygrProcessMissing": Case(
+        of("relaygr_build_info", "1x240", process="worker"),
+        of("relaygr_build_info", "1x240", of("relaygr_build_info", "1x240", process="trigger"), process="worker"),
+    ),
+    "RelaygrFewerProcesses": Case(
+        of(
+            "relaygr_build_info",
+            "1x240",
+            of("relaygr_build_info", "1x160 _x80", instance="x", process="worker"),
+            process="worker",
+        ),
+        of(
+            "relaygr_build_info",
+            "1x240",
+            of("relaygr_build_info", "_x160 1x80", instance="x", process="worker"),
+            process="worker",
+        ),
+    ),
+    "RelaygrNotReady": Case(of("relaygr_ready", "1x220 0x20"), of("relaygr_ready", "1x230 0x5 1x5")),
+    "RelaygrCallsSlow": Case(calls("0.1"), calls("0.05")),
+    "RelaygrCallsFail": Case(
+        of(
+            "relaygr_client_rankings_total",
+            PER_STEP,
+            of("relaygr_client_rankings_total", PER_SECOND, outcome="hbm"),
+            outcome="DeadlineExceeded",
+        ),
+        of(
+            "relaygr_client_rankings_total",
+            PER_STEP,
+            of("relaygr_client_rankings_total", PER_SECOND, outcome="hbm"),
+            outcome="full",
+        ),
+    ),
+    "RelaygrGatewayUnavailable": Case(
+        of("relaygr_gateway_requests_total", PER_SECOND, path="/v1/rank", status="503"),
+        of("relaygr_gateway_requests_total", PER_SECOND, path="/v1/rank", status="429"),
+    ),
     "RelaygrRankingSlow": Case(latency("0.1"), latency("0.05")),
     "RelaygrNoScores": Case(answers(PER_SECOND, overloaded=PER_STEP), answers(PER_SECOND, overloaded=NEVER)),
     "RelaygrTruncated": Case(answers(PER_SECOND, truncated=PER_STEP), answers(PER_SECOND, truncated="0+0.2x240")),

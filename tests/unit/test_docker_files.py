@@ -17,10 +17,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from relaygr_stream.cli.main import main
+from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.gateway.app import Metrics as GatewayMetrics
 from relaygr_stream.settings.load import ENV_CONFIG, ENV_NOT_SETTINGS, FIELDS, load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.loopwatch import LoopWatch
 from relaygr_stream.telemetry.otlp import SpanCounts
+from relaygr_stream.telemetry.process import _describe
+from relaygr_stream.telemetry.server import export_readiness
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.worker.histories import HistoryMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
@@ -184,12 +188,15 @@ def test_grafana_reads_the_prometheus_of_the_testbed() -> None:
 
 
 def _samples() -> dict[str, set[str]]:
-    """Each sample that the workers and the trigger export, and its labels."""
+    """Each sample that the processes export, and its labels."""
     suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
     registry = CollectorRegistry()
     samples: dict[str, set[str]] = {}
     LoopWatch(registry, stall_s=1.0)
-    parts = (WorkerMetrics(registry), TriggerMetrics(registry), HistoryMetrics(registry), SpanCounts(registry))
+    _describe(registry, "worker")
+    export_readiness(registry, lambda: None)
+    serving = WorkerMetrics(registry), TriggerMetrics(registry), HistoryMetrics(registry), SpanCounts(registry)
+    parts = (*serving, ClientMetrics(registry), GatewayMetrics(registry))
     for metrics in parts:
         for metric in vars(metrics).values():
             if isinstance(metric, MetricWrapperBase):

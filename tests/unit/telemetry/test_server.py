@@ -60,6 +60,12 @@ def test_metrics_as_prometheus_text(server: TelemetryServer) -> None:
     assert values["relaygr_things_total"] == 3
 
 
+def test_readiness_is_a_metric_too(server: TelemetryServer, checks: Checks) -> None:
+    for reason, value in (("no broker answers", 0.0), (None, 1.0)):
+        checks.ready = reason
+        assert f"relaygr_ready {value}\n" in request(server, "/metrics")[2]
+
+
 def test_metrics_as_openmetrics_where_the_scraper_asks(server: TelemetryServer) -> None:
     status, kind, body = request(
         server, "/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
@@ -67,7 +73,7 @@ def test_metrics_as_openmetrics_where_the_scraper_asks(server: TelemetryServer) 
     assert status == 200
     assert kind.startswith("application/openmetrics-text")
     families = parse_openmetrics(body)  # type: ignore[no-untyped-call]
-    assert [family.name for family in families] == ["relaygr_things"]
+    assert [family.name for family in families] == ["relaygr_things", "relaygr_ready"]
 
 
 @pytest.mark.parametrize("version", ["abc", "1.x", "9" * 5000])
