@@ -34,7 +34,7 @@ _COMMANDS: Final = {
 }
 
 
-#: Former commands and their present names; accepted for one release, with a warning.
+#: Former commands and their present names; release 0.1 accepts the former ones with a warning.
 _FORMER: Final = {("publish",): "replay", ("trigger", "explain"): "explain"}
 
 

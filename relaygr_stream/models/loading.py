@@ -305,7 +305,7 @@ def _call(factory: Callable[..., Any], model: settings.Model, device: torch.devi
         ) from error
 
 
-#: Former → present method names of the model protocol. The former names, from before 0.2, work for one release.
+#: Former → present method names of the model protocol. Release 0.1 accepts the former ones.
 FORMER_METHODS: Final = {"extend": "prefill", "extend_in_steps": "prefill_in_steps"}
 
 

@@ -44,7 +44,7 @@ _INJECTED: Final = (
     (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_ADDR$|_SERVICE_HOST$"), re.compile(r"\S+$")),
 )
 
-#: Former names of settings, accepted for one release with a warning. None: the setting was removed, and its value has
+#: Former names of settings, which release 0.1 accepts with a warning. None: the setting was removed, and its value has
 #: no effect.
 FORMER: Final[Mapping[str, str | None]] = {
     "history.reads": "history.max_reads",
