@@ -207,10 +207,13 @@ class Door:
     def _enter(self, http: Request) -> str:
         """The tenant, with a place taken that `_leave` gives back. Raises Refused."""
         tenant = self._tokens.tenant(http)
-        http.state.known()
-        if self._open[tenant] >= self._limits.max_requests:
-            most = f"{self._limits.max_requests} requests of this tenant are under way (gateway.max_requests)"
-            raise Refused(429, "overloaded", most, {"retry-after": RETRY_AFTER_S})
+        why_not = None
+        if not http.state.known(tenant):
+            why_not = "open connections of this tenant are too many for its gateway.max_requests"
+        elif self._open[tenant] >= self._limits.max_requests:
+            why_not = f"{self._limits.max_requests} requests of this tenant are under way (gateway.max_requests)"
+        if why_not is not None:
+            raise Refused(429, "overloaded", why_not, {"retry-after": RETRY_AFTER_S})
         self._open[tenant] += 1
         self.metrics.in_flight.inc()
         return tenant

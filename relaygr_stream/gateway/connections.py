@@ -1,7 +1,7 @@
 """HTTP connections of the gateway: uvicorn's protocol on sockets of telemetry/listener.py, bounded in every way.
 
 uvicorn bounds neither a request's head nor the time of a client that reads or writes slowly. An application says
-through `state.known()` that a client is no stranger.
+through `state.known(tenant)` that a client is no stranger; False: its tenant has too many connections already.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 import ssl
+from collections import Counter
 from typing import Any, Final
 
 import structlog
@@ -26,6 +27,9 @@ from relaygr_stream.telemetry.listener import Known, Listener
 MAX_STRANGERS: Final = 256
 #: A stranger younger than this does not give way: an honest one has sent its request by then.
 GRACE_S: Final = 0.5
+#: Connections of one tenant, for each of the requests that it may have under way: pools keep as many idle ones, too.
+#: A further one stays a stranger.
+CONNECTIONS_PER_REQUEST: Final = 2
 #: Bytes of a request line with its headers; a token and a user id take some hundred.
 MAX_HEAD_BYTES: Final = 16 << 10
 #: A connection without a request is closed after this: longer than the pause between two requests of a pool.
@@ -33,12 +37,34 @@ KEEP_ALIVE_S: Final = 75
 _TOO_LONG: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
+class Tenants:
+    """How many connections each tenant has. most: of one tenant."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: Counter[str] = Counter()
+
+    def enter(self, tenant: str) -> bool:
+        """Count one more, unless the tenant has all that it may have."""
+        if self._open[tenant] >= self._most:
+            return False
+        self._open[tenant] += 1
+        return True
+
+    def leave(self, tenant: str) -> None:
+        """Count one less."""
+        self._open[tenant] -= 1
+
+
 class Connection(HttpToolsProtocol):
     """One client. read_s: time for a request's head, and for the client to take up what it was sent."""
 
-    def __init__(self, config: Config, state: ServerState, known: Known, read_s: float) -> None:
-        super().__init__(config, state, {"known": known})
+    def __init__(self, config: Config, state: ServerState, known: Known, read_s: float, tenants: Tenants) -> None:
+        super().__init__(config, state, {"known": self._known_as})
         self.closed: asyncio.Future[None] = self.loop.create_future()
+        self._known = known
+        self._tenants = tenants
+        self._tenant: str | None = None  # of the first request with a valid token
         self._read_s = read_s
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._head_bytes = 0
@@ -57,9 +83,11 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         if not self.closed.done():
             self.closed.set_result(None)
+        if self._tenant is not None:
+            self._tenants.leave(self._tenant)
 
     def data_received(self, data: bytes) -> None:
-        """asyncio: refuse a head that is too long."""
+        """asyncio: refuse a head that is too long, and do not wait for the rest of a body that nobody reads."""
         if self._in_head:
             self._arm("head")
             self._head_bytes += len(data)
@@ -69,6 +97,8 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
         else:
             super().data_received(data)
+            if self.cycle.response_complete:  # uvicorn's own timer ended with these data
+                self._arm("head")
 
     def on_headers_complete(self) -> None:
         """httptools: the head is here."""
@@ -91,6 +121,14 @@ class Connection(HttpToolsProtocol):
         self._disarm("taking up the answer")
         super().resume_writing()
 
+    def _known_as(self, tenant: str) -> bool:
+        if self._tenant is None and not self.closed.done():
+            if not self._tenants.enter(tenant):
+                return False
+            self._tenant = tenant
+            self._known()
+        return True
+
     def _arm(self, what: str) -> None:
         if what not in self._timers:
             self._timers[what] = self.loop.call_later(self._read_s, self.transport.abort)
@@ -111,6 +149,7 @@ class Connections:
         )  # fmt: skip
         self._config.load()
         self._state = ServerState()
+        self._tenants = Tenants(CONNECTIONS_PER_REQUEST * settings.max_requests)
         self._read_s = settings.read_ms / 1e3
         self._tls = _tls(settings)
         self._listener = Listener("gateway", settings.host, settings.port, self._serve, MAX_STRANGERS, GRACE_S)
@@ -133,7 +172,7 @@ class Connections:
         try:
             loop = asyncio.get_running_loop()
             _, connection = await loop.connect_accepted_socket(
-                lambda: Connection(self._config, self._state, known, self._read_s), accepted,
+                lambda: Connection(self._config, self._state, known, self._read_s, self._tenants), accepted,
                 ssl=self._tls, ssl_handshake_timeout=self._read_s if self._tls else None,
             )  # fmt: skip
             await connection.closed
