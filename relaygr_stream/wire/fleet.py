@@ -44,9 +44,6 @@ _limited = LogLimiter().limited
 #: ever ran. It is far above any silence bound and any outage of one incarnation. If a dropped worker returns, its
 #: status counts as a first one.
 DROP_AFTER_S: Final = 600.0
-#: Most names kept: twice the most lanes, since a restarted worker may have a new name. Beyond it, a new name replaces
-#: the one that has been silent longest.
-MAX_NAMES: Final = 20_000
 
 
 def few(things: Sequence[T], choice: random.Random) -> list[T]:
@@ -76,6 +73,8 @@ class _Worker:
 
 class OwnerDirectory:
     """Lane → the newest claim of its current owner.
+
+    Beyond the reader's `most_names`, a new name replaces the one that has been silent longest.
 
     Of two incarnations of one name, the later serving one counts: an incarnation that starts or ends does not replace
     one that serves. Only a `serving` worker owns lanes. If two workers claim one lane, the one with the newer status in
@@ -213,7 +212,7 @@ class OwnerDirectory:
     def _drop_expired(self, now: float) -> None:
         for name in [name for name, worker in self._workers.items() if now - worker.received_s > DROP_AFTER_S]:
             self._drop(name)
-        if len(self._workers) > MAX_NAMES:
+        if len(self._workers) > self._reader.most_names:
             self._drop(min(self._workers, key=lambda name: self._workers[name].received_s))
 
     def _drop(self, name: str) -> None:

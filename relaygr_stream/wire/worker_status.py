@@ -44,8 +44,17 @@ MAX_OFFSET: Final = (1 << 63) - 1
 MAX_MS: Final = 3.6e6
 #: The device time of a thousand devices.
 MAX_DEVICE_MS_PER_S: Final = 1e6
-#: A worker states about 50 counters; this leaves room for later releases.
-MAX_COUNTERS: Final = 512
+#: A worker states about 50 counters; this leaves room for later releases. A reader keeps some 130 bytes for each.
+MAX_COUNTERS: Final = 128
+#: Bytes of a status beside its lanes. With every text as long as it may be, today's takes 7 KiB, of which 2 KiB are
+#: counters; without, 3 KiB.
+BASE_BYTES: Final = 12 << 10
+#: Bytes for each lane that a status states: today's has 104 with the largest numbers.
+LANE_BYTES: Final = 160
+#: Most names kept, for each lane of the cluster: a restarted worker may have a new name. A small cluster has room for
+#: LEAST_NAMES, because spare workers have no lanes.
+NAMES_PER_LANE: Final = 2
+LEAST_NAMES: Final = 1000
 #: The counter of the bytes that are pinned on other workers' behalf now: with WorkerStatus.delegated_bytes, the whole
 #: room for them.
 DELEGATED_PINNED: Final = "delegated_pinned_bytes"
@@ -86,6 +95,7 @@ class StatusReader:
         self.signer = signer
         self._max_bytes = max_bytes
         self._wall = wall
+        self.most_names: Final = max(LEAST_NAMES, NAMES_PER_LANE * lanes)
 
     @classmethod
     def of(cls, settings: Settings, topics: TopicSet) -> StatusReader:
@@ -111,6 +121,10 @@ class StatusReader:
             return Tombstone(name, _incarnation(record))
         status = decode(WorkerStatus, record.value, self._max_bytes)
         self._check(status)
+        most = BASE_BYTES + LANE_BYTES * len(status.lanes)
+        if len(record.value) > most:
+            stated = f"{len(record.value)} bytes with {len(status.lanes)} lanes"
+            raise DecodeError("oversized", f"{stated}, the limit is {most}")
         if status.name != name:
             raise DecodeError("invalid", f"the key is {name[:MAX_TEXT]!r}, the status that of {status.name!r}")
         if fresh:

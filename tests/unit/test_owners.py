@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from relaygr_stream.wire import fleet as owners
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import DROP_AFTER_S, OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
@@ -26,7 +25,8 @@ class World:
     def __init__(self) -> None:
         self.now = 100.0
         self.unreadable = 0
-        self.directory = OwnerDirectory(SILENCE_MS, self.count, clock=lambda: self.now)
+        self.reader = StatusReader()
+        self.directory = OwnerDirectory(SILENCE_MS, self.count, clock=lambda: self.now, reader=self.reader)
 
     def count(self) -> None:
         self.unreadable += 1
@@ -115,8 +115,9 @@ def test_a_start_after_a_crash_counts_once_the_crashed_one_is_silent() -> None:
 
 
 def test_names_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "MAX_NAMES", 10)
+    assert (StatusReader(4).most_names, StatusReader(10_000).most_names) == (1000, 20_000)
     world = World()
+    monkeypatch.setattr(world.reader, "most_names", 10)
     for number in range(100):
         world.now += 0.001
         world.directory.take(status(f"w{number}", (number % 4,)))

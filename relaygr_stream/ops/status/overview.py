@@ -12,7 +12,7 @@ from typing import Final, Generic, TypeVar
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.fleet import DROP_AFTER_S, MAX_NAMES
+from relaygr_stream.wire.fleet import DROP_AFTER_S
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.topic_files import TopicSet
@@ -75,7 +75,7 @@ class Overview:
         if kind_of(record.headers):
             trigger = read_trigger(record, self.reader, fresh=self.live)
             if trigger is not None:
-                _put(self.triggers, trigger, received_s)
+                _put(self.triggers, trigger, received_s, self.reader.most_names)
             elif record.value is None:
                 self.triggers.pop(name.removeprefix(KEY_PREFIX), None)
             return
@@ -83,7 +83,7 @@ class Overview:
         if isinstance(found, Tombstone):
             self.workers.pop(found.name, None)
         elif found is not None:
-            _put(self.workers, found, received_s)
+            _put(self.workers, found, received_s, self.reader.most_names)
 
     @property
     def silence_ms(self) -> float:
@@ -119,9 +119,9 @@ def _drop_silent(known: dict[str, Seen[S]], now_s: float) -> None:
             del known[name]
 
 
-def _put(known: dict[str, Seen[S]], status: S, received_s: float | None) -> None:
+def _put(known: dict[str, Seen[S]], status: S, received_s: float | None, most: int) -> None:
     before = known.get(status.name)
-    if before is None and len(known) >= MAX_NAMES:
+    if before is None and len(known) >= most:
         del known[min(known, key=lambda name: known[name].received_s or 0.0)]
     if before is None or before.last.incarnation != status.incarnation:
         known[status.name] = Seen(status, status, received_s)

@@ -126,14 +126,18 @@ CANCEL = f"DELETE /v1/requests/r?user_id=u HTTP/1.1\r\nhost: x\r\nauthorization:
 
 
 async def test_a_body_that_nobody_reads_is_not_waited_for(embedded_settings: Kafka) -> None:
-    """uvicorn ends its timer at further data, and begins none for the rest of the body of a request that is answered."""
-    async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=READ_MS) as door:
-        async with raw(door) as (reader, writer), asyncio.timeout(30):
-            writer.write(CANCEL + b"content-length: 50\r\n\r\n")
-            assert (await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1] == b"204"
-            writer.write(b"half")
-            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                await reader.readexactly(1)
+    """uvicorn ends its timer at further data, and begins none for the rest of the body of an answered request."""
+    async with (
+        responder_on(embedded_settings),
+        door_on(embedded_settings, read_ms=READ_MS) as door,
+        raw(door) as (reader, writer),
+        asyncio.timeout(30),
+    ):
+        writer.write(CANCEL + b"content-length: 50\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1] == b"204"
+        writer.write(b"half")
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
 
 
 async def test_a_tenant_has_so_many_connections_and_leaves_room_for_others(embedded_settings: Kafka) -> None:
@@ -141,17 +145,21 @@ async def test_a_tenant_has_so_many_connections_and_leaves_room_for_others(embed
         writer.write(CANCEL + b"\r\n")
         return (await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1]
 
-    async with responder_on(embedded_settings), door_on(embedded_settings, max_requests=1) as door:
-        async with raw(door) as first, asyncio.timeout(30):
-            async with raw(door) as second:
-                for each in (first, second, first):
-                    assert await cancelled(*each) == b"204"
-                refused = await door.ask("POST", "/v1/rank", RANK)
-                assert (refused.status, refused.value["error"]) == (429, "overloaded")
-                assert "connections of this tenant" in refused.value["detail"]
-                assert (await door.ask("POST", "/v1/rank", RANK, token_=OTHER)).status == 200
-            await until(lambda: door.count("connections") == 1, "the second has ended")
-            assert await still_serves(door)
+    async with (
+        responder_on(embedded_settings),
+        door_on(embedded_settings, max_requests=1) as door,
+        raw(door) as first,
+        asyncio.timeout(30),
+    ):
+        async with raw(door) as second:
+            for each in (first, second, first):
+                assert await cancelled(*each) == b"204"
+            refused = await door.ask("POST", "/v1/rank", RANK)
+            assert (refused.status, refused.value["error"]) == (429, "overloaded")
+            assert "connections of this tenant" in refused.value["detail"]
+            assert (await door.ask("POST", "/v1/rank", RANK, token_=OTHER)).status == 200
+        await until(lambda: door.count("connections") == 1, "the second has ended")
+        assert await still_serves(door)
 
 
 async def test_strangers_do_not_keep_clients_out(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from relaygr_stream.bus.topics import load_topics
-from relaygr_stream.ops.status import overview as overview_module
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
@@ -179,7 +178,8 @@ def test_what_is_odd_is_named(statuses: list[WorkerStatus | TriggerStatus], line
 def test_what_a_long_lived_viewer_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway looks for weeks, and pods have new names at every start."""
     clock = Clock(100.0)
-    view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader(len(LANES)), clock=clock, live=True)
+    reader = StatusReader(len(LANES))
+    view = Overview(SETTINGS, load_topics(SETTINGS.kafka), reader, clock=clock, live=True)
     for number in range(3):
         view.on_records([record(worker(f"w{number}", range(0))), record(trigger(f"t{number}"))])
     clock.now += DROP_AFTER_S - 1
@@ -187,7 +187,7 @@ def test_what_a_long_lived_viewer_keeps_is_bounded(monkeypatch: pytest.MonkeyPat
     clock.now += 2
     view.on_records([record(worker("new", range(0)))])
     assert (set(view.workers), set(view.triggers)) == ({"w2", "new"}, set())
-    monkeypatch.setattr(overview_module, "MAX_NAMES", 3)
+    monkeypatch.setattr(reader, "most_names", 3)
     for number in range(10):
         clock.now += 1
         view.on_records([record(worker(f"v{number}", range(0)))])

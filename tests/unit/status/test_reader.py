@@ -17,7 +17,17 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.signature import Signer
-from relaygr_stream.wire.worker_status import HEADER_INCARNATION, MAX_AHEAD_S, MAX_SKEW_S, StatusReader, Tombstone
+from relaygr_stream.wire.worker_status import (
+    HEADER_INCARNATION,
+    MAX_AHEAD_S,
+    MAX_BYTES,
+    MAX_LANES,
+    MAX_OFFSET,
+    MAX_SKEW_S,
+    MAX_TEXT,
+    StatusReader,
+    Tombstone,
+)
 from tests.statuses import SECRET_CHANGE, lane_statuses, worker_status
 
 TOPIC = "relaygr.worker-status"
@@ -80,6 +90,31 @@ def reader(signer: Signer | None = None) -> StatusReader:
 def test_a_number_or_text_out_of_bounds_is_refused_and_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(DecodeError, match=named):
         reader().read(record(encode(status(**changes))))
+
+
+def test_a_status_has_so_many_bytes_for_each_of_its_lanes() -> None:
+    """What a reader keeps of 20,000 names that anybody may write is bounded with it."""
+    filled = status(counters={f"{n:0300d}": 1.0 for n in range(100)})
+    with pytest.raises(DecodeError, match="bytes with 1 lanes, the limit is") as refused:
+        reader().read(record(encode(filled)))
+    assert refused.value.reason == "oversized"
+
+
+def test_the_largest_status_is_read() -> None:
+    """Every lane of the largest cluster at the largest numbers, and twice today's counters; else all texts are long."""
+    most = {
+        "budget_bytes": MAX_BYTES,
+        "pinned_bytes": MAX_BYTES,
+        "pre_infer_offset": MAX_OFFSET,
+        "device_ms_per_s": 0.1,
+    }
+    counters = {f"a_counter_with_a_long_name_{n}": 0.1 for n in range(100)}
+    everything = status(lanes=lane_statuses(range(MAX_LANES), **most), counters=counters)
+    assert StatusReader(wall=lambda: NOW_S).read(record(encode(everything))) == everything
+    long, ids = "m" * MAX_TEXT, tuple(f"{n:064}" for n in range(16))
+    texts = {"host": long, "device": long, "model_version": long, "model_note": long, "handover": long}
+    wordy = status(**texts, counters=counters, erased=ids, version="v" * 128)
+    assert reader().read(record(encode(wordy))) == wordy
 
 
 def test_a_status_under_another_key_speaks_for_nobody() -> None:
