@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -39,7 +39,8 @@ from relaygr_stream.wire.signature import answer_signature
 log = structlog.get_logger(__name__)
 _limited = LogLimiter().limited
 
-#: Random for each call: it keeps clients of one reply partition apart, and earlier ids do not reveal the next one.
+#: Random for each call: it keeps clients of one reply partition apart, and earlier ids do not reveal the next one. A
+#: copy's correlation id is that of its call and the copy's number.
 CORRELATION_BYTES: Final = 16
 #: Most ended calls remembered, to tell duplicate and late answers from foreign ones: one second at 4,096 calls/s.
 MAX_ENDED_CALLS: Final = 4096
@@ -88,25 +89,31 @@ class Call:
     correlation: bytes
     request_id: str
     reply: asyncio.Future[ScoreReply]
-    attempts: int = 0  # copies that may still be answered
+    in_flight: set[bytes] = field(default_factory=set)  # correlation ids of copies that may still be answered
     fallback: ScoreReply | None = None  # the call's result if no other copy is answered with scores
 
-    def on_reply(self, reply: ScoreReply) -> None:
-        """Handle an answer to one copy.
+    def new_copy(self, number: int) -> bytes:
+        """The correlation id of a further copy, which is in flight from now on."""
+        correlation = self.correlation + bytes([number])
+        self.in_flight.add(correlation)
+        return correlation
+
+    def on_reply(self, copy: bytes, reply: ScoreReply) -> None:
+        """Handle an answer to one copy; another one has answered it already if its worker ended before its commit.
 
         Scores and `rejected`, which every worker would repeat, complete the call. Any other status completes it only
         if no other copy is in flight.
         """
-        self.attempts -= 1
-        if self.attempts <= 0 or reply.status in ("ok", "rejected"):
+        self.in_flight.discard(copy)
+        if not self.in_flight or reply.status in ("ok", "rejected"):
             self.reply.set_result(reply)
         else:
             self.fallback = reply
 
-    def on_copy_failed(self, error: RelayError) -> None:
+    def on_copy_failed(self, copy: bytes, error: RelayError) -> None:
         """One copy gets no answer. The last one to fail completes the call."""
-        self.attempts -= 1
-        if self.attempts <= 0:
+        self.in_flight.discard(copy)
+        if not self.in_flight:
             if self.fallback is not None and not self.reply.done():
                 self.reply.set_result(self.fallback)
             self.fail(error)
@@ -161,9 +168,10 @@ class Answers:
         """Handle records of the reply partition."""
         for record in records:
             correlation = header(record.headers, HEADER_CORRELATION)
-            call = self._calls.get(correlation)
+            of_call = correlation[:CORRELATION_BYTES]
+            call = self._calls.get(of_call)
             if call is None or call.reply.done():
-                self._drop(self._ended.get(correlation, "foreign"))
+                self._drop(self._ended.get(of_call, "foreign"))
             elif kind_of(record.headers):
                 self._drop("kind")
             elif self._answer_secrets and not self._is_signed(record, correlation):
@@ -174,9 +182,9 @@ class Answers:
                     offset=record.offset,
                 )
             else:
-                self._on_reply(call, record)
+                self._on_reply(call, correlation, record)
 
-    def _on_reply(self, call: Call, record: Record) -> None:
+    def _on_reply(self, call: Call, copy: bytes, record: Record) -> None:
         try:
             reply = decode(ScoreReply, record.value, self._max_bytes)
             # A worker that could not read the request, or must not, answers without its id.
@@ -185,9 +193,9 @@ class Answers:
                 return
             if not np.isfinite(reply.matrix()).all():
                 raise DecodeError("invalid", f"worker {reply.worker or '?'} answered scores that are NaN or infinite")
-            call.on_reply(reply)
+            call.on_reply(copy, reply)
         except DecodeError as error:
-            call.on_copy_failed(WorkerFailed(f"the worker's answer cannot be read: {error}"))
+            call.on_copy_failed(copy, WorkerFailed(f"the worker's answer cannot be read: {error}"))
         if call.reply.done():
             self._remember_ended(call.correlation, "duplicate")
 

@@ -170,7 +170,7 @@ class Connection:
             exchange = Exchange(
                 call,
                 lane_of(request.user_id, self._topics.lanes) if lane is None else lane,
-                Copies(self._sender, self._route, self._topics.ranking.name, request, message, call.correlation),
+                Copies(self._sender, self._route, self._topics.ranking.name, request, message),
                 self._hedges,
                 between_copies_s(self._settings.client.hedge_ms, timeout_ms),
                 self._metrics,

@@ -1,6 +1,6 @@
 """One ranking request in flight: sent on its user's lane, and on another worker's lane if that lane does not answer.
 
-All copies have one correlation id, and the first scores count.
+Each copy has a correlation id of its own, and the first scores count.
 """
 
 from __future__ import annotations
@@ -184,20 +184,18 @@ class Copies:
         topic: str,
         request: RankingRequest,
         message: Outgoing,
-        correlation: bytes,
     ) -> None:
         self._sender = sender
         self._route = route
         self._topic = topic
         self._request = request
         self._message = message
-        self._correlation = correlation
         self._reply_to = route.choose()
         self._began_s = route.clock()
         self._sent_s: float | None = None  # when the last copy was sent
         self._unanswered: Counter[int] = Counter()  # reply partition → copies that the brokers have
 
-    async def send(self, lane: int, *, hedge: bool, settled: Settled) -> None:
+    async def send(self, lane: int, correlation: bytes, *, hedge: bool, settled: Settled) -> None:
         """Send a copy; `settled` is called once, possibly before this returns."""
         reply_to, value = self._reply_to, self._message.value
         if self._sent_s is not None:
@@ -214,7 +212,7 @@ class Copies:
             again = msgspec.structs.replace(self._request, hops=1, sent_ms=now_ms(), timeout_ms=left_ms)
             value = encode(again)
         headers = [
-            (HEADER_CORRELATION, self._correlation),
+            (HEADER_CORRELATION, correlation),
             (HEADER_REPLY_PARTITION, str(reply_to).encode()),
             *self._message.headers,
         ]
@@ -272,19 +270,19 @@ class Exchange:
                 sending.cancel()
 
     def _attempt(self, lane: int) -> None:
+        copy = self._call.new_copy(len(self._tried))
         self._tried.append(lane)
-        self._call.attempts += 1
-        sending = self._copies.send(lane, hedge=lane != self._lane, settled=partial(self._settled, lane))
+        sending = self._copies.send(lane, copy, hedge=lane != self._lane, settled=partial(self._settled, lane, copy))
         self._sending.append(asyncio.create_task(sending))
 
-    def _settled(self, lane: int, error: BrokerError | None) -> None:
+    def _settled(self, lane: int, copy: bytes, error: BrokerError | None) -> None:
         """The send of a copy has completed; after an error, try another lane at once if there is one."""
         if error is None:
             self._reached.add(lane)
         elif not self._call.reply.done():
             if self._hedge_s:
                 self._hedge("unsent")
-            self._call.on_copy_failed(error)
+            self._call.on_copy_failed(copy, error)
 
     def _rearm(self) -> None:
         if self._hedge_s and len(self._tried) < MAX_ATTEMPTS:

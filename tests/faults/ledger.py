@@ -43,7 +43,7 @@ Place: TypeAlias = tuple[str, int, int]  # topic, partition, offset
 
 @dataclass(frozen=True)
 class Copy:
-    """One record on `ranking`. A request has several where its client hedges: all with one correlation id."""
+    """One record on `ranking`. A request has several where its client hedges, each with a correlation id of its own."""
 
     correlation: bytes
     request: str

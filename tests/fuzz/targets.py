@@ -300,8 +300,7 @@ class _Client:
         mutator = Mutator(rng)
         fields = plain(ScoreReply, rng)
         call = self._answers.expect(fields["request_id"])
-        call.attempts = 1
-        headers: Any = [(HEADER_CORRELATION, call.correlation)]
+        headers: Any = [(HEADER_CORRELATION, call.new_copy(0))]
         if rng.random() < 0.3:
             headers = mutator.headers(headers)
         value = mutator.value(fields)

@@ -21,7 +21,7 @@ from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
-from relaygr_stream.wire.records import HEADER_REPLY_PARTITION
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
 from tests.statuses import lane_statuses, worker_status
 from tests.unit.client_peers import request, scored
 
@@ -106,21 +106,21 @@ class World:
                 self.held.append(arrive)
             elif not sent.done():
                 sent.set_result(0)
-                self.loop.call_later(ANSWER_S, self.answer, key, reply_to, partition)
+                self.loop.call_later(ANSWER_S, self.answer, key, dict(headers)[HEADER_CORRELATION], reply_to, partition)
 
         self.loop.call_later(ACK_S, arrive)
         return sent
 
-    def answer(self, key: bytes, reply_to: int, lane: int) -> None:
+    def answer(self, key: bytes, copy: bytes, reply_to: int, lane: int) -> None:
         if self.away(reply_to) or self.away(lane):  # the answer is lost, or the request was, before it was read
             return
         if STALLS_S[0] < self.at_s() < STALLS_S[1]:
-            self.loop.call_at(self.start_s + STALLS_S[1], self.answer, key, reply_to, lane)
+            self.loop.call_at(self.start_s + STALLS_S[1], self.answer, key, copy, reply_to, lane)
             return
         self.route.received(reply_to)
         call = self.calls[key]
         if not call.reply.done():
-            call.on_reply(scored(request(int(key))))
+            call.on_reply(copy, scored(request(int(key))))
 
     async def states(self) -> None:
         while True:
@@ -137,7 +137,7 @@ class World:
         made: RankingRequest = request(number)
         call = self.calls[b"%d" % number] = Call(b"c", made.request_id, self.loop.create_future())
         message = Outgoing(b"%d" % number, encode(made))
-        copies = Copies(self.sender, self.route, "ranking", made, message, call.correlation)
+        copies = Copies(self.sender, self.route, "ranking", made, message)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await Exchange(call, lane, copies, self.hedges, HEDGE_S, self.metrics).run()
@@ -172,9 +172,9 @@ class Unacknowledged:
 async def test_a_copy_that_no_broker_has_says_nothing_of_its_reply_partition() -> None:
     sender, route = Unacknowledged(), ReplyRoute("scores", [5, 7])
     made = request()
-    copies = Copies(sender, route, "ranking", made, Outgoing(b"u", encode(made)), b"c")  # type: ignore[arg-type]
+    copies = Copies(sender, route, "ranking", made, Outgoing(b"u", encode(made)))  # type: ignore[arg-type]
     for lane in (0, 1, 2):
-        await copies.send(lane, hedge=lane > 0, settled=lambda error: None)
+        await copies.send(lane, b"c", hedge=lane > 0, settled=lambda error: None)
     assert sender.named == [5, 7, 7]
 
 
