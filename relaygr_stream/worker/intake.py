@@ -110,11 +110,8 @@ class Intake:
         """A pre-infer signal as a task, also of one on another worker's behalf. Raises DecodeError."""
         signal = decode(PreInferSignal, record.value, self._max_bytes)
         length = prefix_length(signal)
-        if length > self._relay.max_prefix_tokens:
-            raise DecodeError(
-                "invalid",
-                f"{length} prefix tokens, relay.max_prefix_tokens is {self._relay.max_prefix_tokens}",
-            )
+        if beyond := self._relay.beyond(prefix=length):
+            raise DecodeError("invalid", beyond)
         if kind_of(record.headers) and not signal.delegate:
             raise DecodeError("invalid", "a delegated signal must say on whose behalf it comes (delegate)")
         check_times(signal.prefix, "prefix")
@@ -169,20 +166,10 @@ class Intake:
     def ranking(self, record: Record, origin: Origin) -> RankTask:
         """A ranking record as a task. Raises DecodeError or TooMuch."""
         request = decode(RankingRequest, record.value, self._max_bytes)
-        limits = self._relay
-        for what, count, limit, setting in (
-            ("prefix tokens", prefix_length(request), limits.max_prefix_tokens, "relay.max_prefix_tokens"),
-            ("suffix tokens", len(request.suffix), limits.max_suffix_tokens, "relay.max_suffix_tokens"),
-            (
-                "candidates",
-                len(request.candidates) // ITEM_DTYPE.itemsize,
-                limits.max_candidates,
-                "relay.max_candidates",
-            ),
-        ):
-            if count > limit:
-                message = f"{count} {what}, this worker takes {limit} ({setting})"
-                raise TooMuch(message, request.request_id, request.user_id)
+        candidates = len(request.candidates) // ITEM_DTYPE.itemsize
+        beyond = self._relay.beyond(prefix=prefix_length(request), suffix=len(request.suffix), candidates=candidates)
+        if beyond:
+            raise TooMuch(beyond, request.request_id, request.user_id)
         check_times(request.prefix, "prefix")
         check_times(request.suffix, "suffix")
         try:

@@ -99,9 +99,9 @@ def test_a_signal_becomes_a_task_with_its_window_capped() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"prefix": history(9), "suffix": Behaviours()}, "9 prefix tokens, this worker takes 8 (relay.max_prefix_tok"),
-        ({"suffix": history(5, 9000)}, "5 suffix tokens, this worker takes 4 (relay.max_suffix_tokens)"),
-        ({"candidates": pack_items(range(6))}, "6 candidates, this worker takes 5 (relay.max_candidates)"),
+        ({"prefix": history(9), "suffix": Behaviours()}, "9 prefix behaviours, the limit is 8 (relay.max_prefix_tok"),
+        ({"suffix": history(5, 9000)}, "5 suffix behaviours, the limit is 4 (relay.max_suffix_tokens)"),
+        ({"candidates": pack_items(range(6))}, "6 candidates, the limit is 5 (relay.max_candidates)"),
     ],
 )
 def test_what_is_too_much_is_said_with_number_limit_and_setting(change: dict[str, Any], words: str) -> None:
@@ -119,7 +119,7 @@ def test_limits_themselves_are_taken() -> None:
 
 
 def test_a_signal_too_long_is_invalid() -> None:
-    with pytest.raises(DecodeError, match=r"9 prefix tokens, relay\.max_prefix_tokens is 8"):
+    with pytest.raises(DecodeError, match=r"9 prefix behaviours, the limit is 8 \(relay\.max_prefix_tokens\)"):
         Desk().signal(record(encode(signal(prefix=history(9)))))
 
 
