@@ -122,11 +122,6 @@ class LaneConsumer:
         return self._reader.answered
 
     @property
-    def commits_refused(self) -> int:
-        """The number of commits refused because this member was out of the group; their records are read again."""
-        return self._membership.commits_refused
-
-    @property
     def undone(self) -> int:
         """The number of records handed out and not done, over all lanes."""
         return self._reader.undone

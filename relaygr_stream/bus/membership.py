@@ -86,7 +86,6 @@ class Membership:
         self._commit_lock = asyncio.Lock()
         self._last_commit: asyncio.Task[None] | None = None
         self._committed: dict[tuple[str, int], tuple[int, str]] = {}
-        self.commits_refused = 0
 
     async def start(self) -> None:
         """Join the group; returns with the first assignment. Raises BrokerUnavailable, BrokerError, ConfigError."""
@@ -239,7 +238,6 @@ class Membership:
             await self._consumer.commit({TopicPartition(*partition): offset for partition, offset in changed.items()})
         except CommitFailedError as error:
             # The broker removed this member before it knew. aiokafka rejoins, and the records are read again.
-            self.commits_refused += 1
             log.warning("commit refused", group=self._group, member=self._member, error=repr(error.__cause__))
         except KafkaError as error:
             log.warning("commit failed", group=self._group, member=self._member, error=repr(error))
