@@ -253,7 +253,7 @@ SWITCH_AFTER_S: Final = 0.5
 #: The silence of the other partition expires this long after the last request that named it: its broker may be back.
 #: Until then, a slow answer on the current partition is no reason to return to one that was silent for longer. A
 #: restart of a broker takes about as long; where requests are hedged, a copy's answer ends the silence earlier.
-SILENCE_EXPIRES_S: Final = 10.0
+PARTITION_SILENCE_EXPIRES_S: Final = 10.0
 
 
 class ReplyRoute:
@@ -304,7 +304,7 @@ class ReplyRoute:
         """The reply partition of a new request. Raises TopicError if none of them exists any more."""
         if (gone := self.gone) is not None:
             raise gone
-        if self.clock() - self._used.get(self._other, math.inf) > SILENCE_EXPIRES_S:
+        if self.clock() - self._used.get(self._other, math.inf) > PARTITION_SILENCE_EXPIRES_S:
             self._awaited_since.pop(self._other, None)
         silent_s = self._waiting_s(self._current)
         silent = silent_s > SWITCH_AFTER_S and self._waiting_s(self._other) < silent_s

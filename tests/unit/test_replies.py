@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from relaygr_stream.client.answers import SILENCE_EXPIRES_S, SWITCH_AFTER_S, ReplyRoute, reply_partitions
+from relaygr_stream.client.answers import PARTITION_SILENCE_EXPIRES_S, SWITCH_AFTER_S, ReplyRoute, reply_partitions
 from relaygr_stream.errors import TopicError
 
 DEAD, ALIVE = 5, 7
@@ -157,7 +157,7 @@ def test_one_that_is_back_is_found_when_the_other_dies_in_turn() -> None:
     assert route.choose() == 5
     now = SWITCH_AFTER_S + 0.1
     assert route.choose() == 7  # 5 is dead
-    now += SILENCE_EXPIRES_S
+    now += PARTITION_SILENCE_EXPIRES_S
     route.received(7)
     route.choose()
     now += SWITCH_AFTER_S + 0.1  # 7 is dead, 5 is back
