@@ -15,7 +15,7 @@ import structlog
 from prometheus_client import Gauge
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topic_check import DEAD_LETTER_HEADERS_BYTES
+from relaygr_stream.bus.topic_check import DEAD_LETTER_HEADERS_BYTES, too_large_for_dead_letters
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DecodeError, TopicError
 from relaygr_stream.telemetry.background import Background, endless
@@ -185,10 +185,6 @@ def dead_letter_headers(record: Record, error: DecodeError) -> list[tuple[str, b
 
 def check_dead_letters_fit(topics: TopicSet) -> None:
     """Raise ConfigError if a dead letter may be too large for its topic: it would block its lane's commits for ever."""
-    for topic in (topics.retrieval, topics.ranking, topics.pre_infer):
-        if topics.dead_letter.max_message_bytes < topic.max_message_bytes + DEAD_LETTER_HEADERS_BYTES:
-            raise ConfigError(
-                f"topic {topics.dead_letter.name} takes {topics.dead_letter.max_message_bytes} bytes, {topic.name} "
-                f"{topic.max_message_bytes}: a dead letter has up to {DEAD_LETTER_HEADERS_BYTES} more than its "
-                f"original; raise max_message_bytes of the former"
-            )
+    problems = too_large_for_dead_letters([(topic, topic.max_message_bytes) for topic in topics.all])
+    if problems:
+        raise ConfigError(f"{'; '.join(problems)}. Raise max_message_bytes of {topics.dead_letter.name}")

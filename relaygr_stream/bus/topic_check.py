@@ -42,6 +42,10 @@ class FoundTopic:
     own: frozenset[str]
     leaders: Mapping[int, int]  # partition → broker; -1: no leader
 
+    def takes_bytes(self, topic: Topic) -> int:
+        """The longest message; what the file says if the broker does not report it."""
+        return int(self.configs.get("max.message.bytes", topic.max_message_bytes))
+
 
 @dataclass(frozen=True)
 class TopicRow:
@@ -74,7 +78,7 @@ def check_rows(rows: Sequence[TopicRow]) -> None:
         check_equal_counts(sharing)
     for topic, has in found:
         _check_count(topic, has.partitions)
-        takes = int(has.configs.get("max.message.bytes", topic.max_message_bytes))
+        takes = has.takes_bytes(topic)
         if takes < topic.max_message_bytes:
             raise TopicError(
                 f"topic {topic.name} takes messages up to {takes} bytes (max.message.bytes), "
@@ -122,7 +126,8 @@ def check_all(rows: Sequence[TopicRow], *, but: str = "") -> None:
 
     but: a setting to ignore. Raises TopicError that names all differences.
     """
-    problems = [str(each) for each in differences(rows) if each.setting != but] + _too_large_for_dead_letters(rows)
+    takes = [(row.topic, row.found.takes_bytes(row.topic)) for row in rows if row.found is not None]
+    problems = [str(each) for each in differences(rows) if each.setting != but] + too_large_for_dead_letters(takes)
     if problems:
         raise TopicError(
             f"{'; '.join(problems)}. {REMEDY} (not replication: set kafka.replication); or change the files "
@@ -130,20 +135,15 @@ def check_all(rows: Sequence[TopicRow], *, but: str = "") -> None:
         )
 
 
-def _too_large_for_dead_letters(rows: Sequence[TopicRow]) -> list[str]:
-    takes = {
-        row.topic.name: int(row.found.configs.get("max.message.bytes", row.topic.max_message_bytes))
-        for row in rows
-        if row.found is not None
-    }
-    lanes = [row.topic.name for row in rows if row.topic.lanes and row.topic.name in takes]
-    dead_letter_topics = [name for name in takes if name.endswith("dead-letter")]
+def too_large_for_dead_letters(takes: Sequence[tuple[Topic, int]]) -> list[str]:
+    """The topics whose dead letters may not fit into `dead-letter`. takes: topics, each with its longest message."""
     return [
-        f"{lane} takes messages of {takes[lane]} bytes, {target} of {takes[target]}: a dead letter has up to "
+        f"{lane.name} takes messages of {most} bytes, {letters.name} of {room}: a dead letter has up to "
         f"{DEAD_LETTER_HEADERS_BYTES} bytes more than its original"
-        for target in dead_letter_topics
-        for lane in lanes
-        if takes[target] < takes[lane] + DEAD_LETTER_HEADERS_BYTES
+        for letters, room in takes
+        if letters.name.endswith("dead-letter")
+        for lane, most in takes
+        if lane.lanes and room < most + DEAD_LETTER_HEADERS_BYTES
     ]
 
 
