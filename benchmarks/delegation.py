@@ -34,7 +34,7 @@ from forwarding_model import DILATION, ITEMS
 from targets import end
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Overloaded, RelayError
 from relaygr_stream.lab.quantiles import nearest_rank
@@ -44,6 +44,7 @@ from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings, Trigger
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.messages import MISSES
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 
 FLEET = tuple(f"w{number}" for number in range(1, 5))
 EACH = 2

@@ -31,7 +31,7 @@ from forwarding_model import ITEMS, RANKING_MS, TOKEN_MS
 from targets import end
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Overloaded, RelayError
 from relaygr_stream.lab.quantiles import nearest_rank
@@ -43,6 +43,7 @@ from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import RankingRequest
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import worker_statuses
 
 WORKERS = ("w1", "w2", "w3")

@@ -19,7 +19,7 @@ import uvloop
 from targets import end
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
 from relaygr_stream.lab.quantiles import nearest_rank
@@ -30,6 +30,7 @@ from relaygr_stream.settings.worker import Handover, Worker
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.messages import RankingRequest, WorkerStatus
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import worker_statuses
 
 MIB: Final = 1 << 20

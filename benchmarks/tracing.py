@@ -84,13 +84,13 @@ async def measure(mode: str) -> float:
     import numpy as np
     from prometheus_client import CollectorRegistry
 
-    from relaygr_stream.bus.topics import load_topics
     from relaygr_stream.engine.commands import Answer
     from relaygr_stream.settings.schema import Kafka, Relay, Telemetry
     from relaygr_stream.telemetry.background import Background
     from relaygr_stream.telemetry.logs import configure_logging
     from relaygr_stream.telemetry.otlp import tracing_of
     from relaygr_stream.wire.records import Record
+    from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.worker.intake import Intake
     from relaygr_stream.worker.metrics import WorkerMetrics
     from relaygr_stream.worker.replies import Outbox

@@ -22,7 +22,7 @@ from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.bus.lane_reader import FETCH_BYTES
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Kafka, Relay, Settings, Telemetry, Trigger
@@ -31,6 +31,7 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, WorkerStatus, with_version
+from relaygr_stream.wire.topic_files import TopicSet, load_topics
 
 LANES: Final = 16
 #: At risk or not is decided by the number of candidates alone, so that events of one size can be either.

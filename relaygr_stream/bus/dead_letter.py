@@ -16,7 +16,6 @@ from prometheus_client import Gauge
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topic_check import DEAD_LETTER_HEADERS_BYTES, too_large_for_dead_letters
-from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DecodeError, TopicError
 from relaygr_stream.telemetry.background import Background, endless
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -28,7 +27,7 @@ from relaygr_stream.wire.records import (
     HEADER_REASON,
     Record,
 )
-from relaygr_stream.wire.topic_files import Topic
+from relaygr_stream.wire.topic_files import Topic, TopicSet
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited

@@ -1,6 +1,6 @@
 """The topics on a cluster: describes, creates and alters them, and checks them against their files (topic_files.py).
 
-It also exports the names of topic_files.py that its users need.
+It also exports the names of topic_files.py that trigger/ still takes from here.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.bus.topic_check import Difference, FoundTopic, TopicRow, check_all, check_rows, differences
 from relaygr_stream.errors import BrokerError, TopicError
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.topic_files import LANE_TOPICS, Topic, TopicSet, lane_of, load_topics
+from relaygr_stream.wire.topic_files import Topic, TopicSet, lane_of, load_topics
 
 __all__ = [
-    "LANE_TOPICS",
-    "FoundTopic",
-    "Topic",
     "TopicReport",
-    "TopicRow",
     "TopicSet",
     "apply_topics",
     "delete_before",

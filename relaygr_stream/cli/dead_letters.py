@@ -90,12 +90,12 @@ def replay(
     Each dead letter is sent once: one that was replayed, came back from a replay, or ended workers, is skipped without
     --again. Exits 1 if a message was refused.
     """
-    from relaygr_stream.bus.topics import load_topics
     from relaygr_stream.ops.dead_letters.letter import Letter
     from relaygr_stream.ops.dead_letters.replay import Verdict, choose, read_letters, verdict_before, why
     from relaygr_stream.ops.dead_letters.replay import replay as send_again
     from relaygr_stream.ops.dead_letters.table import line_of
     from relaygr_stream.ops.stopping import run_until_stopped
+    from relaygr_stream.wire.topic_files import load_topics
 
     if not (addresses or everything or reason or origin):
         raise click.UsageError("name dead letters by ADDRESS, select them with --reason or --from, or give --all")

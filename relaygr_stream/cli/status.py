@@ -43,10 +43,11 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from rich.live import Live
 
     from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
-    from relaygr_stream.bus.topics import load_topics, verify_topics
+    from relaygr_stream.bus.topics import verify_topics
     from relaygr_stream.ops.status.overview import LISTEN_S, Overview
     from relaygr_stream.ops.status.table import as_json, render
     from relaygr_stream.telemetry.printable import SafeConsole, print_table
+    from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.wire.worker_status import StatusReader
 
     await verify_topics(settings.kafka)
@@ -83,12 +84,13 @@ async def _forget(settings: Settings, name: str) -> None:
     """Write a tombstone for the name's latest record."""
     from relaygr_stream.bus.producer import Producer
     from relaygr_stream.bus.tail import read_all
-    from relaygr_stream.bus.topics import load_topics, verify_topics
+    from relaygr_stream.bus.topics import verify_topics
     from relaygr_stream.errors import DecodeError
     from relaygr_stream.wire.codec import decode
     from relaygr_stream.wire.messages import WorkerStatus
     from relaygr_stream.wire.records import HEADER_KIND
     from relaygr_stream.wire.signature import Signer
+    from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND
     from relaygr_stream.wire.worker_status import HEADER_INCARNATION
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from relaygr_stream.bus.topics import TopicRow
+from relaygr_stream.bus.topic_check import TopicRow
 from relaygr_stream.telemetry.printable import listing, printable
 
 _COLUMNS = (

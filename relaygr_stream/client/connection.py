@@ -16,8 +16,8 @@ import structlog
 from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
-from relaygr_stream.bus.topic_check import PartitionCounts
-from relaygr_stream.bus.topics import TopicRow, TopicSet, lane_of, verify_topics
+from relaygr_stream.bus.topic_check import PartitionCounts, TopicRow
+from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.client.answers import Answers, ReplyRoute, reply_partitions
 from relaygr_stream.client.exchange import Copies, Exchange, Hedges, between_copies_s
 from relaygr_stream.client.metrics import ClientMetrics
@@ -29,6 +29,7 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL, Record
+from relaygr_stream.wire.topic_files import TopicSet, lane_of
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited

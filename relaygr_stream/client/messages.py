@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.bus.renewed import RenewalsCollector
-from relaygr_stream.bus.topics import Topic, lane_of, load_topics
 from relaygr_stream.client.answers import Answers, Ranking, ranking_of
 from relaygr_stream.client.connection import Connection, connected
 from relaygr_stream.client.metrics import ClientMetrics
@@ -39,6 +38,7 @@ from relaygr_stream.wire.codec import check_features, encode, validated
 from relaygr_stream.wire.features import FeatureSchema
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import Cancel, Id, RankingRequest, RequestEvent, ScoreReply, prefix_length
+from relaygr_stream.wire.topic_files import Topic, lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
 M = TypeVar("M", RequestEvent, RankingRequest)

@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.gateway.app import Door
 from relaygr_stream.gateway.connections import Connections
@@ -18,6 +17,7 @@ from relaygr_stream.history.store import open_store
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
 #: How often it looks whether its client still works.

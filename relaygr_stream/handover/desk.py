@@ -14,7 +14,6 @@ from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cache.transit import (
     Discard,
     Fill,
@@ -28,6 +27,7 @@ from relaygr_stream.cache.transit import (
 )
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.wire.messages import split_tenant_key
+from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.worker.device import DeviceThread
 
 #: Users per command: at about 2 µs each, half a millisecond of the device thread or of the loop.

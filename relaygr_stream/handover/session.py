@@ -13,7 +13,6 @@ from typing import Final
 
 import numpy as np
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.cache.transit import Lease, Reservation
 from relaygr_stream.errors import DecodeError
@@ -36,6 +35,7 @@ from relaygr_stream.handover.wire import (
     max_offer_bytes,
 )
 from relaygr_stream.wire.messages import split_tenant_key
+from relaygr_stream.wire.topic_files import lane_of
 
 #: The time limit of an answer to an offer. It waits for the taker's device thread: milliseconds, or a second in a long
 #: step.

@@ -19,12 +19,14 @@ import msgpack
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail, read_all
-from relaygr_stream.bus.topics import TopicRow, delete_before, load_topics, verify_topics
+from relaygr_stream.bus.topic_check import TopicRow
+from relaygr_stream.bus.topics import delete_before, verify_topics
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.erase import KEY_PREFIX, KIND, Erase, encode_erase, user_mark
 from relaygr_stream.wire.messages import WorkerStatus, tenant_key
 from relaygr_stream.wire.records import HEADER_KIND, HEADER_REASON, HEADER_REPLAY_OF, Record
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
 #: Statuses that a living worker has sent by then, and after which the fleet counts as known.

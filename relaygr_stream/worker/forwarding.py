@@ -22,12 +22,12 @@ from typing import Final, Literal
 
 import msgspec
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.engine.budgets import AVERAGE_S
 from relaygr_stream.engine.commands import Answer, RankTask
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.fleet import FORGET_S, TRAVEL_MS, OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.wire.versions import NOT_DECODED
 
 #: A request that was refused twice has met two workers without room: a third search costs more than it finds.

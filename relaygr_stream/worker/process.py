@@ -28,7 +28,7 @@ from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.topic_check import PartitionCounts
-from relaygr_stream.bus.topics import load_topics, verify_topics
+from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.engine.audit import Report
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.errors import BrokerError, DeviceError
@@ -42,6 +42,7 @@ from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics

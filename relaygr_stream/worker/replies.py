@@ -15,7 +15,6 @@ import structlog
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.dead_letter import RETRY_S, DeadLetters
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.engine.commands import Answer, RankTask
 from relaygr_stream.errors import CRASHED, BrokerError, ConfigError, DecodeError
 from relaygr_stream.models.api import RankingModel
@@ -28,6 +27,7 @@ from relaygr_stream.wire.messages import SCORE_DTYPE, ScoreReply, Status, Timing
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_SIGNATURE, Record
 from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.signature import answer_signature
+from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.worker.forwarding import WHY, Forwarding, instead, next_hop, time_left_ms
 from relaygr_stream.worker.intake import Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics

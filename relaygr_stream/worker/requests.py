@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.cache.transit import ListUsers
 from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.commands import (
@@ -50,6 +49,7 @@ from relaygr_stream.wire.messages import split_tenant_key
 from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import Reasons
+from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.histories import Histories, HistoryMetrics

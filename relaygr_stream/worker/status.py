@@ -19,7 +19,6 @@ from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
-from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.commands import Query
 from relaygr_stream.engine.scheduler import Snapshot
@@ -35,6 +34,7 @@ from relaygr_stream.wire.erase import Erase, read_erase
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import State, WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
+from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.worker_status import HEADER_INCARNATION, StatusReader, rising_ms
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics

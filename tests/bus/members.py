@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import TopicSet
 from tests.waiting import until
 
 

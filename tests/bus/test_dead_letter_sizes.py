@@ -25,13 +25,14 @@ from relaygr_stream.bus.dead_letter import (
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import DEAD_LETTER_HEADERS_BYTES
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, DecodeError
 from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.ops.dead_letters.replay import verdict_before, why
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.wire.records import HEADER_REASON, Record
+from relaygr_stream.wire.topic_files import load_topics
 from tests.waiting import until
 
 MIB = 1 << 20

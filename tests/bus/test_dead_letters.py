@@ -11,11 +11,12 @@ from click.testing import CliRunner
 from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import read_all
-from relaygr_stream.bus.topics import TopicSet, apply_topics, lane_of, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import HEADER_REPLAYS, Record
+from relaygr_stream.wire.topic_files import TopicSet, lane_of, load_topics
 
 
 async def bury(kafka: Kafka, record: Record, reason: str = "malformed") -> None:

@@ -13,8 +13,9 @@ from aiokafka.conn import AIOKafkaConnection, create_conn
 
 from relaygr_stream.bus.aiokafka_compat import client_options, end_client
 from relaygr_stream.bus.renewed import Renewed
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.topic_files import load_topics
 from tests.waiting import until
 
 

@@ -17,11 +17,12 @@ from aiokafka.protocol.group import LeaveGroupRequest
 
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerUnavailable, ConfigError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from tests.bus import insides
 from tests.bus.members import Member, Stream, shared_out
 from tests.conftest import AnyBroker

@@ -23,11 +23,12 @@ from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.bus.aiokafka_patches import RETRY_BACKOFF_MS
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.ops.brokers.local import LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from tests.bus.members import Member
 from tests.waiting import until
 

@@ -11,10 +11,11 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from relaygr_stream.bus.producer import Outgoing, Producer, Sent
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.topic_files import load_topics
 
 #: A producer waits so long for a broker that does not answer; one that does may be late on a crowded machine.
 HASTY_MS = 3000

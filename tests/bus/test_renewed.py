@@ -16,10 +16,11 @@ from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.bus.producer import Outgoing, Producer, Sent
 from relaygr_stream.bus.renewed import Renewed, background_tasks, renewals
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import TopicSet, apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from tests.bus import insides
 from tests.bus.insides import fail_fetcher, fail_sender
 from tests.bus.members import Member, shared_out

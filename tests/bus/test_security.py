@@ -12,10 +12,11 @@ import pytest
 from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, load_topics, verify_topics
+from relaygr_stream.bus.topics import apply_topics, verify_topics
 from relaygr_stream.errors import AccessDenied, BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
 from tests.bus.members import Member
 from tests.bus.secure_kafka import PASSWORD, SecureKafka, secure_kafka
 from tests.conftest import KAFKA_HINT

@@ -14,11 +14,12 @@ import pytest
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import RELAXED_MS, TopicTail
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.ops.brokers.local import LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
 from tests.waiting import until
 
 

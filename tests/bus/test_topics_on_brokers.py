@@ -15,12 +15,13 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from structlog.testing import capture_logs
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import apply_topics, describe_topics, lane_of, load_topics, verify_topics
+from relaygr_stream.bus.topics import apply_topics, describe_topics, verify_topics
 from relaygr_stream.errors import BrokerUnavailable, CoPartitionError, TopicError
 from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 from tests.bus.members import Member
 from tests.conftest import KAFKA_HINT, AnyBroker
 from tests.waiting import until

@@ -13,7 +13,7 @@ from typing import Self
 import msgspec
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
@@ -25,6 +25,7 @@ from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import PreInferSignal, WorkerStatus
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import worker_statuses
 from tests.waiting import until
 

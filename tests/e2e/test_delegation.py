@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import Ranking, RelayClient
 from relaygr_stream.models.api import relative_deviation
 from relaygr_stream.settings.schema import Client, Kafka
@@ -20,6 +19,7 @@ from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import RankingRequest
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import KIND, decode_refusals
+from relaygr_stream.wire.topic_files import lane_of
 from tests.e2e.fleet import LONG_LIVED, Fleet
 from tests.waiting import until
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import Ranking, RelayClient
 from relaygr_stream.errors import Overloaded
 from relaygr_stream.models.api import relative_deviation
@@ -17,6 +16,7 @@ from relaygr_stream.settings.schema import Client, Kafka
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import lane_of
 from tests.e2e.fleet import Fleet, traffic
 from tests.waiting import until
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.answers import Ranking
 from relaygr_stream.models.api import relative_deviation
@@ -16,6 +15,7 @@ from relaygr_stream.settings.schema import Client, Kafka
 from relaygr_stream.settings.worker import Handover
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.messages import RankingRequest
+from relaygr_stream.wire.topic_files import lane_of
 from tests.e2e.fleet import Fleet
 from tests.waiting import until
 

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from confluent_kafka import Producer as ForeignProducer
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import lane_of, load_topics
 from relaygr_stream.cli.main import main
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import CoPartitionError, LanesChanged
@@ -24,6 +23,7 @@ from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 from tests.e2e.fleet import Fleet, serving_fleet, traffic
 from tests.waiting import until
 

@@ -24,7 +24,6 @@ import psutil
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
-from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.ops.brokers.distribution import (
     SMALL_NODE,
     environment,
@@ -38,6 +37,7 @@ from relaygr_stream.ops.brokers.distribution import (
 from relaygr_stream.ops.brokers.keeper import KeptProcess
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.topic_files import TopicSet
 
 BROKERS: Final = (1, 2, 3)
 CONTROLLER: Final = 100

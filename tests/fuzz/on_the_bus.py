@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import Topic, apply_topics, lane_of, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import process
@@ -34,6 +34,7 @@ from relaygr_stream.wire.records import (
     HEADER_REASON,
     Record,
 )
+from relaygr_stream.wire.topic_files import Topic, lane_of, load_topics
 from relaygr_stream.worker.intake import Intake, TooMuch
 from tests.fuzz.corpus import plain, route
 from tests.fuzz.mutate import Mutator

@@ -22,7 +22,6 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.dead_letter import dead_letter_headers
-from relaygr_stream.bus.topics import Topic, load_topics
 from relaygr_stream.client.answers import Answers, ranking_of
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.errors import DecodeError, RelayError
@@ -45,6 +44,7 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_KIND, MAX_CORRELATION_BYTES, Record
 from relaygr_stream.wire.signature import Signer
+from relaygr_stream.wire.topic_files import Topic, load_topics
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND
 from relaygr_stream.wire.worker_status import StatusReader, worker_statuses
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch

@@ -11,13 +11,14 @@ import numpy as np
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.settings.schema import Client, Kafka, Settings
 from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import Cancel, RankingRequest, RequestEvent, ScoreReply, Timings
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, KIND_CANCEL, Record, kind_of
+from relaygr_stream.wire.topic_files import load_topics
 
 TASKS = ("click", "like")
 #: For calls whose time is no matter.

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from relaygr_stream.bus import ages as bus_ages
 from relaygr_stream.bus.ages import WAY_MS, AgeBounds, LogEnd, LogEnds, SenderLag
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.topic_files import load_topics
 from tests.bus import insides
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import lane_of, load_topics
 from relaygr_stream.client.sender import BATCH_BYTES, MAX_LANE_BYTES, Announcements
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 from tests.unit.client_peers import client_on, count, event, responder_on
 from tests.waiting import until
 

@@ -16,7 +16,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import Ranking, RelayClient
 from relaygr_stream.client import messages as client_messages
 from relaygr_stream.errors import (
@@ -35,6 +35,7 @@ from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent, ScoreReply, Timings
 from relaygr_stream.wire.records import HEADER_CORRELATION
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 from tests.unit.client_peers import (
     PATIENCE_S,
     TASKS,

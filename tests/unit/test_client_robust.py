@@ -20,12 +20,13 @@ from aiokafka.errors import TopicAuthorizationFailedError
 
 from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.bus.renewed import background_tasks
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.sender import SILENT_S, Sender
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, DeadlineExceeded, RelayError, TopicError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.topic_files import load_topics
 from tests.bus import insides
 from tests.unit.client_peers import PATIENCE_S, client_on, event, request, responder_on
 from tests.waiting import Clock, until

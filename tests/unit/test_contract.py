@@ -11,8 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.topic_files import load_topics
 from tests.unit.test_protocol_vectors import DOCS, VECTORS
 
 SCHEMA = json.loads((DOCS / "messages.schema.json").read_text(encoding="utf-8"))

@@ -12,13 +12,14 @@ import pytest
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topic_check import PartitionCounts
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import ConfigError, CoPartitionError
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import Client, Kafka
 from relaygr_stream.wire.behaviours import pack_items
 from relaygr_stream.wire.messages import RankingRequest
+from relaygr_stream.wire.topic_files import load_topics
 from tests.unit.worker.services import history, worker_on, worker_settings
 
 TOPICS = load_topics(Kafka(partitions=4))

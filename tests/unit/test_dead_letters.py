@@ -16,7 +16,6 @@ from rich.console import Console
 
 from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.errors import BrokerError, DecodeError, InputError
 from relaygr_stream.ops.dead_letters import replay as replaying
 from relaygr_stream.ops.dead_letters.letter import Letter, letters_of, show_value
@@ -25,6 +24,7 @@ from relaygr_stream.ops.dead_letters.table import as_json, line_of, print_letter
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.printable import SafeConsole
 from relaygr_stream.wire.records import HEADER_DETAIL, HEADER_REASON, HEADER_REPLAY_OF, HEADER_REPLAYS, Record
+from relaygr_stream.wire.topic_files import load_topics
 
 TOPICS = load_topics(Kafka(prefix="t."))
 

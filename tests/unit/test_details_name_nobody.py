@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.records import HEADER_DETAIL
+from relaygr_stream.wire.topic_files import lane_of
 from tests.unit.engine.worlds import World
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import peer_on, trigger_on

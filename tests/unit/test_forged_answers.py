@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.answers import Ranking
 from relaygr_stream.errors import ConfigError, Rejected, WorkerFailed
@@ -27,6 +26,7 @@ from relaygr_stream.wire.records import (
     Record,
 )
 from relaygr_stream.wire.signature import answer_signature
+from relaygr_stream.wire.topic_files import load_topics
 from tests.unit.client_peers import Responder, client_on, count, request, responder_on, scored, scores_for
 from tests.unit.worker.services import Peer, history, worker_on, worker_settings
 from tests.waiting import until

@@ -3,9 +3,9 @@ count them, and neither bury nor answer them."""
 
 from __future__ import annotations
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_KIND, HEADER_REPLY_PARTITION
+from relaygr_stream.wire.topic_files import lane_of
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import peer_on, trigger_on
 from tests.unit.worker.services import REPLY_PARTITION, Peer, worker_on, worker_settings

@@ -11,13 +11,13 @@ import msgpack
 import msgspec
 import pytest
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.wire import records, versions
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import MAX_UNKNOWN_BYTES, decode, encode
 from relaygr_stream.wire.history import digests
 from relaygr_stream.wire.refusals import decode_refusals
 from relaygr_stream.wire.signature import answer_signature
+from relaygr_stream.wire.topic_files import lane_of
 from tests.unit.test_versions import KINDS, meaning, plain
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"

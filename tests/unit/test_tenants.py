@@ -10,10 +10,10 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.settings.schema import Kafka, Relay
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, split_tenant_key, tenant_key
+from relaygr_stream.wire.topic_files import lane_of
 from tests.unit.client_peers import client_on, responder_on
 from tests.unit.client_peers import event as an_event
 from tests.unit.client_peers import request as a_request

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from relaygr_stream.bus import topics
 from relaygr_stream.bus.aiokafka_compat import typed_errors
-from relaygr_stream.bus.topics import LANE_TOPICS, lane_of, load_topics
+from relaygr_stream.bus.topic_check import TopicRow
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, CoPartitionError
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.topic_files import murmur2
+from relaygr_stream.wire.topic_files import LANE_TOPICS, lane_of, load_topics, murmur2
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ class Cluster:
         if not self.answers:
             raise BrokerUnavailable("no Kafka broker answers")
 
-    async def _describe(self, admin: None, described: object) -> tuple[topics.TopicRow, ...]:
+    async def _describe(self, admin: None, described: object) -> tuple[TopicRow, ...]:
         return ()
 
 

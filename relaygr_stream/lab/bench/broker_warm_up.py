@@ -15,9 +15,10 @@ import msgspec
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
 
 #: About 25,000 messages on two cores. docs/explanation/decisions.md has a request's cost before and after.
 SECONDS: Final = 10.0

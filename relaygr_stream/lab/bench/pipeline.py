@@ -16,7 +16,7 @@ from typing import Final, Self
 import msgspec
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import RelayError
 from relaygr_stream.lab.bench.dilation import Fleet
 from relaygr_stream.lab.bench.results import Memory
@@ -28,6 +28,7 @@ from relaygr_stream.ops.children import Child, stop_all
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import worker_statuses
 
 #: A trigger counts its decisions in this metric, by reason.

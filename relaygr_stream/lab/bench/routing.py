@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from relaygr_stream.bus.producer import Outgoing
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.connection import Connection
 from relaygr_stream.lab.policies import Route
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
+from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.worker.forwarding import MOST_HOPS
 
 

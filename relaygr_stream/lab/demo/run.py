@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.history.sqlite_store import SqliteStore
@@ -44,6 +44,7 @@ from relaygr_stream.telemetry.printable import SafeConsole
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import MISSES, PreInferSignal
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import worker_statuses
 
 WORKERS: Final = ("worker-1", "worker-2")

@@ -18,7 +18,6 @@ from typing import Final
 import numpy as np
 
 from relaygr_stream.bus.assignor import MemberClaim, assign_lanes
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.engine.commands import (
     DELEGATED_LANE,
     Answer,
@@ -42,6 +41,7 @@ from relaygr_stream.models.api import Tokens
 from relaygr_stream.trigger.delegation import FLUSH_S, Place
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker.forwarding import time_left_ms
 from relaygr_stream.worker.intake import due_ms
 

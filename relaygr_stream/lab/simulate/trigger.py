@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.lab.simulate.scenario import Request
 from relaygr_stream.lab.simulate.timeline import Timeline
 from relaygr_stream.lab.workload.traffic import Traffic
@@ -17,6 +16,7 @@ from relaygr_stream.trigger.service import RECONCILE_S
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RequestEvent, WorkerStatus
+from relaygr_stream.wire.topic_files import TopicSet
 
 
 class SimulatedTrigger:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.engine.budgets import Demand, LaneBudgets, LaneShares
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.settings.schema import Settings
@@ -21,6 +20,7 @@ from relaygr_stream.trigger.explain import Explanation, explain
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
+from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.wire.worker_status import prefix_bytes
 
 #: Tokens of an allocation unit of a worker's tiers, and bytes of a token's time, as in cache/tiers.py and models/kv.py,

@@ -12,11 +12,12 @@ from typing import Literal
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import read_all
-from relaygr_stream.bus.topics import LANE_TOPICS, TopicSet, verify_topics
+from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.errors import REASONS, BrokerError, BrokerUnavailable, InputError
 from relaygr_stream.ops.dead_letters.letter import Letter, letters_of
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import HEADER_REPLAY_OF, HEADER_REPLAYS
+from relaygr_stream.wire.topic_files import LANE_TOPICS, TopicSet
 
 
 async def read_letters(kafka: Kafka) -> list[Letter]:

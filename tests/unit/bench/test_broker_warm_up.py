@@ -9,11 +9,12 @@ import psutil
 import pytest
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.lab.bench.broker_warm_up import LANES, compile_broker
 from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.topic_files import load_topics
 from tests.conftest import KAFKA_HINT
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.engine.budgets import EPOCH_S, Demand, LaneBudgets, LaneShares
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.topic_files import load_topics
 
 LANES = st.sets(st.integers(0, 15), max_size=8)
 HOLD_S, TURN_S = 3.0, 5.0

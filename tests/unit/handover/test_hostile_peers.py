@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.handover.channel import PeerError
 from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.session import SessionProgress
 from relaygr_stream.handover.wire import COPY, HEADER, MESSAGE, Ask, End, Offer, Take, encode
 from relaygr_stream.models.api import Tokens
+from relaygr_stream.wire.topic_files import lane_of
 from tests.unit.engine.worlds import history
 from tests.unit.handover.peers import (
     ALL,

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.handover import service
 from relaygr_stream.handover.service import advertised_host
 from relaygr_stream.handover.session import Taker
 from relaygr_stream.handover.wire import Ask, Refused
 from relaygr_stream.settings.worker import Handover as HandoverSettings
+from relaygr_stream.wire.topic_files import lane_of
 from tests.statuses import SECRET_CHANGE
 from tests.unit.handover.peers import ALL, LANES, connected, peers, status
 from tests.waiting import until

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
@@ -18,6 +17,7 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import DROP_AFTER_S
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus, encode_trigger
 from relaygr_stream.wire.worker_status import DELEGATED_PINNED, StatusReader
 from tests.statuses import lane_statuses, worker_status

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, lane_of, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.commands import Query
 from relaygr_stream.engine.scheduler import Snapshot
@@ -30,6 +30,7 @@ from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, ScoreReply, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import worker_statuses
 from relaygr_stream.worker import process as worker_process
 from tests.unit.engine.worlds import TOY, Wrapped, toy_model

@@ -11,13 +11,13 @@ from functools import cache, partial
 
 import numpy as np
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.engine.budgets import BusyShare
 from relaygr_stream.engine.commands import RankTask
 from relaygr_stream.engine.forecast import Forecast
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
+from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.worker.forwarding import Forwarding
 from tests.statuses import lane_statuses, worker_status
 

@@ -12,7 +12,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import WAY_MS
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.engine.commands import Answer, RankTask
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Kafka, Relay
@@ -21,6 +20,7 @@ from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, Status
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker import replies as outbox
 from relaygr_stream.worker.forwarding import WhyKept
 from relaygr_stream.worker.intake import Intake

@@ -14,7 +14,7 @@ import pytest
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import DeviceError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import START_TIMEOUT_S, Child, write_settings
@@ -25,6 +25,7 @@ from relaygr_stream.telemetry.process import START_END_S
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
 from relaygr_stream.worker.process import CLOSE_S
 from relaygr_stream.worker.replies import Outbox

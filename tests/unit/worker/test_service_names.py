@@ -11,11 +11,11 @@ import pytest
 
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.errors import ConfigError, Superseded
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.settings.worker import Handover
 from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker.status import gives_way_to
 from tests.statuses import worker_status
 from tests.unit.worker.services import Peer, worker_on, worker_settings

@@ -17,7 +17,6 @@ from structlog.testing import capture_logs
 from relaygr_stream.bus import dead_letter
 from relaygr_stream.bus.dead_letter import HEADER_DIGEST, check_dead_letters_fit
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.errors import BrokerError, ConfigError
 from relaygr_stream.models.api import RankingModel
 from relaygr_stream.settings.schema import Kafka
@@ -25,6 +24,7 @@ from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import RankingRequest
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_ORIGIN_TOPIC, HEADER_REASON, HEADER_REPLY_PARTITION
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker.replies import check_answers_fit
 from tests.unit.worker.services import MIB, Peer, committed, owned, worker_on, worker_settings
 from tests.waiting import until
