@@ -352,5 +352,7 @@ async def test_a_trigger_refuses_a_dead_letter_topic_that_would_hold_up_its_lane
         (tmp_path / file.name).write_text(text, encoding="utf-8")
     settings = Settings(kafka=Kafka(bootstrap="127.0.0.1:1", topics_dir=str(tmp_path)))
     context = ProcessContext(settings, asyncio.Event(), CollectorRegistry(), lambda: None)
-    with pytest.raises(ConfigError, match=r"dead-letter takes 2097152 bytes, relaygr\.retrieval 4000000"):
+    with pytest.raises(
+        ConfigError, match=r"relaygr\.retrieval takes messages of 4000000 bytes, relaygr\.dead-letter of 2097152"
+    ):
         await run_trigger(context)
