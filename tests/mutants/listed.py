@@ -152,14 +152,27 @@ MUTANTS: Final = (
     ),
     Mutant(
         "engine/signals.py",
-        "if delegated + self._cache.nbytes(len(task.tokens)) > self._delegated:",
+        "if delegated + self._pins.delegated_more(entry, self._cache.nbytes(len(task.tokens))) > self._delegated:",
         "if delegated > self._delegated:",
         "worker/test_delegated engine/test_core_machine",
     ),
+    Mutant("engine/signals.py", "return held if pins == 1 else 0", "return held", "worker/test_delegated"),
+    Mutant(
+        "engine/signals.py",
+        "max(0, nbytes - self._delegated",
+        "max(nbytes, nbytes - self._delegated",
+        "worker/test_delegated",
+    ),
     Mutant(
         "engine/rankings.py",
-        "if task.pass_to is not None and found[1] is not Coverage.COVERS:",
-        "if False:",
+        "task.pass_to is not None and not self._is_here(task, found):",
+        "False:",
+        "worker/test_delegated",
+    ),
+    Mutant(
+        "engine/rankings.py",
+        "return not entry.computing or self._cache.serves(entry, task.tokens)",
+        "return True",
         "worker/test_delegated",
     ),
     Mutant(
