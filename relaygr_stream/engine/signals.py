@@ -232,7 +232,8 @@ class Signals:
         entry, coverage = self._cache.find(task.user_key, task.tokens)
         delegated = self._pins.lane_bytes(DELEGATED_LANE)
         if task.lane == DELEGATED_LANE:
-            if delegated + self._pins.delegated_more(entry, self._cache.nbytes(len(task.tokens))) > self._delegated:
+            pinned = entry if coverage is Coverage.COVERS else None  # one that is extended may stay beside the new one
+            if delegated + self._pins.delegated_more(pinned, self._cache.nbytes(len(task.tokens))) > self._delegated:
                 self._count("over_delegated", task)
                 return
         elif self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint + delegated:

@@ -59,7 +59,7 @@ MUTANTS: Final = (
         "engine/test_core_failures",
     ),
     Mutant("engine/prefill.py", "elif now > job.due:", "elif now < job.due:", "engine/test_core_signals"),
-    Mutant("engine/signals.py", "        self._lane_bytes[pin.lane] -= pin.nbytes\n", "", "engine/test_pins"),
+    Mutant("engine/signals.py", "        self._lane_bytes[pin.lane] -= self._freed(pin)\n", "", "engine/test_pins"),
     Mutant(
         "gateway/connections.py", "self._head_bytes > MAX_HEAD_BYTES", "self._head_bytes < 0", "gateway/test_hostile"
     ),
@@ -152,10 +152,11 @@ MUTANTS: Final = (
     ),
     Mutant(
         "engine/signals.py",
-        "if delegated + self._pins.delegated_more(entry, self._cache.nbytes(len(task.tokens))) > self._delegated:",
+        "if delegated + self._pins.delegated_more(pinned, self._cache.nbytes(len(task.tokens))) > self._delegated:",
         "if delegated > self._delegated:",
         "worker/test_delegated engine/test_core_machine",
     ),
+    Mutant("engine/signals.py", "entry if coverage is Coverage.COVERS else None", "entry", "engine/test_core_machine"),
     Mutant("engine/signals.py", "return held if pins == 1 else 0", "return held", "worker/test_delegated"),
     Mutant(
         "engine/signals.py",
