@@ -72,16 +72,16 @@ class PrefillJobs:
         job.waiters.append(task)
         self._queue.urge(job, task)
 
-    def cancelled(self, entry: Entry, now: float) -> bool:
-        """A request that the entry was computed for was cancelled: end its job at once, if no ranking waits for it or
-        will. What was computed stays. Returns whether a job ended."""
-        job = self._by_entry.get(entry)
-        if job is None:
+    def end_unwanted(self, job: PrefillJob, now: float, *, cancelled: bool = False) -> bool:
+        """End the job if no ranking waits for it or will. What was computed stays. Waiters stay in it, without those that
+        were answered meanwhile. cancelled: the client cancelled the request that it was for. Returns whether it ended.
+        """
+        if job.waiters:
+            job.waiters = [task for task in job.waiters if not task.answered]
+        if job.wanted:
             return False
-        job.waiters = [task for task in job.waiters if not task.answered]
-        if not job.wanted:
-            self._end(job, now, cancelled=True)
-        return job.over
+        self._end(job, now, cancelled=cancelled)
+        return True
 
     def of(self, entry: Entry) -> PrefillJob | None:
         """The job that computes this entry, if there is one."""
@@ -109,13 +109,9 @@ class PrefillJobs:
 
     def advance(self, job: PrefillJob, now: float) -> float:
         """Give it a slice of device time; returns the milliseconds. The job ends after its last slice, after a
-        failure (`job.error`), or when no request waits for it any more. Its waiters stay in it, without those that were
-        answered meanwhile.
+        failure (`job.error`), or when no request waits for it any more (`end_unwanted`).
         """
-        if job.waiters:
-            job.waiters = [task for task in job.waiters if not task.answered]
-        if not job.wanted:
-            self._end(job, now)
+        if self.end_unwanted(job, now):
             return 0.0
         job.started = job.started or now
         try:

@@ -179,6 +179,7 @@ class Scheduler:
         self.rankings.expire(now)
         for entry in self.cache.poll():
             self._wake(entry)
+        self._end_unwanted(now)
         self.rankings.lend_scratch()
         work = self._queue.urgent()
         if isinstance(work, RankTask):
@@ -243,9 +244,17 @@ class Scheduler:
     # ---- inside ----
 
     def _cancel(self, request_key: str, now: float) -> None:
-        entry = self.signals.cancel(request_key)
-        if entry is not None and self._jobs.cancelled(entry, now):
-            self._wake(entry)
+        self._end_unwanted(now)  # what others left: it counts as starved
+        self.signals.cancel(request_key)
+        self._end_unwanted(now, cancelled=True)
+
+    def _end_unwanted(self, now: float, *, cancelled: bool = False) -> None:
+        """End jobs whose last pin has ended: under load they would hold their HBM until the device is idle."""
+        while self.pins.unheld:
+            entry = self.pins.unheld.pop()
+            job = self._jobs.of(entry)
+            if job is not None and self._jobs.end_unwanted(job, now, cancelled=cancelled):
+                self._wake(entry)
 
     def _snapshot(self, lanes: Collection[int], now: float) -> Snapshot:
         cache, pins, demand = self.cache, self.pins, self.demand

@@ -53,6 +53,7 @@ class PinTable:
         self._ends: TimerHeap[Pin] = TimerHeap(lambda pin: pin.released)
         self._lane_bytes: defaultdict[int, int] = defaultdict(int)
         self._delegated: dict[Entry, tuple[int, int]] = {}  # entry → pins on other workers' behalf, bytes
+        self.unheld: list[Entry] = []  # entries whose last pin ended while they were computed; the scheduler takes them
         self.expired = 0
         self.head_start_ms = 0.0  # from a signal to its ranking, about the median of the last; 0: unknown
 
@@ -118,6 +119,8 @@ class PinTable:
         pin.released = True
         self._lane_bytes[pin.lane] -= self._freed(pin)
         self._cache.unpin(pin.entry)
+        if pin.entry.computing and not pin.entry.pins:
+            self.unheld.append(pin.entry)
         return True
 
     def _freed(self, pin: Pin) -> int:
@@ -213,13 +216,11 @@ class Signals:
         else:
             self._place(task)
 
-    def cancel(self, request_key: str) -> Entry | None:
-        """End the request's pin, and drop its signal if that is still to come. Returns the entry that it pinned."""
-        entry = self._pins.entry(request_key)
+    def cancel(self, request_key: str) -> None:
+        """End the request's pin, and drop its signal if that is still to come."""
         self._answered.add(request_key)
         if self._pins.release(request_key):
             self.counters.signal_cancelled += 1
-        return entry
 
     def again(self, task: PrefillTask) -> None:
         """Place a signal whose wait is over. If its pin is gone (expired, ranked, cancelled, lane lost), so is it."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
 from relaygr_stream.engine.commands import Cancel, LanesLost
 from tests.unit.engine.worlds import GRANULE_BYTES, MAX_TOKENS, World, history, world
 
@@ -187,3 +191,28 @@ def test_in_time_late_and_unwanted_pre_inference_are_told_apart() -> None:
         w.rank("joined", 0, 60)
         w.settle()
         assert ended(w) == {"flight_finished": 2, "flight_late": 1, "flight_starved": 1, "flight_joined": 1}
+
+
+def expired(w: World) -> None:
+    w.now += 0.6
+
+
+def lane_lost(w: World) -> None:
+    w.handle(LanesLost(frozenset([1])))
+
+
+def ranking_refused(w: World) -> None:
+    w.rank("unwanted", 1, 150, timeout=0.0)
+
+
+@pytest.mark.parametrize("end", [expired, lane_lost, ranking_refused])
+def test_a_job_nobody_wants_holds_no_memory_while_the_device_is_busy(end: Callable[[World], None]) -> None:
+    with world(clock=stopped) as w:
+        w.signal("unwanted", 1, 150, life=0.5)
+        for number in range(9):
+            w.rank(f"busy {number}", 2, 60, timeout=9.0)
+        end(w)
+        w.step()
+        assert len(w.scheduler.rankings)
+        assert w.cache.find("u1", history(1, 150))[0] is None
+        assert ended(w) == {"flight_starved": 1}
