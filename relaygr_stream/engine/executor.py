@@ -225,8 +225,8 @@ class Executor:
             log.error("the model or its device failed", error=describe(error), exc_info=error)
 
     def _synchronize(self) -> None:
-        if self._asynchronous:
-            torch.accelerator.synchronize(self.device)
+        if self._asynchronous:  # this stream alone: the tiers' copies go on, and have their own order (cache/copy.py)
+            torch.accelerator.current_stream(self.device).synchronize()
 
 
 class _Timing(NamedTuple):

@@ -69,3 +69,19 @@ def test_a_chunk_of_one_step_says_nothing_of_longer_ones() -> None:
     for _ in range(20):
         taken(1.0, executor=executor)
     assert executor.chunk_ms(1.0) == pytest.approx(3.25)
+
+
+def test_a_step_waits_for_its_own_stream_and_not_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            waited.append("its own")
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waited.append("all"))
+    model = small_model()
+    executor = Executor(model, torch.device("cpu"))
+    executor._asynchronous = True
+    executor.prefill(empty_region(model, 20), Tokens.zeros(20)).advance(1.0)
+    assert set(waited) == {"its own"}
