@@ -73,8 +73,8 @@ class PrefillJobs:
         self._queue.urge(job, task)
 
     def end_unwanted(self, job: PrefillJob, now: float, *, cancelled: bool = False) -> bool:
-        """End the job if no ranking waits for it or will. What was computed stays. Waiters stay in it, without those that
-        were answered meanwhile. cancelled: the client cancelled the request that it was for. Returns whether it ended.
+        """End the job if no ranking waits for it or will. What was computed stays. Waiters stay in it, without those
+        that were answered meanwhile. cancelled: the client cancelled its request. Returns whether it ended.
         """
         if job.waiters:
             job.waiters = [task for task in job.waiters if not task.answered]

@@ -57,6 +57,10 @@ class Recorder(Protocol):
         """Record the launches of `run`. The output may be undefined before the first replay."""
         ...
 
+    def free(self) -> None:
+        """Give back the recordings' memory. None of them is used any more."""
+        ...
+
 
 class _Size(NamedTuple):
     """A bucket of sizes, and whether rows are cut along their columns."""
@@ -92,6 +96,11 @@ class CudaRecorder:
             output = run()
         return Recording(output, graph.replay)
 
+    def free(self) -> None:
+        """Give back the pool's memory, that of a failed capture included: it is freed with the last graph only."""
+        self._pool = torch.cuda.graph_pool_handle()  # a former one may not be used again
+        torch.cuda.empty_cache()
+
 
 @dataclass(frozen=True)
 class _Bucket:
@@ -104,7 +113,8 @@ class _Bucket:
 class Graphs:
     """Runs `body` through recordings. The first failure turns them off for good, with one warning that gives the name.
 
-    Call it from one thread. limit: largest deviation from `body` itself, checked after each recording.
+    Call it from one thread. limit: largest deviation from `body` itself, checked after each recording. sharing: all that
+    use this recorder, whose recordings share memory; this one is added.
     """
 
     def __init__(
@@ -114,6 +124,7 @@ class Graphs:
         recorder: Recorder,
         device: torch.device,
         limit: float,
+        sharing: list[Graphs] | None = None,
         *,
         most_rows: int = MAX_ROWS,
         most: int = MAX_GRAPHS,
@@ -127,6 +138,8 @@ class Graphs:
         self._most = most
         self._seen: Counter[_Size] = Counter()
         self._buckets: OrderedDict[_Size, _Bucket] = OrderedDict()
+        self._sharing = [] if sharing is None else sharing
+        self._sharing.append(self)
         self.on = True
 
     def __len__(self) -> int:
@@ -156,24 +169,19 @@ class Graphs:
         """A recording of that size whose replay on `packed` equals `body`. None for now, without memory or a finite
         result; None for good, and off, where it fails or differs.
         """
+        made, no_memory = None, False
         try:
-            inputs = packed.to(self._device, copy=True)
-            rows, tiles = _unpacked(inputs, size)
-            expected = [one.clone() for one in results(self._body(rows, tiles, size.split))]
-            if not all(one.isfinite().any() for one in expected):  # they would hide what a replay does
-                self._seen[size] = 0
-                return None
-            recording = self._recorder.record(lambda: self._body(rows, tiles, size.split))
-            for one in results(recording.output):
-                one.fill_(torch.finfo(one.dtype).max)  # what a replay does not write deviates
-            recording.replay()
-            deviation = max(map(_deviation, results(recording.output), expected))
+            made = self._compared(size, packed, results)
         except torch.OutOfMemoryError:
-            self._seen[size] = -TRY_AGAIN
-            return None
+            no_memory = True
         except Exception as error:  # drivers and libraries may raise any exception while recording
             self._turn_off(f"{type(error).__name__}: {error}")
+        if no_memory:  # not in the handler: the error's traceback keeps alive what had been allocated
+            self._seen[size] = -TRY_AGAIN
+            self._drop_all()
+        if made is None:
             return None
+        bucket, deviation = made
         if not deviation <= self._limit:
             self._turn_off(
                 f"a replay deviates by {deviation:.1e} from the direct computation; the limit is {self._limit:.0e}"
@@ -182,8 +190,31 @@ class Graphs:
         while len(self._buckets) >= self._most:
             gone, _ = self._buckets.popitem(last=False)
             del self._seen[gone]
-        bucket = self._buckets[size] = _Bucket(inputs, recording)
+        self._buckets[size] = bucket
         return bucket
+
+    def _compared(self, size: _Size, packed: torch.Tensor, results: Results) -> tuple[_Bucket, float] | None:
+        """A recording of that size, and by how much its replay deviates; None if no result is finite."""
+        inputs = packed.to(self._device, copy=True)
+        rows, tiles = _unpacked(inputs, size)
+        expected = [one.clone() for one in results(self._body(rows, tiles, size.split))]
+        if not all(one.isfinite().any() for one in expected):  # they would hide what a replay does
+            self._seen[size] = 0
+            return None
+        recording = self._recorder.record(lambda: self._body(rows, tiles, size.split))
+        for one in results(recording.output):
+            one.fill_(torch.finfo(one.dtype).max)  # what a replay does not write deviates
+        recording.replay()
+        deviation = max(map(_deviation, results(recording.output), expected))
+        return _Bucket(inputs, recording), deviation
+
+    def _drop_all(self) -> None:
+        """Drop all recordings that share memory, so that it is freed. They are tried again later, too."""
+        for graphs in self._sharing:
+            for size in graphs._buckets:
+                graphs._seen[size] = -TRY_AGAIN
+            graphs._buckets.clear()
+        self._recorder.free()
 
     def _turn_off(self, reason: str) -> None:
         log.warning("recorded graphs are off", of=self._name, reason=reason)

@@ -69,8 +69,9 @@ class RecordedModel:
         self._embedding = RowEmbedding(embedding)
         self._head = head
         device, dtype = embedding.item.device, embedding.item.dtype
-        self._scores = Graphs("scoring", self._logits, recorder, device, LIMITS[dtype])
-        self._prefills = Graphs("prefill", self._append, recorder, device, LIMITS[dtype], most_rows=MAX_PREFILL)
+        both: list[Graphs] = []
+        self._scores = Graphs("scoring", self._logits, recorder, device, LIMITS[dtype], both)
+        self._prefills = Graphs("prefill", self._append, recorder, device, LIMITS[dtype], both, most_rows=MAX_PREFILL)
         config = stack.config
         self._token_flops = 2 * sum(weight.numel() for weight in stack.parameters())
         self._pair_flops = 2 * config.layers * config.heads * (config.dqk + config.dv)

@@ -18,7 +18,14 @@ from tests.unit.models.small_models import small_model
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-class EagerRecorder:
+class NoPool:
+    """A recorder whose recordings have no memory of their own."""
+
+    def free(self) -> None:
+        """There is nothing to give back."""
+
+
+class EagerRecorder(NoPool):
     """Replays by running again, on the same inputs at the same addresses, into the same output."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
@@ -40,6 +47,9 @@ class CountingRecorder:
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
         self.records += 1
         return self._recorder.record(run)
+
+    def free(self) -> None:
+        self._recorder.free()
 
 
 def fused_model(dtype: torch.dtype = torch.float32, *, recorder: Recorder | None = None, **changes: Any) -> HSTUModel:

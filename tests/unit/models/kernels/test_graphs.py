@@ -30,7 +30,7 @@ from relaygr_stream.models.kernels.recorded import RecordedModel, RowEmbedding
 from relaygr_stream.models.kernels.tiles import Field, is_split
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.stu import RankingRows
-from tests.unit.models.kernels.models import DEVICE, CountingRecorder, fused_model, plain_model, region_of
+from tests.unit.models.kernels.models import DEVICE, CountingRecorder, NoPool, fused_model, plain_model, region_of
 from tests.unit.models.small_models import deviation, empty_region, held, random_items, random_tokens, small_model
 
 CPU = torch.device("cpu")
@@ -105,18 +105,41 @@ def test_a_result_without_a_finite_number_is_not_recorded() -> None:
     assert torch.equal(found, live(*inputs(20, 5)))
 
 
+class _Full(CountingRecorder):
+    """Has no memory while it is full; says how many recordings there are when it gives memory back."""
+
+    def __init__(self, full: bool) -> None:
+        super().__init__(CPU)
+        self.full = full
+        self.sharing: list[Graphs] = []
+        self.left: list[int] = []
+
+    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+        if self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().record(run)
+
+    def free(self) -> None:
+        self.left.append(sum(map(len, self.sharing)))
+
+
+def test_without_memory_all_recordings_that_share_it_are_dropped_and_made_again_later() -> None:
+    """What a failed capture allocated in the pool is freed with the last recording there."""
+    recorder = _Full(full=False)
+    scores, prefills = (Graphs(name, body, recorder, CPU, 1e-5, recorder.sharing) for name in ("scoring", "prefill"))
+    for graphs in (scores, prefills):
+        assert [run(graphs, *inputs(20, 5)) is None for _ in range(3)] == [True, False, False]
+    recorder.full = True
+    assert [run(scores, *inputs(40, 5)) for _ in range(2)] == [None, None]
+    assert recorder.left == [0]
+    recorder.full = False
+    again = [run(prefills, *inputs(20, 5)) for _ in range(TRY_AGAIN + RECORD_FROM)]
+    assert [output is None for output in again] == [True] * (len(again) - 1) + [False]
+    assert scores.on and prefills.on
+
+
 def test_without_memory_a_recording_is_tried_again_later() -> None:
-    class Full:
-        def __init__(self) -> None:
-            self.recorder = CountingRecorder(CPU)
-            self.full = True
-
-        def record(self, run: Callable[[], torch.Tensor]) -> Recording:
-            if self.full:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return self.recorder.record(run)
-
-    recorder = Full()
+    recorder = _Full(full=True)
     graphs = Graphs("prefill", body, recorder, CPU, 1e-5)
     assert [run(graphs, *inputs(20, 5)) for _ in range(2)] == [None, None]
     recorder.full = False
@@ -147,12 +170,12 @@ def test_what_is_too_large_is_left_to_live_launches() -> None:
     assert recorder.records == 0
 
 
-class _Fails:
+class _Fails(NoPool):
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
-class _Deviates:
+class _Deviates(NoPool):
     """Replays what was there when it recorded."""
 
     def record(self, run: Callable[[], torch.Tensor]) -> Recording:
@@ -268,7 +291,7 @@ def test_a_recorded_prefill_writes_what_a_live_one_does(changes: dict[str, Any])
 
 
 def test_a_prefill_whose_replay_writes_nothing_goes_on_live() -> None:
-    class Still:
+    class Still(NoPool):
         def record(self, run: Callable[[], torch.Tensor]) -> Recording:
             return Recording(run(), lambda: None)
 
