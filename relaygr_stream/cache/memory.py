@@ -18,7 +18,8 @@ HOST_RESERVE = 0.05
 class TierMemory:
     """`nbytes` (≥ 0, rounded down to the alignment) on `device`, with every page touched.
 
-    pinned: page-locked host memory, which an accelerator reads and writes directly; needs an accelerator.
+    pinned: page-locked host memory, which an accelerator reads and writes directly; needs an accelerator. torch pins
+    the next power of two.
     setting: the name of the setting that defines nbytes, for error messages.
     Raises CapacityError if the device or the host does not have that much memory.
     """
@@ -35,8 +36,8 @@ class TierMemory:
         self.device = device
         self.arena = Arena(nbytes, alignment)
         if device.type == "cpu":
-            _check_host(self.arena.size, setting)
-        # Pinned memory is page-aligned and needs no slack; its allocator would round it up to the next power of two.
+            _check_host(nbytes, _pinned_bytes(self.arena.size) if pinned else self.arena.size, setting)
+        # Pinned memory is page-aligned and needs no slack: for a power of two it would double what is pinned.
         slack = 0 if pinned or not self.arena.size else alignment
         try:
             whole = torch.empty(self.arena.size + slack, dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -60,12 +61,18 @@ class TierMemory:
         return whole[extent.offset // dtype.itemsize : extent.end // dtype.itemsize]
 
 
-def _check_host(nbytes: int, setting: str) -> None:
-    """Raise CapacityError if the host lacks the memory: Linux would overcommit it, and kill the process later."""
+def _pinned_bytes(nbytes: int) -> int:
+    """What torch's host allocator pins for so many bytes: the next power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def _check_host(nbytes: int, taken: int, setting: str) -> None:
+    """Raise CapacityError if the host lacks `taken` bytes: Linux would overcommit them, and kill the process later."""
     available = available_host_bytes()
-    if available is not None and nbytes > (1 - HOST_RESERVE) * available:
+    if available is not None and taken > (1 - HOST_RESERVE) * available:
+        pinned = f", and torch pins {taken}, the next power of two" if taken > nbytes else ""
         raise CapacityError(
-            f"{setting} = {nbytes} bytes, but the host has {available} available, of which "
+            f"{setting} = {nbytes} bytes{pinned}, but the host has {available} available, of which "
             f"{HOST_RESERVE:.0%} stay free; lower {setting}"
         )
 

@@ -34,7 +34,12 @@ class Worker(Section, frozen=True, kw_only=True):
     ] = 1.0
     hbm_bytes: Annotated[int, Meta(ge=1, extra=BYTES), doc("size of the HBM tier: prefix KV on the device")] = 1 << 30
     dram_bytes: Annotated[
-        int, Meta(ge=0, extra=BYTES), doc("size of the DRAM tier: prefix KV in host memory; 0: no such tier")
+        int,
+        Meta(ge=0, extra=BYTES),
+        doc(
+            "size of the DRAM tier: prefix KV in host memory; 0: no such tier. Beside an accelerator the memory is "
+            "pinned, which takes the next power of two"
+        ),
     ] = 2 << 30
     dram_storage: Annotated[
         Literal["exact", "int8"], doc("form of K and V in DRAM; int8 holds 2-4 times as much, and rounds scores")

@@ -49,6 +49,16 @@ def test_more_than_the_host_has_is_refused_before_it_is_touched() -> None:
         TierMemory(1 << 60, CPU, setting="worker.hbm_bytes")
 
 
+def test_pinned_memory_counts_as_the_power_of_two_that_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 200 * ALIGNMENT)
+    TierMemory(129 * ALIGNMENT, CPU)
+    with pytest.raises(
+        CapacityError,
+        match=rf"worker\.dram_bytes = {129 * ALIGNMENT} bytes, and torch pins {256 * ALIGNMENT}, the next",
+    ):
+        TierMemory(129 * ALIGNMENT, CPU, pinned=True, setting="worker.dram_bytes")
+
+
 def test_what_the_allocator_refuses_is_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_host_bytes", lambda: None)  # a host that does not say
     with pytest.raises(CapacityError, match=r"worker\.dram_bytes = 1152921504606846976 bytes: cpu refused"):
