@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -225,6 +225,15 @@ class Rankings:
     def holds(self) -> Counter[Entry]:
         """How often each entry is pinned from here."""
         return Counter(task.entry for task in self._admission.waiting if task.entry is not None)
+
+    def users(self) -> set[str]:
+        """The users whose rankings wait for an answer."""
+        return {task.user_key for task in self._admission.waiting}
+
+    def leave_nothing(self, users: Set[str]) -> None:
+        """These users were erased: rankings that look again, after a reload, would bring entries of theirs back."""
+        for task in self._admission.waiting:
+            task.full = task.full or task.user_key in users
 
     # ---- placing ----
 

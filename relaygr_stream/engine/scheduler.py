@@ -309,8 +309,11 @@ class Scheduler:
             self.pins.release_entry(entry)
 
     def _erase(self, erase: EraseUser) -> int:
-        """Drop the users' entries and pins. Rankings in progress keep what they hold until they are answered."""
-        entries = self.cache.erase_users(erase.among(self.cache.transit.users()))
+        """Drop the users' entries and pins. Rankings in progress keep what they hold until they are answered, and leave
+        nothing."""
+        users = set(erase.among({*self.cache.transit.users(), *self.rankings.users()}))
+        self.rankings.leave_nothing(users)
+        entries = self.cache.erase_users(users)
         for entry in entries:
             self.pins.release_entry(entry)
         return len(entries)

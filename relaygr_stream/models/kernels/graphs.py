@@ -113,8 +113,8 @@ class _Bucket:
 class Graphs:
     """Runs `body` through recordings. The first failure turns them off for good, with one warning that gives the name.
 
-    Call it from one thread. limit: largest deviation from `body` itself, checked after each recording. sharing: all that
-    use this recorder, whose recordings share memory; this one is added.
+    Call it from one thread. limit: largest deviation from `body` itself, checked after each recording. sharing: all
+    that use this recorder, whose recordings share memory; this one is added.
     """
 
     def __init__(

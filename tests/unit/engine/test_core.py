@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from relaygr_stream.engine import executor
-from relaygr_stream.engine.commands import LanesLost
+from relaygr_stream.engine.commands import EraseUser, LanesLost
+from relaygr_stream.wire.erase import Erase, user_mark
 from tests.unit.engine.worlds import CONTEXTUAL, GRANULE_BYTES, MAX_TOKENS, Wrapped, history, world
 
 
@@ -151,6 +152,20 @@ def test_evicted_prefix_comes_back_from_dram() -> None:
         w.rank("back", 0, MAX_TOKENS)
         w.settle()
         assert w.outcome("back") == "dram"
+
+
+def test_a_ranking_that_waits_for_the_copy_of_an_erased_user_brings_nothing_back() -> None:
+    with world(hbm=9, dram=30) as w:
+        for user in range(5):
+            w.rank(f"r{user}", user, 150)
+            w.settle()
+        w.rank("longer", 0, MAX_TOKENS)
+        assert w.cache.copying
+        erase = Erase(id="0" * 16, user=user_mark("0" * 16, "u0"), sent_ms=1)
+        assert w.handle(EraseUser(erase)) == 1
+        w.settle()
+        assert w.outcome("longer") == "full"
+        assert w.cache.find("u0", history(0, MAX_TOKENS))[0] is None
         assert w.cache.counters.loaded == 1
 
 
