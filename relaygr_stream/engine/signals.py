@@ -179,8 +179,8 @@ class SignalCounters:
 class Signals:
     """Places signals: finds, loads or computes their prefix KV, and pins it.
 
-    footprint: bytes that may be pinned. delegated: beside these, for signals on other workers' behalf. placed: takes
-    what became of signals whose origin is to be told.
+    footprint: bytes that may be held when a signal pins more, those of waiting rankings included. delegated: beside
+    these, for signals on other workers' behalf. placed: takes what became of signals whose origin is to be told.
     """
 
     def __init__(
@@ -238,7 +238,8 @@ class Signals:
                 self._count("over_delegated", task)
                 return
         elif self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint + delegated:
-            self._count("over_footprint", task)  # the trigger's own bound comes first
+            # The trigger's bound comes first, unless waiting rankings hold memory that it does not count.
+            self._count("over_footprint", task)
             return
         if entry is not None and coverage is Coverage.COVERS:
             self._use(task, entry)
