@@ -11,6 +11,7 @@ from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.service import Handover
 from relaygr_stream.handover.wire import Identity, token_bytes
 from relaygr_stream.models.api import schema_of
+from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.worker.device import DeviceThread
@@ -61,9 +62,12 @@ def handover_for(
 def identity_of(settings: Settings, runtime: WorkerRuntime, lanes: int) -> Identity:
     """The origin and shape of this worker's prefix KV.
 
-    The kind of device is part of it: on another kind, the same weights give K and V that differ in their last bits.
+    The kind of device and the kernels are part of it: with others, the same weights give K and V that differ in their
+    last bits.
     """
-    layout = runtime.model.layout
+    layout, device = runtime.model.layout, runtime.device.type
+    if isinstance(runtime.model, HSTUModel):
+        device = f"{device}/{runtime.model.kernels}"
     return Identity(
         model_version=runtime.model.version,
         layers=layout.layers,
@@ -72,7 +76,7 @@ def identity_of(settings: Settings, runtime: WorkerRuntime, lanes: int) -> Ident
         dv=layout.dv,
         dtype=str(layout.dtype).removeprefix("torch."),
         storage=settings.worker.dram_storage,
-        device=runtime.device.type,
+        device=device,
         lanes=lanes,
         state=layout.state,
     )

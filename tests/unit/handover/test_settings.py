@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.handover.build import handover_for
+from relaygr_stream.handover.build import handover_for, identity_of
 from relaygr_stream.settings import load as config
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Handover, Worker
+from tests.unit.models.small_models import small_model
 
 SECRET = "sixteen or more characters"
 
@@ -37,3 +40,11 @@ def test_without_a_dram_tier_there_is_nothing_to_hand_over_from() -> None:
     settings = Settings(handover=Handover(secret=SECRET), worker=Worker(dram_bytes=0))
     with pytest.raises(ConfigError, match=r"worker\.dram_bytes"):
         handover_for(settings, "w", unused, unused, 8, unused, unused)
+
+
+def test_workers_whose_kernels_differ_do_not_exchange_prefix_kv() -> None:
+    runtime: Any = SimpleNamespace(model=small_model(), device=torch.device("cpu"))
+    ours = identity_of(Settings(), runtime, 8)
+    runtime.model.stack.native = SimpleNamespace(name="amx")
+    assert ours.difference(identity_of(Settings(), runtime, 8)).endswith("there")
+    assert identity_of(Settings(), runtime, 8).device == "cpu/amx"
