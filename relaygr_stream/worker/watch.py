@@ -26,9 +26,10 @@ WATCH_S: Final = 0.25  # health is as fresh as worker-status is by default
 #: is 16 units of roundoff (2^-9 and 2^-12): a model of 8 layers stays below 8, another history comes to more than 32
 #: (tests/unit/engine/test_audit.py).
 AUDIT_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 16 * 2.0**-9, "float16": 16 * 2.0**-12}
-#: After this many deviating audits the process is no longer ready. A flipped bit spoils one user's prefix KV,
-#: which are evicted by the first audit that finds it; two may be chance. Three times means a device, a kernel or a
-#: model that computes something else each time. At the default share of 0.01 it takes about 300 relayed rankings.
+#: After this many deviating audits of exact prefix KV the process is no longer ready. A flipped bit spoils one user's
+#: prefix KV, which are evicted by the first audit that finds it; two may be chance. Three times means a device, a
+#: kernel or a model that computes something else each time. At the default share of 0.01 it takes about 300 relayed
+#: rankings.
 DEVIATIONS_TO_UNREADY: Final = 3
 #: The thread's pulse may pause for one long operation; past this share of the poll limit the worker is not ready, and
 #: its lanes are given up at the limit.
@@ -105,7 +106,7 @@ class AuditReport:
         self._metrics.audits.labels("agreed" if agreed else "deviated", storage).inc()
         self._metrics.device_seconds.labels("audit").inc(ms / 1e3)
         if not agreed:
-            self._deviated += 1
+            self._deviated += storage == "exact"  # int8 rounds by choice, and has an alert of its own
             log.error(
                 "a relayed score deviates from full inference",
                 **request_log_fields(task.request_id, task.user_id, task.lane, task.outcome),
