@@ -6,6 +6,8 @@ up to buckets; the results of the padding are not read.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,7 +116,8 @@ class Graphs:
     """Runs `body` through recordings. The first failure turns them off for good, with one warning that gives the name.
 
     Call it from one thread. limit: largest deviation from `body` itself, checked after each recording. sharing: all
-    that use this recorder, whose recordings share memory; this one is added.
+    that use this recorder, whose recordings share memory; this one is added. longest_ms: sizes whose replay takes
+    longer are not recorded.
     """
 
     def __init__(
@@ -126,6 +129,8 @@ class Graphs:
         limit: float,
         sharing: list[Graphs] | None = None,
         *,
+        longest_ms: float = math.inf,
+        clock: Callable[[], float] = time.perf_counter,
         most_rows: int = MAX_ROWS,
         most: int = MAX_GRAPHS,
     ) -> None:
@@ -136,6 +141,9 @@ class Graphs:
         self._limit = limit
         self._most_rows = most_rows
         self._most = most
+        self._longest_ms = longest_ms
+        self._clock = clock
+        self._long: set[_Size] = set()
         self._seen: Counter[_Size] = Counter()
         self._buckets: OrderedDict[_Size, _Bucket] = OrderedDict()
         self._sharing = [] if sharing is None else sharing
@@ -152,6 +160,8 @@ class Graphs:
         if not self.on or count > self._most_rows or len(table) > MAX_TILES:
             return None
         size = _Size(bucket_rows(count), bucket_tiles(len(table)), is_split(table))
+        if size in self._long:
+            return None
         bucket = self._buckets.get(size)
         if bucket is None:
             self._seen[size] += 1
@@ -181,11 +191,14 @@ class Graphs:
             self._drop_all()
         if made is None:
             return None
-        bucket, deviation = made
+        bucket, deviation, ms = made
         if not deviation <= self._limit:
             self._turn_off(
                 f"a replay deviates by {deviation:.1e} from the direct computation; the limit is {self._limit:.0e}"
             )
+            return None
+        if ms > self._longest_ms:
+            self._long.add(size)
             return None
         while len(self._buckets) >= self._most:
             gone, _ = self._buckets.popitem(last=False)
@@ -193,8 +206,8 @@ class Graphs:
         self._buckets[size] = bucket
         return bucket
 
-    def _compared(self, size: _Size, packed: torch.Tensor, results: Results) -> tuple[_Bucket, float] | None:
-        """A recording of that size, and by how much its replay deviates; None if no result is finite."""
+    def _compared(self, size: _Size, packed: torch.Tensor, results: Results) -> tuple[_Bucket, float, float] | None:
+        """A recording of that size, by how much its replay deviates, and its time, ms; None if no result is finite."""
         inputs = packed.to(self._device, copy=True)
         rows, tiles = _unpacked(inputs, size)
         expected = [one.clone() for one in results(self._body(rows, tiles, size.split))]
@@ -205,8 +218,11 @@ class Graphs:
         for one in results(recording.output):
             one.fill_(torch.finfo(one.dtype).max)  # what a replay does not write deviates
         recording.replay()
-        deviation = max(map(_deviation, results(recording.output), expected))
-        return _Bucket(inputs, recording), deviation
+        deviation = max(map(_deviation, results(recording.output), expected))  # waits for the device
+        start = self._clock()
+        recording.replay()  # once more: a graph's first launch takes longer
+        recording.output.flatten()[0].item()
+        return _Bucket(inputs, recording), deviation, (self._clock() - start) * 1e3
 
     def _drop_all(self) -> None:
         """Drop all recordings that share memory, so that it is freed. They are tried again later, too."""

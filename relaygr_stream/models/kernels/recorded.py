@@ -24,6 +24,9 @@ from relaygr_stream.models.stu import RankingRows
 MAX_PREFILL: Final = 4096
 #: Most operations of a recorded prefill, products and attention: 2 to 4 ms on an H100. float32 has no tensor cores.
 PREFILL_FLOPS: Final = {torch.float32: 1e11, torch.bfloat16: 1e12, torch.float16: 1e12}
+#: Longest replay of a recorded prefill, which is one step: the default of worker.max_ranking_delay_ms. A slower device
+#: than an H100 exceeds it below PREFILL_FLOPS.
+MAX_PREFILL_MS: Final = 5.0
 #: Largest deviation of a replay from the direct computation, relative to the largest logit, or element of K and V:
 #: libraries may choose another algorithm while recording. In half precision it allows a few roundings of the last
 #: layer's output.
@@ -71,7 +74,10 @@ class RecordedModel:
         device, dtype = embedding.item.device, embedding.item.dtype
         both: list[Graphs] = []
         self._scores = Graphs("scoring", self._logits, recorder, device, LIMITS[dtype], both)
-        self._prefills = Graphs("prefill", self._append, recorder, device, LIMITS[dtype], both, most_rows=MAX_PREFILL)
+        self._prefills = Graphs(
+            "prefill", self._append, recorder, device, LIMITS[dtype], both, most_rows=MAX_PREFILL,
+            longest_ms=MAX_PREFILL_MS,
+        )  # fmt: skip
         config = stack.config
         self._token_flops = 2 * sum(weight.numel() for weight in stack.parameters())
         self._pair_flops = 2 * config.layers * config.heads * (config.dqk + config.dv)

@@ -36,6 +36,11 @@ from tests.unit.models.small_models import deviation, empty_region, held, random
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _interpreted_kernels_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_module, "MAX_PREFILL_MS", np.inf)
+
+
 def body(rows: torch.Tensor, tiles: torch.Tensor, split: bool) -> torch.Tensor:
     """Something of all inputs, row by row."""
     return torch.stack([rows.sum(0), rows[0] * tiles.sum() + split], 1).float()
@@ -168,6 +173,29 @@ def test_what_is_too_large_is_left_to_live_launches() -> None:
         assert run(graphs, *inputs(MAX_ROWS + 1, 1)) is None
         assert run(graphs, *inputs(1, MAX_TILES + 1)) is None
     assert recorder.records == 0
+
+
+def test_a_size_whose_replay_takes_too_long_goes_on_live_and_is_not_recorded_again() -> None:
+    now = 0.0
+
+    class Slow(CountingRecorder):
+        """Replays at 1 ms a row."""
+
+        def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+            made = super().record(run)
+
+            def replay() -> None:
+                nonlocal now
+                now += len(made.output) / 1e3
+                made.replay()
+
+            return Recording(made.output, replay)
+
+    recorder = Slow(CPU)
+    graphs = Graphs("prefill", body, recorder, CPU, 1e-5, longest_ms=20.0, clock=lambda: now)
+    assert [run(graphs, *inputs(16, 5)) is None for _ in range(3)] == [True, False, False]
+    assert [run(graphs, *inputs(24, 5)) for _ in range(5)] == [None] * 5
+    assert (recorder.records, len(graphs), graphs.on) == (2, 1, True)
 
 
 class _Fails(NoPool):
