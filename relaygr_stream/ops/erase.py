@@ -137,7 +137,8 @@ async def _remove_letters(kafka: Kafka, rows: dict[str, TopicRow], user_id: str,
     if not last:
         return 0
     await delete_before(kafka, topic.name, dict.fromkeys(last, 0))  # deletes nothing: can this broker delete records?
-    others = [each for each in records if each not in his]
+    gone = {(each.lane, each.offset) for each in his}
+    others = [each for each in records if (each.lane, each.offset) not in gone]
     async with Producer(kafka, client_id="relaygr-erase", max_bytes=topic.max_message_bytes) as producer:
         await _write_anew(producer, topic.name, others, last)
     await delete_before(kafka, topic.name, {lane: offset + 1 for lane, offset in last.items()})
