@@ -34,7 +34,7 @@ class Lease:
     uses: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Reservation:
     """Memory for an arriving copy. data: the bytes to fill (uint8), in the form of the tier's storage."""
 
@@ -42,6 +42,7 @@ class Reservation:
     tokens: Tokens
     copy: StoredCopy
     data: torch.Tensor
+    filled: bool = False  # the copy became the user's entry
 
 
 class ListUsers(NamedTuple):
@@ -207,6 +208,7 @@ class Transit:
             self.discard(reservation)
             return False
         del self._reserved[reservation]
+        reservation.filled = True
         self._table.add_stored(reservation.copy, reservation.user_id, reservation.tokens)
         return True
 

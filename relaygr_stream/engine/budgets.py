@@ -229,7 +229,7 @@ class Demand:
         self._now[lane] = max(nbytes, self._now.get(lane, 0))
 
     def largest(self, lane: int) -> int:
-        """Bytes of the largest prefix of the EPOCH_S to 2·EPOCH_S before the newest ranking on any lane; 0: none came."""
+        """Bytes of the largest prefix of the EPOCH_S to 2·EPOCH_S before the newest ranking, on any lane; 0: none."""
         now, before = self._now.get(lane, 0), self._before.get(lane, 0)
         return now if now > before else before
 

@@ -101,7 +101,8 @@ class Desk:
     ) -> AsyncIterator[Reservation | Literal["held", "full"]]:
         """A reservation for a copy, or why there is none (see Transit.reserve).
 
-        Leaving the context makes the copy the user's entry; leaving it with an exception frees the reservation.
+        Leaving the context makes the copy the user's entry (`filled`), unless one as good has come meanwhile. Leaving
+        it with an exception frees the reservation.
         """
         got: Reservation | Literal["held", "full"] = await self._device.ask(
             Reserve(user_id, tokens, capacity, uses),

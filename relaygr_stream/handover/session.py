@@ -187,6 +187,9 @@ class Taker:
                 data[filled : filled + len(piece)] = np.frombuffer(piece, np.uint8)
                 filled += len(piece)
                 self._metrics.bytes.labels("taken").inc(len(piece))
+        if not place.filled:
+            self._metrics.declined.labels("held").inc()
+            return True
         progress.entries += 1
         progress.nbytes += offer.nbytes
         self._metrics.entries.labels("taken").inc()

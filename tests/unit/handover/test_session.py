@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from relaygr_stream.cache.storage import StorageKind
+from relaygr_stream.cache.transit import Transit
 from relaygr_stream.handover import service
 from relaygr_stream.handover.service import advertised_host
 from relaygr_stream.handover.session import Taker
@@ -116,6 +117,18 @@ async def test_a_receiver_with_little_room_keeps_within_it_and_takes_the_best() 
         users = await new.users()
         assert "u2" in users, "it has the most uses, which the receiver cannot know by itself"
         assert len(users) < 6
+
+
+async def test_what_the_receiver_has_by_the_time_it_has_come_does_not_count_as_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Transit, "fill", Transit.discard)  # as where the user's entry is as good by now
+    async with peers() as (_, new):
+        new.handover.lanes_changed(ALL, ())
+        await until(lambda: new.total("declined", reason="held") == 6)
+        await new.at_rest()
+        assert new.total("entries", way="taken") == 0
+        assert new.total("bytes", way="taken") > 0
 
 
 async def test_a_session_broken_off_leaves_the_books_balanced_and_is_tried_again(
