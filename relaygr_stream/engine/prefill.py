@@ -51,7 +51,7 @@ class PrefillJobs:
         assert entry.region is not None
         job = PrefillJob(self._executor.prefill(entry.region, entry.tokens), due, entry, signal)
         job.position = entry.region.length
-        job.expected_ms = self._predicted_ms(job)
+        job.expected_ms = self._executor.costs.prefill_ms(job.position, len(entry.tokens) - job.position)
         self._by_entry[entry] = job
         self._queue.add_background(job)
 
@@ -59,8 +59,7 @@ class PrefillJobs:
         """Start computing `tokens` in the scratch region, which is free, for one ranking."""
         task.borrowed = True
         run = self._executor.prefill(self._cache.scratch.borrow(), tokens)
-        job = PrefillJob(run, task.deadline, waiters=[task])
-        job.expected_ms = self._predicted_ms(job)
+        job = PrefillJob(run, task.deadline, waiters=[task], expected_ms=self._executor.costs_of_prefix(len(tokens)))
         self._queue.urge(job, task)
 
     def join(self, task: RankTask, entry: Entry) -> None:
@@ -89,15 +88,12 @@ class PrefillJobs:
 
     def remaining_ms(self, job: PrefillJob) -> float:
         """Predicted device time until it has completed."""
-        return self._predicted_ms(job) * self.calibration.factor
+        done = job.run.region.length
+        return self.prefill_ms(done, max(0, len(job.run.tokens) - done))
 
     def prefill_ms(self, position: int, tokens: int) -> float:
         """Predicted device time of a job of so many tokens behind `position`."""
         return self._executor.costs.prefill_ms(position, tokens) * self.calibration.factor if tokens else 0.0
-
-    def _predicted_ms(self, job: PrefillJob) -> float:
-        done = job.run.region.length
-        return self._executor.costs.prefill_ms(done, max(0, len(job.run.tokens) - done))
 
     def waiting_ms(self) -> float:
         """Predicted device time of all jobs for admitted requests."""
