@@ -7,6 +7,7 @@ RelayError
 │   ├── BrokerUnavailable    no broker answers, or the local one did not start
 │   ├── AccessDenied         the broker refuses this client's credentials, or this client the broker's certificate
 │   ├── TopicError           a topic is missing, or its properties differ from its file
+│   ├── MessageTooLarge      a message is larger than the topic or the broker takes
 │   └── CoPartitionError     topics that must share lanes have unequal partition counts
 │       └── LanesChanged     the cluster has another number of lanes than this process serves or sends to
 ├── ModelError               a model or checkpoint cannot be loaded or breaks the model's contract
@@ -70,6 +71,10 @@ class AccessDenied(BrokerError):
 
 class TopicError(BrokerError):
     """A topic is missing or differs from its file."""
+
+
+class MessageTooLarge(BrokerError):
+    """A message is larger than the topic or the broker takes."""
 
 
 class CoPartitionError(BrokerError):

@@ -16,7 +16,7 @@ from prometheus_client import Gauge
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topic_check import DEAD_LETTER_HEADERS_BYTES, too_large_for_dead_letters
-from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DecodeError, TopicError
+from relaygr_stream.errors import BrokerError, ConfigError, DecodeError, MessageTooLarge
 from relaygr_stream.telemetry.background import Background, endless
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.records import (
@@ -120,7 +120,7 @@ class DeadLetters:
                 self._done(record)
                 return
             except BrokerError as failure:
-                if whole and not isinstance(failure, BrokerUnavailable | TopicError):
+                if whole and isinstance(failure, MessageTooLarge):
                     # The cluster's size limit may be lower than the topic's file says.
                     whole, (key, value, headers) = False, digest_dead_letter(record, error)
                 self._refused = str(failure)

@@ -18,15 +18,14 @@ from aiokafka.errors import (
     KafkaError,
     KafkaTimeoutError,
     MessageSizeTooLargeError,
-    NodeNotReadyError,
-    RequestTimedOutError,
+    RecordListTooLargeError,
     UnknownTopicOrPartitionError,
 )
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from relaygr_stream.bus.aiokafka_compat import CLOSE_S, broker_error, client_options, typed_errors
 from relaygr_stream.bus.renewed import Renewed
-from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, MessageTooLarge, TopicError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.topic_files import partition_of
 
@@ -125,8 +124,8 @@ class Producer:
         """Buffer a message; the future resolves to its offset once the broker has acknowledged it.
 
         value None: a tombstone. The partition is the given one, else the key's, else any. Raises, or sets on the
-        future: BrokerUnavailable (no answer within the request timeout), TopicError (no such topic or partition),
-        BrokerError (too large, or refused).
+        future: BrokerUnavailable (no acknowledgement within the request timeout), TopicError (no such topic or
+        partition), MessageTooLarge, AccessDenied, BrokerError (refused).
         """
         producer = await self._renewed.present()
         try:
@@ -256,14 +255,17 @@ class Producer:
     def _typed(self, topic: str, size: int, error: BaseException) -> BrokerError:
         """size: bytes of the message, or of the batch."""
         doing = f"send to {topic}"
-        if isinstance(error, MessageSizeTooLargeError):
-            return BrokerError(f"cannot {doing}: {size} bytes with headers exceed the {self._max_bytes} it takes")
+        if isinstance(error, (MessageSizeTooLargeError, RecordListTooLargeError)):
+            return MessageTooLarge(f"cannot {doing}: {size} bytes with headers exceed the {self._max_bytes} it takes")
         if isinstance(error, UnknownTopicOrPartitionError):
             return TopicError(f"cannot {doing}: no such topic; `relaygr topics apply` creates it")
-        if isinstance(error, (KafkaTimeoutError, RequestTimedOutError, NodeNotReadyError)):
+        if isinstance(error, KafkaConnectionError):
+            return broker_error(self._kafka, doing, error)
+        # Retriable: aiokafka tried until the timeout, for example while the partition had no leader.
+        if isinstance(error, KafkaTimeoutError) or (isinstance(error, KafkaError) and error.retriable):
             return BrokerUnavailable(
                 f"cannot {doing}: no acknowledgement from {self._kafka.bootstrap} within "
-                f"{self._kafka.request_timeout_ms} ms"
+                f"{self._kafka.request_timeout_ms} ms ({type(error).__name__})"
             )
         return broker_error(self._kafka, doing, error)
 

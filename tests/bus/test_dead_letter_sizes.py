@@ -26,7 +26,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import DEAD_LETTER_HEADERS_BYTES
 from relaygr_stream.bus.topics import apply_topics
-from relaygr_stream.errors import BrokerError, BrokerUnavailable, DecodeError
+from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, DecodeError, MessageTooLarge
 from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.ops.dead_letters.replay import verdict_before, why
 from relaygr_stream.settings.schema import Kafka
@@ -133,7 +133,7 @@ class Refusing:
 
 async def test_a_cluster_that_takes_less_than_the_file_says_gets_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dead_letter, "RETRY_S", (0.0,))
-    producer = Refusing(BrokerUnavailable("away"), BrokerError("MESSAGE_TOO_LARGE"), BrokerError("…"))
+    producer = Refusing(BrokerUnavailable("away"), MessageTooLarge("MESSAGE_TOO_LARGE"), BrokerError("…"))
     done: list[Record] = []
     letters = DeadLetters(
         cast(Producer, producer), load_topics(Kafka()).dead_letter, done.append, gauge(), Background(), keep_values=True
@@ -146,6 +146,23 @@ async def test_a_cluster_that_takes_less_than_the_file_says_gets_the_digest(monk
     assert letter["value"] == b""
     assert letter["headers"][HEADER_DIGEST].startswith(b"value 5 bytes sha256 ")
     assert letter["headers"][HEADER_REASON] == b"oversized"
+
+
+@pytest.mark.parametrize("error", [BrokerUnavailable("no leader"), AccessDenied("no WRITE"), BrokerError("…")])
+async def test_a_message_that_is_refused_for_another_cause_is_kept_whole(
+    monkeypatch: pytest.MonkeyPatch, error: BrokerError
+) -> None:
+    monkeypatch.setattr(dead_letter, "RETRY_S", (0.0,))
+    producer = Refusing(error, BrokerUnavailable("away"))
+    done: list[Record] = []
+    letters = DeadLetters(
+        cast(Producer, producer), load_topics(Kafka()).dead_letter, done.append, gauge(), Background(), keep_values=True
+    )
+    letters.send(record(b"value"), ERROR)
+    await until(lambda: len(producer.errors) == 1)
+    producer.errors.clear()
+    await until(lambda: len(done) == 1)
+    assert [letter["value"] for letter in producer.sent] == [b"value"]
 
 
 def level(waiting: Gauge) -> float:

@@ -9,10 +9,24 @@ from typing import Literal
 import msgspec
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import (
+    InvalidTopicError,
+    KafkaConnectionError,
+    KafkaError,
+    KafkaStorageError,
+    KafkaTimeoutError,
+    LeaderNotAvailableError,
+    MessageSizeTooLargeError,
+    NotEnoughReplicasError,
+    NotLeaderForPartitionError,
+    RecordListTooLargeError,
+    TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
+)
 
 from relaygr_stream.bus.producer import Outgoing, Producer, Sent
 from relaygr_stream.bus.topics import apply_topics
-from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
+from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, MessageTooLarge, TopicError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.topic_files import load_topics
@@ -114,6 +128,31 @@ async def test_a_producer_that_is_closed_fails_what_comes_together() -> None:
         "t", [Outgoing(b"k", b"v"), Outgoing(None, b"w")], partition=0, settled=settled.__setitem__
     )
     assert [type(settled[index]) for index in (0, 1)] == [BrokerUnavailable, BrokerUnavailable]
+
+
+@pytest.mark.parametrize(
+    ("error", "typed"),
+    [
+        (LeaderNotAvailableError, BrokerUnavailable),
+        (NotLeaderForPartitionError, BrokerUnavailable),
+        (NotEnoughReplicasError, BrokerUnavailable),
+        (KafkaStorageError, BrokerUnavailable),
+        (KafkaTimeoutError, BrokerUnavailable),
+        (KafkaConnectionError, BrokerUnavailable),
+        (UnknownTopicOrPartitionError, TopicError),
+        (MessageSizeTooLargeError, MessageTooLarge),
+        (RecordListTooLargeError, MessageTooLarge),
+        (TopicAuthorizationFailedError, AccessDenied),
+        (InvalidTopicError, BrokerError),
+    ],
+)
+async def test_what_another_try_may_mend_counts_as_a_broker_that_is_away(
+    error: type[KafkaError], typed: type[BrokerError]
+) -> None:
+    found = Producer(Kafka(), client_id="test")._typed("t", 5, error())
+    assert type(found) is typed
+    if typed is BrokerUnavailable and error is not KafkaConnectionError:
+        assert error.__name__ in str(found)
 
 
 async def test_what_cannot_be_sent_says_why(kafka_settings: Kafka) -> None:
