@@ -123,7 +123,7 @@ class Reasons:
         return found.worker if found is not None and self._clock() <= found.until else ""
 
     def passed_on(self, request_key: str) -> None:
-        """A ranking of the request goes to its delegate."""
+        """A broker has taken a ranking of the request to its delegate."""
         if (found := self._delegates.get(request_key)) is not None:
             self._delegates[request_key] = found._replace(pins=False)
 

@@ -54,10 +54,11 @@ class Origin:
 class TooMuch(Exception):
     """A well-formed request beyond this worker's limits, or without the features that its model reads."""
 
-    def __init__(self, message: str, request_id: str, user_id: str) -> None:
+    def __init__(self, message: str, request: RankingRequest) -> None:
         super().__init__(message)
-        self.request_id = request_id
-        self.user_id = user_id
+        self.request_id = request.request_id
+        self.user_id = request.user_id
+        self.request_key = tenant_key(request.tenant, request.request_id)
 
 
 class Intake:
@@ -169,13 +170,13 @@ class Intake:
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
         beyond = self._relay.beyond(prefix=prefix_length(request), suffix=len(request.suffix), candidates=candidates)
         if beyond:
-            raise TooMuch(beyond, request.request_id, request.user_id)
+            raise TooMuch(beyond, request)
         check_times(request.prefix, "prefix")
         check_times(request.suffix, "suffix")
         try:
             check_features(request, self._features)
         except DecodeError as error:
-            raise TooMuch(error.detail, request.request_id, request.user_id) from error
+            raise TooMuch(error.detail, request) from error
         columns = request.columns or NO_TABLES
         now = time.monotonic()
         timeout = min(request.timeout_ms or self._default_timeout_ms, self._max_timeout_ms)

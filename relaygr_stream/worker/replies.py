@@ -287,6 +287,8 @@ class Outbox:
                 self._again(replace(task, pass_to=None, answered=False))
             return
         self._metrics.forwards.labels("sent" if task.pass_to is None else "delegate").inc()
+        if task.pass_to is not None:
+            self._reasons.passed_on(task.request_key)
         log.debug("forwarded", **fields, to=lane, detail=answer.detail)
         if trace is not None:
             trace.part("forward", now, time.monotonic(), {"relaygr.to_lane": lane})

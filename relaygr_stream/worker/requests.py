@@ -137,7 +137,7 @@ class Requests:
             background,
         )
         self._reasons = Reasons(settings.relay.life_window_ms)
-        self._ranked_here = RecentIds(RECENT_ANSWERS)  # request keys, for notices that come behind the ranking
+        self._answered_here = RecentIds(RECENT_ANSWERS)  # request keys, for notices that come behind the answer
         self._forwarding = Forwarding(name, peers, topics.lanes, averaging=settings.relay.averaging)
         self.outbox: Final = Outbox(
             topics,
@@ -195,7 +195,7 @@ class Requests:
         if kind == REFUSALS and record.topic == self._topics.pre_infer.name:
             with suppress(DecodeError):  # nothing depends on it
                 for request_key in self._reasons.read(record, self.intake.sure_age_ms(record)):
-                    if request_key in self._ranked_here:
+                    if request_key in self._answered_here:
                         self._release_delegate(request_key)
         else:
             self._metrics.records_skipped.inc()
@@ -243,6 +243,7 @@ class Requests:
         except TooMuch as error:
             assert origin is not None
             self.outbox.refuse(origin, error)
+            self._release_delegate(error.request_key)
         except DecodeError as error:
             self.outbox.dead_letter(record, error, origin)
         return None
@@ -259,7 +260,7 @@ class Requests:
     def _release_delegate(self, request_key: str, cancel: Record | None = None) -> None:
         """Have released what another worker pins on our behalf for this request, unless a ranking went there.
 
-        cancel: the client's; None: the request was ranked here.
+        cancel: the client's; None: the request has its final answer from here.
         """
         name = self._reasons.drop_delegate(request_key)
         lane = self._forwarding.lane_of_delegate(name, math.inf) if name else None
@@ -342,10 +343,9 @@ class Requests:
             self.outbox.deliver(answer)
             if not self.in_flight and self._all_answered is not None:
                 self._all_answered.set()
-            if answer.status == "overloaded":  # it may have gone to its delegate
-                self._reasons.passed_on(task.request_key)
-            elif answer.status == "ok" and not (task.hops or task.full):
-                self._ranked_here.add(task.request_key)
+            # One that is refused goes to its delegate, or finds the prefix KV there when it is repeated.
+            if answer.status != "overloaded" and not (task.hops or task.full):
+                self._answered_here.add(task.request_key)
                 self._release_delegate(task.request_key)
 
     async def all_answered(self, until_s: float) -> bool:

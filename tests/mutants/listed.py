@@ -193,7 +193,7 @@ MUTANTS: Final = (
     ),
     Mutant("worker/forwarding.py", "TRAVEL_MS + owned[0].queue_ms >", "TRAVEL_MS >", "worker/test_delegated"),
     Mutant("wire/refusals.py", "found is not None and found.pins", "found is not None", "worker/test_delegating_owner"),
-    Mutant("worker/requests.py", "if request_key in self._ranked_here:", "if False:", "worker/test_delegating_owner"),
+    Mutant("worker/requests.py", "if request_key in self._answered_here:", "if False:", "worker/test_delegating_owner"),
     # worker: in time or not, room or not
     Mutant("engine/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "engine/test_overload"),
     Mutant("engine/forecast.py", "self._saved_ms > PAYS_FROM *", "self._saved_ms > 0 *", "engine/test_batching"),

@@ -191,20 +191,59 @@ async def test_a_delegate_that_is_too_busy_releases_too_and_one_that_is_gone_is_
     assert owner.cancelled() == [tenant_key(TENANT, "busy")]
 
 
-@pytest.mark.parametrize("status", ["overloaded", "failed", "deadline_exceeded"])
-async def test_no_cancel_goes_where_a_ranking_went_or_may_go(status: Status) -> None:
+async def test_no_cancel_goes_where_a_ranking_went_or_may_go() -> None:
     """Else it could stop the prefill that the ranking waits for, or is to find when it is repeated."""
     owner = Owner()
     owner.tell()
-    await owner.answer(owner.rank(), status)
+    await owner.answer(owner.rank(), "overloaded")
     task = owner.rank()
     assert task.pass_to == ITS_LANE
     for aside in ({"mode": "full"}, {"hops": 1}):
         await owner.answer(owner.rank(**aside))
     assert owner.cancelled() == []
-    if status == "overloaded":
-        await owner.answer(task)  # it has them by now
-        assert owner.cancelled() == []
+    await owner.answer(task)  # it has them by now
+    assert owner.cancelled() == []
+
+
+@pytest.mark.parametrize("status", ["failed", "deadline_exceeded"])
+async def test_a_delegate_releases_what_the_owner_answered_without_scores(status: Status) -> None:
+    owner = Owner()
+    owner.tell()
+    await owner.answer(owner.rank(), status)
+    assert owner.cancelled() == [tenant_key(TENANT, "r")]
+
+
+async def test_a_delegate_releases_what_the_owner_rejected() -> None:
+    owner = Owner()
+    owner.tell()
+    owner.ask(candidates=pack_items(range(Settings().relay.max_candidates + 1)))
+    await owner.settle()
+    assert [decode(ScoreReply, value).status for _, value, _ in owner.scores.sent] == ["rejected"]
+    assert owner.cancelled() == [tenant_key(TENANT, "r")]
+
+
+async def test_a_refusal_that_went_nowhere_leaves_the_clients_cancel_to_the_delegate() -> None:
+    owner = Owner()
+    task = owner.rank()
+    owner.tell()  # behind the ranking
+    await owner.answer(task, "overloaded")
+    assert (owner.passed_on(), owner.cancelled()) == ([], [])
+    owner.cancel()
+    await owner.settle()
+    assert owner.cancelled() == [tenant_key(TENANT, "r")]
+
+
+async def test_a_delegate_that_no_broker_passed_the_ranking_to_releases_it() -> None:
+    owner = Owner()
+    owner.tell()
+    task = owner.rank()
+    owner.others.error = BrokerError("no leader")
+    await owner.answer(task, "overloaded")
+    owner.others.error = None
+    (*_, again) = owner.device
+    assert isinstance(again, Rank) and again.task.pass_to is None
+    await owner.answer(again.task)
+    assert owner.cancelled() == [tenant_key(TENANT, "r")]
 
 
 async def test_a_delegated_request_whose_client_cancels_it_is_cancelled_there() -> None:
@@ -252,8 +291,6 @@ async def test_a_ranking_by_reference_goes_to_its_delegate_without_a_read_of_the
     assert (rank.task.pass_to, len(rank.task.tokens), rank.task.referred) == (None, len(HISTORY), None)
     assert store.reads == 1
     await owner.answer(rank.task)
-
-    assert owner.cancelled() == [], "a broker may have taken it after all"
 
     owner.tell("kept")
     kept = owner.rank("kept", **fields)  # whose prefix KV may be here, too
