@@ -191,7 +191,7 @@ class TriggerLanes:
             ends,
             metrics,
             self.consumer.done,
-            RefusalNotices(topics.pre_infer.name, producer),
+            RefusalNotices(topics.pre_infer.name, producer, background),
             loads=loads,
             decide=decide,
             delegation=Delegation(owners, loads, topics.lanes, led=led) if policy.delegate else None,

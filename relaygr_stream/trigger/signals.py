@@ -25,10 +25,11 @@ from relaygr_stream.bus.dead_letter import DeadLetters
 from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Sent
 from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing, trace_headers
 from relaygr_stream.trigger.decision import Decide, Decision, Policy, decide
-from relaygr_stream.trigger.delegation import Delegation
+from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
@@ -44,7 +45,7 @@ limited: Final = LogLimiter().limited
 
 #: Most requests reported to one owner per flush: 4096 / 0.02 s = 200,000 events/s. Further ones are not reported.
 MAX_GATHERED: Final = 4096
-#: A delegated signal waits so long for room in its lane's batch: the lane's own events are stale soon after.
+#: Delegated signals and notices wait so long for room in a lane's batch: the lane's own events are stale soon after.
 DELEGATED_S: Final = 0.2
 #: Reasons that are not reported: there is no owner, or the request was admitted before.
 NOT_REPORTED: Final = frozenset({"no_owner", "duplicate"})
@@ -57,41 +58,55 @@ class RefusalNotices:
     """Gathers refusals by owner, and sends them on one of the owner's lanes, one record an owner every FLUSH_S.
 
     The record occupies an offset of a lane's signal log, so the lane's ledger counts it as a signal of 0 bytes.
+    background: runs the sending.
     """
 
-    def __init__(self, topic: str, producer: Producer) -> None:
+    def __init__(self, topic: str, producer: Producer, background: Background) -> None:
         self._topic = topic
         self._producer = producer
+        self._background = background
         self._gathered: dict[str, list[Refusal]] = {}
-        self._lanes: dict[str, tuple[int, LaneLedger]] = {}  # owner → one of its lanes, and that lane's ledger
+        self._lanes: dict[str, dict[int, LaneLedger]] = {}  # owner → its lanes with something gathered
+        self._sending: dict[str, asyncio.Task[None]] = {}  # by owner
 
     def add(self, owner: str, lane: int, ledger: LaneLedger, refusal: Refusal) -> None:
         """Gather a request for the next `flush`."""
         gathered = self._gathered.setdefault(owner, [])
         if len(gathered) < MAX_GATHERED:
             gathered.append(refusal)
-            self._lanes[owner] = lane, ledger
+            self._lanes.setdefault(owner, {})[lane] = ledger
 
-    async def flush(self) -> None:
-        """Hand everything to the producer."""
-        gathered, lanes = self._gathered, self._lanes
-        if not gathered:
-            return
-        self._gathered, self._lanes = {}, {}
-        for owner, refused in gathered.items():
-            lane, ledger = lanes[owner]
+    async def flush(self, within_s: float = FLUSH_S) -> None:
+        """Hand everything to the producer; waits so long at most, since a hung broker holds up its own lanes alone."""
+        for owner in self._gathered.keys() - self._sending.keys():
+            self._sending[owner] = task = self._background.start(self._tell(owner))
+            task.add_done_callback(lambda _, owner=owner: self._sending.pop(owner))
+        if self._sending:
+            await asyncio.wait(list(self._sending.values()), timeout=within_s)
+
+    async def _tell(self, owner: str) -> None:
+        """Send an owner everything gathered for it, on a lane with a leader; without one, it is told nothing."""
+        while refused := self._gathered.pop(owner, None):
+            lanes = self._lanes.pop(owner)
+            led = (lane for lane in lanes if self._producer.broker_of(self._topic, lane) != NO_LEADER)
+            if (lane := next(led, None)) is None:
+                continue
             for first in range(0, len(refused), MAX_IDS):
-                await self._send(lane, ledger, encode_refusals(refused[first : first + MAX_IDS]))
+                if not await self._send(lane, lanes[lane], encode_refusals(refused[first : first + MAX_IDS])):
+                    break
 
-    async def _send(self, lane: int, ledger: LaneLedger, value: bytes) -> None:
+    async def _send(self, lane: int, ledger: LaneLedger, value: bytes) -> bool:
+        """Whether the producer has room for it within DELEGATED_S."""
         pending = ledger.admit(0)
         headers = [(HEADER_KIND, REFUSALS.encode())]
         try:
-            sent = await self._producer.send(self._topic, value, partition=lane, headers=headers)
-        except BrokerError:
+            async with asyncio.timeout(DELEGATED_S):
+                sent = await self._producer.send(self._topic, value, partition=lane, headers=headers)
+        except (TimeoutError, BrokerError):
             ledger.failed(pending, time.monotonic())
-            return
+            return False
         sent.add_done_callback(partial(_note, ledger, pending))
+        return True
 
 
 def _note(ledger: LaneLedger, pending: Pending, sent: asyncio.Future[int]) -> None:
