@@ -35,7 +35,7 @@ from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
-from relaygr_stream.trigger.signals import LaneContext, RefusalNotices
+from relaygr_stream.trigger.signals import DELEGATED_S, LaneContext, RefusalNotices
 from relaygr_stream.trigger.statement import NeverAtRisk, Statements
 from relaygr_stream.wire.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.wire.records import Record
@@ -133,6 +133,7 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         await background.until(context.stop.wait())
         if not await consumer.drain(DRAIN_S):
             log.warning("trigger stopped with events undecided", undone=consumer.undone)
+        await lanes.tell_owners()
         await background.end()  # first: its last status would follow the tombstone
         with suppress(TimeoutError):
             async with asyncio.timeout(FINAL_STATUS_S):
@@ -217,6 +218,10 @@ class TriggerLanes:
     def on_hold(self) -> int:
         """Lanes without admissions until their owner has read signals of unknown size."""
         return sum(lane.state is not None and lane.state.ledger.on_hold for lane in self._lanes.values())
+
+    async def tell_owners(self) -> None:
+        """Hand what owners are to be told to the producer now, as far as brokers take it soon."""
+        await self._shared.refused.flush(DELEGATED_S)
 
     def _on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
         """Handle a new assignment. A lost lane's next trigger decides on its undecided events."""

@@ -24,6 +24,7 @@ from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, T
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.trigger import service
 from relaygr_stream.trigger.service import run_trigger
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import PreInferSignal
@@ -86,6 +87,21 @@ async def test_the_owner_is_told_why_a_request_was_not_admitted(embedded_setting
         assert told == {each: reason for reason, ids in sent.items() if reason != "admitted" for each in ids}
         await peer.publish(event(25, "last", "u1"))
         await until(lambda: "last" in peer.signalled, "the lane of refusals admits again")
+
+
+async def test_a_trigger_that_stops_tells_owners_what_it_has_gathered(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "FLUSH_S", 3600.0)  # nothing is told meanwhile
+    reasons = Reasons(60_000.0)
+    async with peer_on(embedded_settings) as peer:
+        async with trigger_on(embedded_settings) as trigger:
+            await peer.publish(event(5, "r", "u"))
+            await until(lambda: trigger.decisions("not_at_risk"))
+            assert not peer.others
+        await until(lambda: peer.others, "told at the end")
+        reasons.read(peer.others[0], 0.0)
+    assert reasons.admission("r") == "not_at_risk"
 
 
 async def test_a_request_at_risk_is_signalled_on_its_users_lane(kafka_settings: Kafka) -> None:
