@@ -93,6 +93,7 @@ class LaneConsumer:
             else Suspects(crashes, self._membership, self._reader.ledgers, lambda: self._reader.client, on_records)
         )
         self._taking = False  # lanes and their records: from `start` until `drain` or `stop`
+        self._in_order = True
         self._drained: asyncio.Event | None = None
         self._background = Background()
         self._starting: asyncio.Task[None] | None = None
@@ -176,9 +177,13 @@ class LaneConsumer:
                     await self._drained.wait()
         return self.undone == 0
 
-    async def stop(self) -> None:
-        """Stop reading, commit, and leave the group at once. Call `drain` first to finish the records handed out."""
+    async def stop(self, *, in_order: bool = True) -> None:
+        """Stop reading, commit, and leave the group at once. Call `drain` first to finish the records handed out.
+
+        in_order: False if a record may have caused the end, which then counts as a crash.
+        """
         self._taking = False
+        self._in_order = in_order
         self._cancel_start()
         await self._background.end()
         await self._membership.stop()
@@ -239,7 +244,7 @@ class LaneConsumer:
                 self._reader.resume()
 
     def _committable(self, leaving: bool) -> dict[tuple[str, int], tuple[int, str]]:
-        suspects = self._suspects
+        suspects, leaving = self._suspects, leaving and self._in_order
         return {
             each: (ledger.committable, "" if suspects is None else suspects.note(*each, leaving=leaving))
             for each, ledger in self._reader.ledgers.items()

@@ -31,7 +31,7 @@ from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.engine.audit import Report
 from relaygr_stream.engine.build import WorkerRuntime, build
-from relaygr_stream.errors import BrokerError, DeviceError
+from relaygr_stream.errors import BrokerError, DeviceError, RelayError
 from relaygr_stream.history.store import HistoryStore, open_store
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.relative import is_relative
@@ -257,6 +257,7 @@ class Worker:
             watch = background.start(self._watch.run(consumer, self._bus.scores, self._bus.others))
             background.start(periodically(AGES_S, self._sample_ages, "ask for the ends of the lanes' logs"))
             background.start(self._counts.run())
+            in_order = True
             try:
                 reporter.serve()
                 background.start(reporter.publish_now())  # triggers count no lanes of a worker that starts
@@ -277,6 +278,7 @@ class Worker:
                         setting="worker.drain_ms",
                     )
             except Exception as error:
+                in_order = isinstance(error, RelayError)  # else a defect, which a record may have tripped
                 if isinstance(error, DeviceError) or self.device.failed.done():
                     watch.cancel()  # which would find the worker ready
                     context.set_ready(False, str(error))
@@ -286,7 +288,8 @@ class Worker:
                 self.requests.outbox.close()
                 await background.end()
                 # It commits where each lane stands, for half a session timeout at most, and leaves the group.
-                await end("the consumer", consumer.stop, self._settings.kafka.session_timeout_ms / 2e3 + CLOSE_S)
+                leave = partial(consumer.stop, in_order=in_order)
+                await end("the consumer", leave, self._settings.kafka.session_timeout_ms / 2e3 + CLOSE_S)
             if self._handover is not None:
                 await self._handover.farewell(drained_by - time.monotonic())
             await reporter.announce("stopped")

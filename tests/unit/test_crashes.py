@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from relaygr_stream.bus import lane_reader
 from relaygr_stream.bus.crashes import Crashes, Mark, Suspects, parse, succeed
 from relaygr_stream.bus.lane_reader import LaneReader, OffsetLedger
+from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
 from tests.waiting import until
@@ -130,6 +131,25 @@ def test_owners_that_leave_in_order_are_never_counted() -> None:
         lane.take_over()
         assert lane.mark == Mark()
         lane.mark = Mark(False)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+async def test_only_an_end_in_order_closes_the_marks(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
+    consumer = LaneConsumer(
+        Kafka(), topics=["ranking"], group="g", member="m", on_records=lambda records: None,
+        on_lanes=lambda gained, lost: None, crashes=Crashes("ranking", 3, lambda record: None),
+    )  # fmt: skip
+    suspects, membership, last = consumer._suspects, consumer._membership, dict[tuple[str, int], tuple[int, str]]()
+    assert suspects is not None
+    suspects._marks[0] = Mark(hand=8, log_ends=(9,))
+    consumer._reader.add({0: [7]})
+
+    async def stop() -> None:
+        last.update(membership._committable(True))
+
+    monkeypatch.setattr(membership, "stop", stop)
+    await consumer.stop(in_order=in_order)
+    assert last == {("ranking", 0): (7, "relaygr-owner left 0 9" if in_order else "relaygr-owner open 8 9")}
 
 
 class Membership:

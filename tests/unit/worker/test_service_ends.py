@@ -27,6 +27,7 @@ from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
+from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.process import CLOSE_S
 from relaygr_stream.worker.replies import Outbox
 from relaygr_stream.worker.statement import Statements
@@ -91,6 +92,30 @@ async def test_a_defect_ends_the_worker_and_its_request_is_not_read_again(
             await asyncio.wait_for(w.task, 20)
         assert (await peer.reply(correlation)).status == "failed"
         assert await committed(embedded_settings, peer.topics.ranking.name) == 1
+
+
+@pytest.mark.parametrize("defect", [True, False])
+async def test_a_defect_before_the_device_counts_as_a_crash(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch, defect: bool
+) -> None:
+    """Its record is read again, and would end one owner of its lane after the other."""
+    stop, in_order = LaneConsumer.stop, list[bool]()
+
+    async def note(consumer: LaneConsumer, **how: bool) -> None:
+        in_order.append(how["in_order"])
+        await stop(consumer, **how)
+
+    monkeypatch.setattr(LaneConsumer, "stop", note)
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        if defect:
+            monkeypatch.setattr(Intake, "ranking", lambda *_: 1 / 0)
+            await peer.rank("poison", "u", 60)
+            with pytest.raises(ZeroDivisionError):
+                await asyncio.wait_for(w.task, 20)
+            assert await committed(embedded_settings, peer.topics.ranking.name) == 0
+        else:
+            await w.end()
+    assert in_order == [not defect]
 
 
 @pytest.mark.parametrize(("part", "name"), [(Statements, "status"), (LogEnds, "ask")])
