@@ -310,7 +310,7 @@ class Worker:
                 raise answer
 
     def _progressing(self) -> bool:
-        return self._watch.progressing and not self.requests.outbox.letters.full
+        return self._watch.progressing and not self.requests.outbox.full
 
     def _on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
         self._metrics.lane_changes.labels("gained").inc(len(gained))

@@ -1,5 +1,7 @@
-"""Replies: answers, forwards, refusals and dead letters leave the worker here. A record is done once one of these is
-acknowledged."""
+"""Replies: answers, forwards, refusals and dead letters leave the worker here.
+
+A record is done once one of these is acknowledged, or once its answer is given up (ANSWER_S).
+"""
 
 from __future__ import annotations
 
@@ -39,6 +41,9 @@ log = structlog.get_logger(__name__)
 #: then it holds its request in memory and its lane's commits back. One try alone may take kafka.request_timeout_ms.
 ANSWER_S: Final = 8.0
 MOST_S: Final = 60.0
+#: With this many refusals under way the process counts as stuck, as with many dead letters: they hold none of
+#: worker.max_waiting_bytes, and while `scores` is away each record that is read may add one. 50 MB.
+REFUSALS_LIMIT: Final = 10_000
 #: What an answer has beside scores, their columns' names and the model's version: an id (256 characters of up to
 #: 4 bytes), the worker's name, headers, the record batch's own.
 REST_BYTES: Final = 2048
@@ -81,6 +86,7 @@ class Outbox:
         self._forwarding = forwarding
         self._secret = secret
         self._under_way: set[asyncio.Task[None]] = set()
+        self._refusals: set[asyncio.Task[None]] = set()  # those under way of which `Held` counts no bytes
         self.letters: Final = DeadLetters(
             others, topics.dead_letter, done, metrics.dead_letters_waiting, background, keep_values=keep_letters
         )
@@ -111,9 +117,9 @@ class Outbox:
         """Answer a ranking for which there is no memory `overloaded`, here and now: nothing of it is kept."""
         assert isinstance(task.origin, Origin)
         task.origin = _without_request(task.origin)
-        self._answer(Answer(task, "overloaded", detail=why))
+        self._answer(Answer(task, "overloaded", detail=why), refusal=True)
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: Answer, *, refusal: bool = False) -> None:
         task, now = answer.task, time.monotonic()
         queued = max(0.0, (task.started or now) - task.arrived)
         outcome = task.outcome if answer.status == "ok" else None
@@ -151,7 +157,8 @@ class Outbox:
             ranking_parts(task.origin.trace, answer)
             task.origin.trace.describe(ranking_attributes(task, self._worker))
         waits_s = task.arrived + (task.timeout_ms - task.age_ms) / 1e3 - now
-        self._spawn(self._send(task.origin, reply, within_s=min(MOST_S, max(ANSWER_S, waits_s))))
+        within_s = min(MOST_S, max(ANSWER_S, waits_s))
+        self._spawn(self._send(task.origin, reply, within_s=within_s), refusal=refusal)
 
     def refuse(self, origin: Origin, cause: TooMuch) -> None:
         """Answer a well-formed request that is more than this worker takes; its record is done with that."""
@@ -179,6 +186,11 @@ class Outbox:
             self.letters.send(record, error)
 
     @property
+    def full(self) -> bool:
+        """Whether so many dead letters or refusals wait that the process should read no more records."""
+        return self.letters.full or len(self._refusals) >= REFUSALS_LIMIT
+
+    @property
     def sending(self) -> frozenset[asyncio.Task[None]]:
         """Answers and copies of requests that are on their way to a broker."""
         return frozenset(self._under_way)
@@ -204,9 +216,9 @@ class Outbox:
             model_version=self._model.version,
             worker=self._worker,
         )
-        self._spawn(self._send(_without_request(origin), reply, within_s=ANSWER_S, done=done))
+        self._spawn(self._send(_without_request(origin), reply, within_s=ANSWER_S, done=done), refusal=True)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], *, refusal: bool = False) -> None:
         if self._closed:
             work.close()
             return
@@ -214,6 +226,9 @@ class Outbox:
         task = self._background.start(work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
+        if refusal:
+            self._refusals.add(task)
+            task.add_done_callback(self._refusals.discard)
 
     async def _send(self, origin: Origin, reply: ScoreReply, *, within_s: float, done: bool = True) -> None:
         error = "" if reply.status == "ok" else reply.detail or reply.status

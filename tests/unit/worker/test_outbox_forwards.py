@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import WAY_MS
 from relaygr_stream.engine.commands import Answer, RankTask
-from relaygr_stream.errors import BrokerError
+from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.settings.schema import Kafka, Relay
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
@@ -23,7 +23,7 @@ from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITI
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker import replies as outbox
 from relaygr_stream.worker.forwarding import WhyKept
-from relaygr_stream.worker.intake import Intake
+from relaygr_stream.worker.intake import Intake, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import Outbox
 from tests.waiting import until
@@ -266,3 +266,32 @@ async def test_a_cut_ranking_that_lost_its_place_is_not_forwarded() -> None:
     reply = decode(ScoreReply, world.scores.sent[0][1])
     assert (reply.status, reply.outcome, reply.truncated_to) == ("overloaded", None, 0)
     assert world.asked == []
+
+
+@pytest.mark.parametrize("what", ["decline", "refuse", "dead_letter"])
+async def test_refusals_that_nobody_takes_stop_the_reading(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No byte of them is counted, and each record that is read may add one."""
+    monkeypatch.setattr(outbox, "REFUSALS_LIMIT", 2)
+    world, hold = World("alone"), asyncio.Event()
+
+    async def wait(*_: Any, **__: Any) -> int:
+        await hold.wait()
+        return 0
+
+    world.scores.send_and_wait = wait  # type: ignore[method-assign]
+    request = RankingRequest(request_id="r", user_id="u", prefix=Behaviours(), candidates=pack_items([7]))
+    record = Record(TOPICS.ranking.name, 5, 40, 0, b"u", encode(request), HEADERS)
+    intake = Intake(Relay(), DEFAULT_TIMEOUT_MS, 4, 1 << 20, lambda: None)
+    for _ in range(2):
+        assert not world.outbox.full
+        origin = intake.route(record)
+        if what == "decline":
+            world.outbox.decline(intake.ranking(record, origin), "no memory")
+        elif what == "refuse":
+            world.outbox.refuse(origin, TooMuch("too long", request))
+        else:
+            world.outbox.dead_letter(record, DecodeError("malformed", "…"), origin)
+    assert world.outbox.full
+    hold.set()
+    await world.outbox.flush(5.0)
+    assert not world.outbox.full
