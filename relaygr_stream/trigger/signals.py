@@ -211,7 +211,7 @@ class LaneSignals:
             await self._shared.producer.send_together(
                 self._shared.topics.pre_infer.name, messages, partition=self._lane, settled=settled
             )
-        stuck: set[int] = set()  # lanes of delegates to which this call waited in vain
+        stuck: set[int | None] = set()  # brokers of delegates' lanes for which this call waited in vain
         for one in delegated:
             await self._send_delegated(one, stuck)
 
@@ -234,16 +234,17 @@ class LaneSignals:
             signal.trace.end(described(signal.event, "admitted"), error=error)
         self._shared.done(signal.record)
 
-    async def _send_delegated(self, one: _Delegated, stuck: set[int]) -> None:
+    async def _send_delegated(self, one: _Delegated, stuck: set[int | None]) -> None:
         """To the delegate; the owner is told once a broker has it.
 
-        stuck: lanes not to wait for; this one joins them if it takes nothing within DELEGATED_S.
+        stuck: brokers not to wait for; the lane's joins them if it takes nothing within DELEGATED_S.
         """
         event, place, producer = one.event, one.decision.delegate, self._shared.producer
         assert place is not None
         topic = self._shared.topics.ranking.name
+        broker = producer.broker_of(topic, place.lane)
         try:
-            if place.lane in stuck or producer.broker_of(topic, place.lane) == NO_LEADER:
+            if broker in stuck or broker == NO_LEADER:
                 raise BrokerUnavailable("no broker takes messages for the delegate's lane")
             async with asyncio.timeout(DELEGATED_S):
                 sent = await producer.send(
@@ -255,7 +256,7 @@ class LaneSignals:
                 )
         except (TimeoutError, BrokerError) as error:
             if isinstance(error, TimeoutError):
-                stuck.add(place.lane)
+                stuck.add(broker)
                 error = BrokerUnavailable(f"the delegate's lane took nothing for {DELEGATED_S} s")
             self._settled_delegated(one, error)
             return

@@ -37,6 +37,7 @@ class World:
         self.acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.refused_at_once = False
         self.leader = 1
+        self.leaders: dict[int, int] = {}  # of lanes with another one
         self.room = asyncio.Event()
         self.room.set()
         self.own: list[int] = []  # how many were sent together
@@ -48,7 +49,9 @@ class World:
             policy=POLICY,
             topics=TOPICS,
             producer=SimpleNamespace(
-                send=self.send, send_together=self.send_together, broker_of=lambda topic, lane: self.leader
+                send=self.send,
+                send_together=self.send_together,
+                broker_of=lambda topic, lane: self.leaders.get(lane, self.leader),
             ),
             refused=SimpleNamespace(add=lambda owner, lane, ledger, refusal: self.told.append((owner, refusal))),
             metrics=SimpleNamespace(signals_failed=SimpleNamespace(inc=self.count_failed)),
@@ -74,10 +77,11 @@ class World:
     async def send_together(self, topic: str, messages: list[Any], **more: Any) -> None:
         self.own.append(len(messages))
 
-    async def delegate(self, number: int = 1) -> None:
-        decision = Decision("delegated", 25, 40.0, 30.0, PLACE.nbytes, PLACE.cost_ms, 260.0, PLACE)
+    async def delegate(self, number: int = 1, lanes: tuple[int, ...] = (PLACE.lane,)) -> None:
         asked = event(25, "r", "u", tenant="shop", rank_in_ms=300.0)
-        for _ in range(number):
+        for lane in lanes * number:
+            place = PLACE._replace(lane=lane)
+            decision = Decision("delegated", 25, 40.0, 30.0, PLACE.nbytes, PLACE.cost_ms, 260.0, place)
             self.signals.delegate(asked, RECORD, decision, "w1")
         await self.signals.flush()
 
@@ -143,6 +147,16 @@ async def test_a_delegates_lane_that_takes_nothing_holds_up_neither_own_signals_
     assert len(world.sent) == 1, "one wait tells of the lane"
     assert world.told == [("w1", Refusal("r", "delegated", "shop"))] * 3
     assert world.done == [RECORD] * 3
+
+
+async def test_a_hung_broker_is_waited_for_once_whichever_lanes_it_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "DELEGATED_S", 0.02)
+    world = World()
+    world.room.clear()
+    world.leaders = {5: 2}
+    await world.delegate(lanes=(6, 7, 5, 4))
+    assert [more["partition"] for _, _, more in world.sent] == [6, 5]
+    assert (len(world.told), world.paused) == (4, [6, 7, 5, 4])
 
 
 async def test_a_trigger_that_stops_meanwhile_leaves_the_event_to_the_next() -> None:
