@@ -22,6 +22,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.trigger.decision import Decision, LaneState, Policy, Reason, decide
 from relaygr_stream.trigger.delegation import Delegation
+from relaygr_stream.trigger.lane import read_event
 from relaygr_stream.trigger.load import KeptAt, OwnerLoads
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import decode
@@ -205,10 +206,10 @@ class Shadow:
         """Handle records of `retrieval`: decide on each event while `looking`."""
         for record in records:
             try:
-                event = decode(RequestEvent, record.value, self._topics.retrieval.max_message_bytes)
+                event = read_event(RequestEvent, record, self._topics)
             except DecodeError:
                 continue  # the trigger dead-letters it
-            if self.looking:
+            if event is not None and self.looking:
                 self._look_at(event, record.lane)
 
     def _look_at(self, event: RequestEvent, lane: int) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 
 from relaygr_stream.bus.ages import AgeBounds, LogEnd, stated_age_ms
-from relaygr_stream.bus.topics import lane_of
+from relaygr_stream.bus.topics import TopicSet, lane_of
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.telemetry.background import endless
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -25,6 +25,8 @@ from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import Refusal
+
+E = TypeVar("E", bound=RequestEvent)
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -93,16 +95,14 @@ class LaneTrigger:
         for _ in range(min(len(self._events), EVENTS_PER_TURN)):
             record = self._events.popleft()
             tracing = self._shared.tracing
-            if kind_of(record.headers):  # of a later release
-                self._shared.metrics.records_skipped.inc()
-                self._shared.done(record)
-                continue
             try:
-                event = decode(RequestEventInPlace, record.value, self._shared.topics.retrieval.max_message_bytes)
-                check_times(event.prefix, "prefix")  # else the worker would dead-letter its signal
-                self._check_lane(event)
+                event = read_event(RequestEventInPlace, record, self._shared.topics)
             except DecodeError as error:
                 self._dead_letter(record, error)
+                continue
+            if event is None:
+                self._shared.metrics.records_skipped.inc()
+                self._shared.done(record)
                 continue
             trace = tracing.receive("relaygr.decide", record) if tracing.on else None
             decision = self._decide(event, record, state)
@@ -119,17 +119,6 @@ class LaneTrigger:
                     self._shared.refused.add(state.owner, self._number, state.ledger, refusal)
                 self._shared.done(record)
         await signals.flush()
-
-    def _check_lane(self, event: RequestEvent) -> None:
-        """Raise DecodeError unless the event is on its user's lane: bounds are per lane, and its signal goes there."""
-        lanes = self._shared.topics.lanes
-        lane = lane_of(event.user_id, lanes)
-        if lane != self._number:
-            raise DecodeError(
-                "invalid",
-                f"this user belongs on partition {lane} of {lanes}, the event came on {self._number}; "
-                f"set the key to the user id and the partitioner to murmur2",
-            )
 
     def _decide(self, event: RequestEvent, record: Record, state: LaneState) -> Decision:
         started = time.perf_counter()
@@ -175,3 +164,19 @@ class LaneTrigger:
                 limited(log.warning, doing)(f"cannot {doing}, will retry", lane=self._number, error=str(error))
             await asyncio.sleep(pause)
         raise AssertionError("endless")
+
+
+def read_event(shape: type[E], record: Record, topics: TopicSet) -> E | None:
+    """The event of a record of `retrieval`; None: the record is of a kind of a later release. Raises DecodeError."""
+    if kind_of(record.headers):
+        return None
+    event = decode(shape, record.value, topics.retrieval.max_message_bytes)
+    check_times(event.prefix, "prefix")  # else the worker would dead-letter its signal
+    lane = lane_of(event.user_id, topics.lanes)
+    if lane != record.lane:  # bounds are per lane, and its signal goes there
+        raise DecodeError(
+            "invalid",
+            f"this user belongs on partition {lane} of {topics.lanes}, the event came on {record.lane}; "
+            f"set the key to the user id and the partitioner to murmur2",
+        )
+    return event

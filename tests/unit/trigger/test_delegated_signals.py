@@ -51,7 +51,7 @@ class World:
             producer=SimpleNamespace(
                 send=self.send,
                 send_together=self.send_together,
-                broker_of=lambda topic, lane: self.leaders.get(lane, self.leader),
+                broker_of=self.broker_of,
             ),
             refused=SimpleNamespace(add=lambda owner, lane, ledger, refusal: self.told.append((owner, refusal))),
             metrics=SimpleNamespace(signals_failed=SimpleNamespace(inc=self.count_failed)),
@@ -60,6 +60,9 @@ class World:
         )
         self.ledger = LaneLedger(0, 60.0, 0.0)
         self.signals = LaneSignals(3, shared, self.ledger)  # type: ignore[arg-type]
+
+    def broker_of(self, topic: str, lane: int) -> int:
+        return self.leaders.get(lane, self.leader)
 
     def count_failed(self) -> None:
         self.failed += 1

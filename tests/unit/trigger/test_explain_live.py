@@ -10,10 +10,11 @@ from relaygr_stream.cli.explain_table import as_table
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import Shadow
+from relaygr_stream.wire.behaviours import MAX_TIME_MS, Behaviours
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.features import FeatureTables
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import PreInferSignal
+from relaygr_stream.wire.messages import PreInferSignal, RequestEvent
 from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
 from tests.unit.trigger.parts import behaviours, event, lane_status, worker_status
@@ -74,3 +75,18 @@ def test_a_delegated_request_is_explained_with_the_running_triggers_delegate() -
     rows = shadow.explanations()
     assert {(row.reason, row.delegate, row.signalled) for row in rows} == {("delegated", "w3", True)}
     assert list(as_table(rows).columns[-2].cells) == ["delegated to w3"] * 20
+
+
+def test_what_the_trigger_skips_or_dead_letters_is_not_explained() -> None:
+    settings = Settings()
+    shadow = Shadow(Policy.of(settings), load_topics(settings.kafka), OwnerDirectory(silence_ms=10_000), {LANE: 0})
+    untimely = Behaviours.of([1], [0], [MAX_TIME_MS])
+    shadow.on_events(
+        [
+            record(encode(event(TOKENS, "kind")), 0, "of a later release"),
+            record(encode(event(TOKENS, "lane", "u1")), 1),
+            record(encode(RequestEvent(request_id="time", user_id="u", prefix=untimely, candidates=0)), 2),
+            record(encode(event(TOKENS, "good")), 3),
+        ]
+    )
+    assert [row.request_id for row in shadow.explanations()] == ["good"]
