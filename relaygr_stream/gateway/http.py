@@ -157,7 +157,9 @@ def deadline(http: Request, started: float) -> float | None:
         milliseconds = -1.0
     if not 0 < milliseconds <= 3.6e6:
         raise Refused(
-            400, "rejected", f"header {TIMEOUT_HEADER}: {printable(stated[:40])} is not 1…3600000 milliseconds"
+            400,
+            "rejected",
+            f"header {TIMEOUT_HEADER}: {printable(stated[:40])} is not a number of milliseconds above 0, up to 3600000",
         )
     return started + milliseconds / 1e3
 
