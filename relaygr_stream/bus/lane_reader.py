@@ -9,15 +9,17 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
-from relaygr_stream.bus.aiokafka_compat import client_options, read
+from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, read
 from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
+from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
 
@@ -197,18 +199,29 @@ class LaneReader:
         self.client.assign([])
 
     async def run(self) -> None:
-        """Read for ever. Raises what ends reading."""
+        """Read for ever; after a refusal, with a new client. Raises what ends reading."""
         while True:
             await self._reading.wait()
             if not self._progressing():  # what is read waits in memory, and the member keeps its lanes for seconds
                 await asyncio.sleep(STANDSTILL_S)
                 continue
+            client = self.client
             try:
-                records = await read(self.client)
+                records = await read(client)
             except OffsetOutOfRangeError as error:
                 await self._restart_lane(error.args[0])
                 continue
+            except (KafkaError, OSError) as error:
+                await self._refused(client, error)
+                continue
             self._hand_out(records)
+
+    async def _refused(self, client: Any, error: KafkaError | OSError) -> None:
+        """Replace a client that was refused: a grant may be back in a moment. Refusals in a row end reading."""
+        if client is self.client:
+            self._renewed.renew(str(broker_error(self._kafka, "read lanes", error)))
+        with suppress(BrokerUnavailable):  # `trouble` reports it
+            await self._renewed.present()
 
     def _hand_out(self, records: list[Record]) -> None:
         """Hand out the new records of owned lanes in order. After a seek, some records arrive a second time."""
@@ -223,7 +236,7 @@ class LaneReader:
     async def _restart_lane(self, out_of_range: dict[TopicPartition, int]) -> None:
         """Restart at the earliest offset: the log was truncated, expired or recreated, so the offset is not in it.
 
-        If its broker is away again, the next fetch of the lane says the same. The others are read meanwhile.
+        If its broker is away again, the next fetch of the lane says the same. No lane is read meanwhile, for RESTART_S.
         """
         try:
             async with asyncio.timeout(RESTART_S):

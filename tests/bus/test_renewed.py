@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer
+from aiokafka.errors import TopicAuthorizationFailedError
 
 from relaygr_stream.bus import ages, renewed
 from relaygr_stream.bus.ages import LogEnds
@@ -56,6 +57,15 @@ async def has_read(member: Member, records: int) -> None:
     await until(lambda: len(member.records) >= records, f"{records} read")
 
 
+def refuse(client: Any) -> None:
+    """The next read is refused, before it takes anything."""
+
+    async def getmany(*_: Any, **__: Any) -> None:
+        raise TopicAuthorizationFailedError("ranking")
+
+    client.getmany = getmany
+
+
 READER_ENDS = [fail_fetcher, cancel("fetcher"), cancel("positions"), cancel("metadata of the consumer")]
 
 
@@ -69,7 +79,7 @@ async def test_all_background_tasks_are_known(embedded_settings: Kafka, topics: 
         assert set(background_tasks(insides.member(m.consumer))) == group
 
 
-@pytest.mark.parametrize("break_it", READER_ENDS)
+@pytest.mark.parametrize("break_it", [*READER_ENDS, refuse])
 async def test_lanes_are_read_on(
     embedded_settings: Kafka, topics: TopicSet, producer: Producer, break_it: Callable[[Any], None]
 ) -> None:
@@ -111,6 +121,24 @@ async def test_a_reader_that_always_ends_ends_the_consumer(
             await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
         failing.cancel()
         assert not one.consumer.healthy
+
+
+async def test_a_reader_that_is_always_refused_ends_the_consumer_and_says_why(
+    embedded_settings: Kafka, topics: TopicSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewed, "PAUSES_S", (0.0,))
+    real = AIOKafkaConsumer.getmany
+
+    async def getmany(consumer: AIOKafkaConsumer, *partitions: Any, **options: Any) -> Any:
+        if options["timeout_ms"]:  # not the membership's
+            raise TopicAuthorizationFailedError("ranking")
+        return await real(consumer, *partitions, **options)
+
+    async with Member(embedded_settings, topics, "one") as one:
+        await shared_out(topics, one)
+        monkeypatch.setattr(AIOKafkaConsumer, "getmany", getmany)
+        with pytest.raises(BrokerError, match=r"lanes' reader has ended 5 times in a row: .* lacks an ACL"):
+            await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
 
 
 @pytest.mark.parametrize("name", ["coordinator", "fetcher", "metadata of the consumer"])
