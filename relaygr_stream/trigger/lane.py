@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import Final, TypeVar
+from typing import Final
 
 import structlog
 
@@ -25,8 +25,6 @@ from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import Refusal
-
-E = TypeVar("E", bound=RequestEvent)
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -166,7 +164,7 @@ class LaneTrigger:
         raise AssertionError("endless")
 
 
-def read_event(shape: type[E], record: Record, topics: TopicSet) -> E | None:
+def read_event(shape: type[RequestEvent], record: Record, topics: TopicSet) -> RequestEvent | None:
     """The event of a record of `retrieval`; None: the record is of a kind of a later release. Raises DecodeError."""
     if kind_of(record.headers):
         return None

@@ -80,9 +80,12 @@ class RefusalNotices:
         """Hand everything to the producer; waits so long at most, since a hung broker holds up its own lanes alone."""
         for owner in self._gathered.keys() - self._sending.keys():
             self._sending[owner] = task = self._background.start(self._tell(owner))
-            task.add_done_callback(lambda _, owner=owner: self._sending.pop(owner))
+            task.add_done_callback(partial(self._told, owner))
         if self._sending:
             await asyncio.wait(list(self._sending.values()), timeout=within_s)
+
+    def _told(self, owner: str, _: asyncio.Task[None]) -> None:
+        del self._sending[owner]
 
     async def _tell(self, owner: str) -> None:
         """Send an owner everything gathered for it, on a lane with a leader; without one, it is told nothing."""
