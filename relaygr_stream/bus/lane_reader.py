@@ -219,7 +219,8 @@ class LaneReader:
     async def _refused(self, client: Any, error: KafkaError | OSError) -> None:
         """Replace a client that was refused: a grant may be back in a moment. Refusals in a row end reading."""
         if client is self.client:
-            self._renewed.renew(str(broker_error(self._kafka, "read lanes", error)))
+            typed = broker_error(self._kafka, "read lanes", error)
+            self._renewed.renew(str(typed), type(typed))
         with suppress(BrokerUnavailable):  # `trouble` reports it
             await self._renewed.present()
 

@@ -160,8 +160,11 @@ class Renewed:
         self._there.set()  # wakes the callers of `present`
         await self._end(client, within_s)
 
-    def renew(self, why: str) -> None:
-        """Replace the client. No effect during a replacement, or after `stop`. why: the reason, for the log."""
+    def renew(self, why: str, error: type[BrokerError] = BrokerError) -> None:
+        """Replace the client. No effect during a replacement, or after `stop`.
+
+        why: the reason, for the log. error: what is given up with where clients end again and again.
+        """
         if self.client is None or self._task is not None:
             return
         self._ends = self._ends + 1 if time.monotonic() - self._started_s < SOUND_S else 0
@@ -169,7 +172,7 @@ class Renewed:
         limited(log.error, self.part)("client ended; replacing it", part=self.part, why=why, in_a_row=self._ends + 1)
         self._there.clear()
         if self._given_up is not None and self._ends + 1 >= MOST_ENDS:
-            self._given_up(BrokerError(f"{self.part} has ended {self._ends + 1} times in a row: {why}"))
+            self._given_up(error(f"{self.part} has ended {self._ends + 1} times in a row: {why}"))
             return
         self._task = asyncio.create_task(self._replace(self.client), name=f"renew {self.part}")
 

@@ -29,7 +29,7 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing, trace_headers
 from relaygr_stream.trigger.decision import Decide, Decision, Policy, decide
-from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
+from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
@@ -76,12 +76,13 @@ class RefusalNotices:
             gathered.append(refusal)
             self._lanes.setdefault(owner, {})[lane] = ledger
 
-    async def flush(self, within_s: float = FLUSH_S) -> None:
-        """Hand everything to the producer; waits so long at most, since a hung broker holds up its own lanes alone."""
+    async def flush(self, within_s: float = 0.0) -> None:
+        """Begin to hand everything to the producer, and wait so long at most. A hung broker holds up only the owners
+        whose notices go to it."""
         for owner in self._gathered.keys() - self._sending.keys():
             self._sending[owner] = task = self._background.start(self._tell(owner))
             task.add_done_callback(partial(self._told, owner))
-        if self._sending:
+        if self._sending and within_s:
             await asyncio.wait(list(self._sending.values()), timeout=within_s)
 
     def _told(self, owner: str, _: asyncio.Task[None]) -> None:
@@ -247,8 +248,11 @@ class LaneSignals:
         topic = self._shared.topics.ranking.name
         broker = producer.broker_of(topic, place.lane)
         try:
-            if broker in stuck or broker == NO_LEADER:
+            if broker == NO_LEADER:
                 raise BrokerUnavailable("no broker takes messages for the delegate's lane")
+            if broker in stuck:
+                self._settled_delegated(one, BrokerUnavailable("the delegate's broker takes nothing"), tried=False)
+                return
             async with asyncio.timeout(DELEGATED_S):
                 sent = await producer.send(
                     topic,
@@ -259,7 +263,8 @@ class LaneSignals:
                 )
         except (TimeoutError, BrokerError) as error:
             if isinstance(error, TimeoutError):
-                stuck.add(broker)
+                if broker is not None:
+                    stuck.add(broker)
                 error = BrokerUnavailable(f"the delegate's lane took nothing for {DELEGATED_S} s")
             self._settled_delegated(one, error)
             return
@@ -270,14 +275,16 @@ class LaneSignals:
 
         sent.add_done_callback(settle)
 
-    def _settled_delegated(self, one: _Delegated, error: BaseException | None) -> None:
+    def _settled_delegated(self, one: _Delegated, error: BaseException | None, *, tried: bool = True) -> None:
         event, place, shared = one.event, one.decision.delegate, self._shared
         assert place is not None
         told = Refusal(event.request_id, "delegated", event.tenant, place.worker)
         if error is not None:  # its owner infers it in full
             told = Refusal(event.request_id, "delegated", event.tenant)
             shared.metrics.signals_failed.inc()
-            if shared.delegation is not None:  # a refusal is of the topic; a broker that is away has some of its lanes
+            if (
+                tried and shared.delegation is not None
+            ):  # a refusal is of the topic; a broker that is away has some of its lanes
                 lane = place.lane if isinstance(error, BrokerUnavailable) else None
                 shared.delegation.not_sent(time.monotonic(), lane)
             limited(log.warning, "delegated signal not sent")(

@@ -278,7 +278,8 @@ class Worker:
                         setting="worker.drain_ms",
                     )
             except Exception as error:
-                in_order = isinstance(error, RelayError)  # else a defect, which a record may have tripped
+                # Else a defect, which a record may have tripped that is still to be answered.
+                in_order = isinstance(error, RelayError) or self.device.failed.done()
                 if isinstance(error, DeviceError) or self.device.failed.done():
                     watch.cancel()  # which would find the worker ready
                     context.set_ready(False, str(error))

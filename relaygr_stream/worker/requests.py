@@ -243,6 +243,7 @@ class Requests:
         except TooMuch as error:
             assert origin is not None
             self.outbox.refuse(origin, error)
+            self._answered_here.add(error.request_key)
             self._release_delegate(error.request_key)
         except DecodeError as error:
             self.outbox.dead_letter(record, error, origin)

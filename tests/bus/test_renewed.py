@@ -18,7 +18,7 @@ from relaygr_stream.bus.producer import Outgoing, Producer, Sent
 from relaygr_stream.bus.renewed import Renewed, background_tasks, renewals
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
-from relaygr_stream.errors import BrokerError
+from relaygr_stream.errors import AccessDenied, BrokerError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
@@ -137,7 +137,7 @@ async def test_a_reader_that_is_always_refused_ends_the_consumer_and_says_why(
     async with Member(embedded_settings, topics, "one") as one:
         await shared_out(topics, one)
         monkeypatch.setattr(AIOKafkaConsumer, "getmany", getmany)
-        with pytest.raises(BrokerError, match=r"lanes' reader has ended 5 times in a row: .* lacks an ACL"):
+        with pytest.raises(AccessDenied, match=r"lanes' reader has ended 5 times in a row: .* lacks an ACL"):
             await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
 
 

@@ -35,10 +35,14 @@ BESIDE_S: Final = 3.0
 PROBES: Final = 2.3
 
 
-def seconds_for(options: PaperOptions, rates: Sequence[float], *, once: bool) -> float:
-    """Seconds that a setup will take. rates: of its modes, dilated. once: one probe each, not a search."""
+def seconds_for(options: PaperOptions, rates: Sequence[float], factor: int, *, once: bool) -> float:
+    """Seconds that a setup will take. rates: of its modes, dilated by this factor. once: one probe each, no search."""
     probes = 1.0 if once else PROBES
-    return START_S + sum(probes * (max(options.least_s, options.samples / rate) + BESIDE_S) for rate in rates)
+    return (
+        START_S
+        + factor * SETTLE_S
+        + sum(probes * (max(options.least_s, options.samples / rate) + BESIDE_S) for rate in rates)
+    )
 
 
 async def measure(

@@ -237,6 +237,8 @@ class Record:
                     f"its own options, name another folder with --out, or remove {self._file.name}"
                 )
             self._read()
+        if not (only_read or self.outcomes):
+            self.engine_costs.unlink(missing_ok=True)  # of a run that ended before its first outcome
         if only_read and not self.outcomes:
             raise ConfigError(f"{folder} holds no outcomes ({RUN_FILES[0]}): there is nothing to report")
 
@@ -261,8 +263,11 @@ class Record:
         """The run is complete: the next one in this folder begins anew, and it can still be reported."""
         if self._file.exists():
             for file, name in zip(self._files, COMPLETE_FILES, strict=True):
+                complete = file.with_name(name)
                 if file.exists():
-                    file.replace(file.with_name(name))
+                    file.replace(complete)
+                else:
+                    complete.unlink(missing_ok=True)  # an earlier run's
 
     def _read(self) -> None:
         text = self._file.read_bytes()

@@ -255,7 +255,7 @@ class Fleet:
             if isinstance(to, int):
                 self._send(Sent(request, to, now, time_left_ms(task, now), sent.hops + 1), now)
                 continue
-            if answer.status == "ok" and request.delegate and not sent.hops:
+            if request.delegate and not (answer.status == "overloaded" or task.full or sent.hops):
                 self._release(task.request_key, request.delegate, now)
             request.answers += 1
             self._routes.answered(request)
@@ -267,7 +267,7 @@ class Fleet:
                 request.hops = sent.hops
 
     def _release(self, request_key: str, delegate: str, now: float) -> None:
-        """An owner has ranked what a delegate computed for it, and cancels that."""
+        """An owner has answered what a delegate computed for it, and cancels that."""
         for number in sorted(self._owned.get(delegate, ()))[:1]:
             lane = self.lanes[number]
             cancel = partial(self._cancel, Cancel(request_key))

@@ -37,8 +37,10 @@ MIN_BUCKET: Final = 16
 MAX_GRAPHS: Final = 48
 #: A bucket is recorded at its second request: recording takes as long as about ten rankings.
 RECORD_FROM: Final = 2
-#: So many calls of a bucket are live after its recording has found no memory.
+#: So many calls of a bucket are live after its recording has found no memory. It is tried once more.
 TRY_AGAIN: Final = 1000
+#: A recording's time is the least of so many: the host may do something else in between.
+REPLAYS: Final = 3
 #: rows (4, r), tiles (t, fields) on the device, whether any row is cut → an output, if only a sign that it ran.
 Body = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
 #: The output → views of all results, in the output or elsewhere. The next run overwrites them.
@@ -143,7 +145,8 @@ class Graphs:
         self._most = most
         self._longest_ms = longest_ms
         self._clock = clock
-        self._long: set[_Size] = set()
+        self._refused: set[_Size] = set()  # too long, or twice without memory: not tried again
+        self._lacked: set[_Size] = set()  # memory, once
         self._seen: Counter[_Size] = Counter()
         self._buckets: OrderedDict[_Size, _Bucket] = OrderedDict()
         self._sharing = [] if sharing is None else sharing
@@ -160,7 +163,7 @@ class Graphs:
         if not self.on or count > self._most_rows or len(table) > MAX_TILES:
             return None
         size = _Size(bucket_rows(count), bucket_tiles(len(table)), is_split(table))
-        if size in self._long:
+        if size in self._refused:
             return None
         bucket = self._buckets.get(size)
         if bucket is None:
@@ -187,8 +190,9 @@ class Graphs:
         except Exception as error:  # drivers and libraries may raise any exception while recording
             self._turn_off(f"{type(error).__name__}: {error}")
         if no_memory:  # not in the handler: the error's traceback keeps alive what had been allocated
-            self._seen[size] = -TRY_AGAIN
+            (self._refused if size in self._lacked else self._lacked).add(size)
             self._drop_all()
+            self._seen[size] = -TRY_AGAIN
         if made is None:
             return None
         bucket, deviation, ms = made
@@ -198,7 +202,7 @@ class Graphs:
             )
             return None
         if ms > self._longest_ms:
-            self._long.add(size)
+            self._refused.add(size)
             return None
         while len(self._buckets) >= self._most:
             gone, _ = self._buckets.popitem(last=False)
@@ -219,16 +223,19 @@ class Graphs:
             one.fill_(torch.finfo(one.dtype).max)  # what a replay does not write deviates
         recording.replay()
         deviation = max(map(_deviation, results(recording.output), expected))  # waits for the device
+        return _Bucket(inputs, recording), deviation, min(self._replay_ms(recording) for _ in range(REPLAYS))
+
+    def _replay_ms(self, recording: Recording) -> float:
         start = self._clock()
-        recording.replay()  # once more: a graph's first launch takes longer
-        recording.output.flatten()[0].item()
-        return _Bucket(inputs, recording), deviation, (self._clock() - start) * 1e3
+        recording.replay()
+        recording.output.flatten()[0].item()  # waits for the device
+        return (self._clock() - start) * 1e3
 
     def _drop_all(self) -> None:
-        """Drop all recordings that share memory, so that it is freed. They are tried again later, too."""
+        """Drop all recordings that share memory, so that it is freed. Their next use records them again."""
         for graphs in self._sharing:
             for size in graphs._buckets:
-                graphs._seen[size] = -TRY_AGAIN
+                graphs._seen[size] = RECORD_FROM - 1
             graphs._buckets.clear()
         self._recorder.free()
 

@@ -15,12 +15,14 @@ from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
 from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.paper import simulated
 from relaygr_stream.lab.paper.plan import PaperOptions, curves
-from relaygr_stream.lab.paper.results import Outcome, Record, points
+from relaygr_stream.lab.paper.results import RUN_FILES, Outcome, Record, points
 from relaygr_stream.lab.paper.run import Paper
 from relaygr_stream.lab.paper.setup import Ground, Setup, factor_for
 from relaygr_stream.lab.paper.simulated import Simulation
 from relaygr_stream.settings.load import load_settings
+from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole
+from tests.unit.paper.test_judge import outcome
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
 
@@ -57,25 +59,39 @@ def test_the_relay_carries_the_most_and_lane_owners_without_it_the_least() -> No
     assert not lane.announced
 
 
-def test_the_real_engine_is_measured_once_a_run(tmp_path: Path) -> None:
-    emulated, engine = (load_settings([profile], {}).settings for profile in ("fleet", "slo-quick"))
+def simulate_nothing(folder: Path, engine: Settings) -> tuple[Paper, Record]:
+    """A run of the anchors and of lengths without any time."""
     options = PaperOptions(
         quick=False, costs="npu", broker="embedded", samples=1, stages=1, tolerance=1.1, least_s=1.0, repeats=1,
-        seeds=1, budget_s=0.0, seed=7, out=tmp_path, only="simulated",
+        seeds=1, budget_s=0.0, seed=7, out=folder, only="simulated",
     )  # fmt: skip
-    anchors = tuple(curve for curve in curves(quick=False) if curve.name in ("length", "anchors"))
+    planned = tuple(curve for curve in curves(quick=False) if curve.name in ("length", "anchors"))
+    emulated, record = load_settings(["fleet"], {}).settings, Record(folder, {})
+    with Progress(SafeConsole(quiet=True)) as progress:
+        paper = Paper(options, Ground(COSTS, emulated), engine, planned, record, progress)
+        asyncio.run(paper.run())
+    return paper, record
+
+
+def test_the_real_engine_is_measured_once_a_run(tmp_path: Path) -> None:
     texts, found = [], []
+    (tmp_path / RUN_FILES[2]).write_text("of a run that ended before its first outcome")
     for _ in range(2):
-        record = Record(tmp_path, {})
-        with Progress(SafeConsole(quiet=True)) as progress:
-            paper = Paper(options, Ground(COSTS, emulated), engine, anchors, record, progress)
-            asyncio.run(paper.run())
+        paper, record = simulate_nothing(tmp_path, load_settings(["slo-quick"], {}).settings)
+        record.add(outcome("relay", 1.0))
         texts.append(record.engine_costs.read_text())
         found.append(paper.oracle(Setup(real=True, workers=1), RELAY))
         assert paper.factor(Setup(real=True)) == 1
     assert texts[0] == texts[1]
     assert "measured: cpu" in texts[0]
     assert found[0] == found[1] != paper.oracle(Setup(workers=1), RELAY)
+
+
+def test_an_engine_that_cannot_be_measured_costs_its_anchors_alone(tmp_path: Path) -> None:
+    paper, record = simulate_nothing(tmp_path, load_settings(["slo-quick"], {"model.checkpoint": "nowhere"}).settings)
+    assert [line for line in paper.left_out if line.startswith("the real engine: ") and "nowhere" in line]
+    assert any("no time was left" in line for line in paper.left_out), "the others would be simulated"
+    assert not record.engine_costs.exists()
 
 
 def test_a_given_rate_is_looked_at_once_whatever_becomes_of_it() -> None:

@@ -159,7 +159,7 @@ async def test_a_hung_broker_is_waited_for_once_whichever_lanes_it_leads(monkeyp
     world.leaders = {5: 2}
     await world.delegate(lanes=(6, 7, 5, 4))
     assert [more["partition"] for _, _, more in world.sent] == [6, 5]
-    assert (len(world.told), world.paused) == (4, [6, 7, 5, 4])
+    assert (len(world.told), world.paused) == (4, [6, 5]), "only what was tried rests"
 
 
 async def test_a_trigger_that_stops_meanwhile_leaves_the_event_to_the_next() -> None:

@@ -12,6 +12,7 @@ from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.trigger import signals
+from relaygr_stream.trigger.delegation import FLUSH_S
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.signals import RefusalNotices
 from relaygr_stream.wire.refusals import MAX_IDS, Refusal, decode_refusals
@@ -66,11 +67,11 @@ async def test_an_owner_whose_broker_hangs_holds_up_no_other(world: World) -> No
     world.hung = {0}
     world.add("w0", 0, "lost")
     world.add("w1", 1, "a")
-    await world.notices.flush()
+    await world.notices.flush(FLUSH_S)
     assert world.sent == [(1, ["a"])]
     world.add("w1", 1, "b")
     world.add("w0", 0, "waits")
-    await world.notices.flush()
+    await world.notices.flush(FLUSH_S)
     assert world.sent == [(1, ["a"]), (1, ["b"])]
     assert world.tried.count(0) == 1, "one wait an owner"
 
@@ -107,10 +108,10 @@ async def test_an_owner_is_told_on_a_lane_that_has_a_leader(world: World) -> Non
     world.unled = {0}
     for lane in (0, 1):
         world.add("w0", lane, f"of {lane}")
-    await world.notices.flush()
+    await world.notices.flush(FLUSH_S)
     assert world.sent == [(1, ["of 0", "of 1"])]
     world.add("w0", 0, "nobody hears of")
-    await world.notices.flush()
+    await world.notices.flush(FLUSH_S)
     assert world.tried == [1]
     assert not world.ledgers[0]._pending
 
@@ -118,5 +119,5 @@ async def test_an_owner_is_told_on_a_lane_that_has_a_leader(world: World) -> Non
 async def test_a_notice_that_is_refused_counts_until_the_log_tells(world: World) -> None:
     world.errors[0] = BrokerUnavailable("away")
     world.add("w0", 0, "lost")
-    await world.notices.flush()
+    await world.notices.flush(FLUSH_S)
     assert world.failed(0) == 1

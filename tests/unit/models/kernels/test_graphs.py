@@ -138,8 +138,8 @@ def test_without_memory_all_recordings_that_share_it_are_dropped_and_made_again_
     assert [run(scores, *inputs(40, 5)) for _ in range(2)] == [None, None]
     assert recorder.left == [0]
     recorder.full = False
-    again = [run(prefills, *inputs(20, 5)) for _ in range(TRY_AGAIN + RECORD_FROM)]
-    assert [output is None for output in again] == [True] * (len(again) - 1) + [False]
+    for graphs in (scores, prefills):
+        assert run(graphs, *inputs(20, 5)) is not None, "it is recorded anew"
     assert scores.on and prefills.on
 
 
@@ -151,6 +151,19 @@ def test_without_memory_a_recording_is_tried_again_later() -> None:
     again = [run(graphs, *inputs(20, 5)) for _ in range(TRY_AGAIN + RECORD_FROM)]
     assert again[:-1] == [None] * (TRY_AGAIN + RECORD_FROM - 1)
     assert again[-1] is not None
+
+
+def test_a_size_that_finds_no_memory_twice_is_left_to_live_calls() -> None:
+    """Each try drops all recordings."""
+    recorder = _Full(full=True)
+    graphs = Graphs("prefill", body, recorder, CPU, 1e-5)
+    for _ in range(TRY_AGAIN + 2 * RECORD_FROM):
+        assert run(graphs, *inputs(20, 5)) is None
+    recorder.full = False
+    for _ in range(2 * TRY_AGAIN):
+        assert run(graphs, *inputs(20, 5)) is None
+    assert graphs.on
+    assert [run(graphs, *inputs(40, 5)) is None for _ in range(2)] == [True, False]
 
 
 def test_the_bucket_not_used_for_longest_goes() -> None:
