@@ -118,6 +118,7 @@ def curves(quick: bool, arrivals: ArrivalLog | None = None) -> tuple[Curve, ...]
         _lengths(GRID, GRID),
         _loads("load", "P99 against load", USUAL, Setup(), (RELAY, FULL_ANY)),
         _loads("delegation", "P99 of first visits, with and without delegation", (RELAY, UNDELEGATED), FIRST_VISITS),
+        _anchors(),
         _dram(),
         _parts(tuple(REGIMES.values()), fleet=True),
         _modes(),
@@ -129,7 +130,6 @@ def curves(quick: bool, arrivals: ArrivalLog | None = None) -> tuple[Curve, ...]
         _over("hot", "A hot lane", "share of the users on it", hot, (0.3, 0.7), modes=HOT_MODES, fleet_modes=HOT_FLEET),
         _over("swing", "A tide", "swing of the rate", (0.0, 0.2, 0.4, 0.6, 0.8), (0.4, 0.8)),
         _shapes(),
-        _anchors(),
         *logged,
     )
 
