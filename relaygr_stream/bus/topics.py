@@ -1,7 +1,4 @@
-"""The topics on a cluster: describes, creates and alters them, and checks them against their files (topic_files.py).
-
-It also exports the names of topic_files.py that trigger/ still takes from here.
-"""
+"""The topics on a cluster: describes, creates and alters them, and checks them against their files (topic_files.py)."""
 
 from __future__ import annotations
 
@@ -24,18 +21,7 @@ from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.bus.topic_check import Difference, FoundTopic, TopicRow, check_all, check_rows, differences
 from relaygr_stream.errors import BrokerError, TopicError
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.topic_files import Topic, TopicSet, lane_of, load_topics
-
-__all__ = [
-    "TopicReport",
-    "TopicSet",
-    "apply_topics",
-    "delete_before",
-    "describe_topics",
-    "lane_of",
-    "load_topics",
-    "verify_topics",
-]
+from relaygr_stream.wire.topic_files import Topic, load_topics
 
 log = structlog.get_logger(__name__)
 

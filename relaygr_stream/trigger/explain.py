@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 from relaygr_stream.bus.ages import LogEnds, stated_age_ms
 from relaygr_stream.bus.tail import TopicTail, read_all
-from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
+from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.errors import BrokerUnavailable, DecodeError
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
@@ -38,6 +38,7 @@ from relaygr_stream.wire.messages import (
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
+from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.trigger_status import TriggerStatus, read_trigger
 from relaygr_stream.wire.worker_status import MAX_SKEW_S, StatusReader, Tombstone, charge_ms, prefix_bytes
 

@@ -14,7 +14,6 @@ from typing import Final
 import structlog
 
 from relaygr_stream.bus.ages import AgeBounds, LogEnd, stated_age_ms
-from relaygr_stream.bus.topics import TopicSet, lane_of
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.telemetry.background import endless
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -25,6 +24,7 @@ from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import Refusal
+from relaygr_stream.wire.topic_files import TopicSet, lane_of
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited

@@ -23,7 +23,7 @@ from relaygr_stream.bus.producer import NO_LEADER, Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
-from relaygr_stream.bus.topics import TopicSet, load_topics, verify_topics
+from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -39,6 +39,7 @@ from relaygr_stream.trigger.signals import DELEGATED_S, LaneContext, RefusalNoti
 from relaygr_stream.trigger.statement import NeverAtRisk, Statements
 from relaygr_stream.wire.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.trigger_status import STATUS_S
 from relaygr_stream.wire.worker_status import StatusReader
 

@@ -23,7 +23,6 @@ from msgspec import UNSET, UnsetType
 from relaygr_stream.bus.ages import LogEnds, SenderLag, now_ms
 from relaygr_stream.bus.dead_letter import DeadLetters
 from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Sent
-from relaygr_stream.bus.topics import TopicSet
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -39,6 +38,7 @@ from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, prefix_le
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import MAX_IDS, Refusal, encode_refusals
+from relaygr_stream.wire.topic_files import TopicSet
 
 log = structlog.get_logger(__name__)
 limited: Final = LogLimiter().limited

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import TopicSet, apply_topics, lane_of, load_topics
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Kafka, Settings, Trigger
 from relaygr_stream.telemetry.process import ProcessContext
@@ -20,6 +20,7 @@ from relaygr_stream.trigger.service import run_trigger
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import LaneStatus, PreInferSignal, RequestEvent, WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
+from relaygr_stream.wire.topic_files import TopicSet, lane_of, load_topics
 from tests.unit.trigger.parts import worker_status
 from tests.waiting import until
 

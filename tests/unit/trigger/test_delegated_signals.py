@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from relaygr_stream.bus.producer import NO_LEADER
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.trigger import signals
@@ -21,6 +20,7 @@ from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import PreInferSignal
 from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import Refusal
+from relaygr_stream.wire.topic_files import load_topics
 from tests.unit.trigger.parts import POLICY, event
 from tests.waiting import until
 

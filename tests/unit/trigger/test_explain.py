@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from relaygr_stream.bus.topics import lane_of
 from relaygr_stream.cli.explain_table import as_json, summary
 from relaygr_stream.cli.main import main
 from relaygr_stream.engine.budgets import LaneBudgets
@@ -22,6 +21,7 @@ from relaygr_stream.trigger import explain, service
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import explain_live, running_policy
 from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.topic_files import lane_of
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import WIDE_BOUNDS, peer_on, trigger_on
 from tests.waiting import until

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from relaygr_stream.bus.topics import load_topics
 from relaygr_stream.cli.explain_table import as_table
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import Policy
@@ -17,6 +16,7 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent
 from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
+from relaygr_stream.wire.topic_files import load_topics
 from tests.unit.trigger.parts import behaviours, event, lane_status, worker_status
 
 TOKENS = 25

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.dead_letter import HEADER_DIGEST
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import apply_topics, lane_of
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, TopicError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
@@ -36,6 +36,7 @@ from relaygr_stream.wire.records import (
     HEADER_REASON,
 )
 from relaygr_stream.wire.refusals import Reasons
+from relaygr_stream.wire.topic_files import lane_of
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import WIDE_BOUNDS, RunningTrigger, peer_on, trigger_on, user_on
 from tests.waiting import until
