@@ -188,8 +188,12 @@ class Suspects:
             partition = (record.topic, record.lane)
             ledger = self._ledgers.get(partition)
             if ledger is not None and ledger.has(record.offset):
-                if await self._noted(record, ledger, record.offset + 1):
-                    self._on_records([record])
+                try:
+                    if await self._noted(record, ledger, record.offset + 1):
+                        self._on_records([record])
+                except asyncio.CancelledError:  # the process ends, whyever: this record has not run
+                    self._marks[record.lane] = replace(self._marks[record.lane], hand=0)
+                    raise
                 while self._ledgers.get(partition) is ledger and ledger.has(record.offset):
                     self._changed.clear()
                     await self._changed.wait()

@@ -275,6 +275,28 @@ async def test_a_log_that_begins_anew_is_read_and_nobody_in_it_is_blamed(monkeyp
     assert client.asked == 2
 
 
+async def test_a_record_that_was_noted_and_not_handed_out_is_not_blamed_for_the_end() -> None:
+    membership, client = Membership({0: "relaygr-owner open 0 8"}), Client()
+    ledger, handed = OffsetLedger(2), list[Record]()
+    suspects = Suspects(
+        Crashes("ranking", 3, handed.append),
+        cast(Any, membership),
+        {("ranking", 0): ledger},
+        lambda: client,
+        handed.extend,
+    )
+    await suspects.take_over({0: 2})
+    ledger.read(2)
+    assert suspects.set_apart(record(0, 2))
+    membership.away = True
+    task = asyncio.create_task(suspects.hand_out())
+    await until(lambda: membership.tried >= 3, "notes tried")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not handed
+    assert parse(suspects.note("ranking", 0, leaving=False)) == Mark(True, 0, (8, 10))
+
+
 async def test_suspects_of_all_lanes_are_handed_out_one_at_a_time_each_noted_before() -> None:
     membership, client = Membership({0: "relaygr-owner open 0 8", 1: "relaygr-owner open 3 5,8"}), Client()
     ledgers = {("ranking", lane): OffsetLedger(2) for lane in (0, 1)}
