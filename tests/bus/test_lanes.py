@@ -14,6 +14,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.protocol.group import LeaveGroupRequest
+from structlog.testing import capture_logs
 
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
@@ -122,11 +123,8 @@ async def _flows_to_the_owners_of_both_topics(topics: TopicSet, *members: Member
             assert flowing(member, since, topic) == member.lanes
 
 
-async def test_joins_and_leaves(kafka_settings: Kafka, topics: TopicSet, producer: Producer) -> None:
-    """Few lanes move, both topics of each together; kept ones go on in order; nothing is missed; no commit fails."""
-    often = msgspec.structs.replace(
-        kafka_settings, commit_interval_ms=20
-    )  # the more commits, the likelier a race with a join
+async def _joins_and_leaves(often: Kafka, topics: TopicSet, producer: Producer) -> list[Member]:
+    """Two members join one, and two of the three leave; returns all."""
     lanes = topics.lanes
     async with Stream(producer, topics) as stream, Member(often, topics, "one") as one:
         await shared_out(topics, one)
@@ -157,6 +155,18 @@ async def test_joins_and_leaves(kafka_settings: Kafka, topics: TopicSet, produce
             "all read",
         )
         await members[1].consumer.stop()
+    return everyone
+
+
+async def test_joins_and_leaves(kafka_settings: Kafka, topics: TopicSet, producer: Producer) -> None:
+    """Few lanes move, both topics of each together; kept ones go on in order; nothing is missed; no commit fails."""
+    often = msgspec.structs.replace(
+        kafka_settings, commit_interval_ms=20
+    )  # the more commits, the likelier a race with a join
+    lanes = topics.lanes
+    with capture_logs() as logs:
+        everyone = await _joins_and_leaves(often, topics, producer)
+    assert not [line for line in logs if line["event"] == "commit refused"]
     for member in everyone:
         for topic in (topics.pre_infer.name, topics.ranking.name):
             for lane in range(lanes):

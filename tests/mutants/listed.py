@@ -91,7 +91,7 @@ MUTANTS: Final = (
     Mutant("worker/statement.py", "min(total, sys.float_info.max)", "total", "worker/test_distrust"),
     Mutant("history/packed.py", "min(before.tail, before.length - 1)", "before.tail", "history/test_stores"),
     Mutant("worker/requests.py", " or lane == DELEGATED_LANE", "", "worker/test_service_histories"),
-    Mutant("trigger/signals.py", "broker in stuck or broker", "broker", "trigger/test_delegated_signals"),
+    Mutant("trigger/signals.py", "if broker in stuck:", "if False:", "trigger/test_delegated_signals"),
     Mutant("ops/status/overview.py", "            del known[name]", "            pass", "status/test_overview"),
     Mutant(
         "engine/rankings.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", "engine/test_core"

@@ -152,6 +152,7 @@ def test_evicted_prefix_comes_back_from_dram() -> None:
         w.rank("back", 0, MAX_TOKENS)
         w.settle()
         assert w.outcome("back") == "dram"
+        assert w.cache.counters.loaded == 1
 
 
 def test_a_ranking_that_waits_for_the_copy_of_an_erased_user_brings_nothing_back() -> None:

@@ -147,9 +147,9 @@ async def test_a_tenant_has_so_many_connections_and_leaves_room_for_others(embed
 
     async with (
         responder_on(embedded_settings),
-        door_on(embedded_settings, max_requests=1) as door,
+        door_on(embedded_settings, max_requests=1, read_ms=60_000.0) as door,
         raw(door) as first,
-        asyncio.timeout(30),
+        asyncio.timeout(60),
     ):
         async with raw(door) as second:
             for each in (first, second, first):

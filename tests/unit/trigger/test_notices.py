@@ -63,7 +63,8 @@ async def world() -> AsyncIterator[World]:
     made.background.check()
 
 
-async def test_an_owner_whose_broker_hangs_holds_up_no_other(world: World) -> None:
+async def test_an_owner_whose_broker_hangs_holds_up_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "DELEGATED_S", LONG_S)
     world.hung = {0}
     world.add("w0", 0, "lost")
     world.add("w1", 1, "a")
