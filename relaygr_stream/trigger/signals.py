@@ -282,9 +282,8 @@ class LaneSignals:
         if error is not None:  # its owner infers it in full
             told = Refusal(event.request_id, "delegated", event.tenant)
             shared.metrics.signals_failed.inc()
-            if (
-                tried and shared.delegation is not None
-            ):  # a refusal is of the topic; a broker that is away has some of its lanes
+            if tried and shared.delegation is not None:
+                # A refusal is of the topic; a broker that is away has some of its lanes.
                 lane = place.lane if isinstance(error, BrokerUnavailable) else None
                 shared.delegation.not_sent(time.monotonic(), lane)
             limited(log.warning, "delegated signal not sent")(
