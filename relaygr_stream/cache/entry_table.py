@@ -80,8 +80,8 @@ class EntryTable:
         return self._entries.get(user_id)
 
     def users(self) -> list[str]:
-        """The ids of the users who have an entry."""
-        return list(self._entries)
+        """The ids of the users who have an entry, those with a retired one included."""
+        return list({entry.user_id for entry in self.everyone()})
 
     def everyone(self) -> list[Entry]:
         """All entries, those included that are retired and still have a holder."""

@@ -33,6 +33,7 @@ class Moves:
         self._enough_bytes = max(RECLAIMABLE_SHARE * self._hbm.size, least_bytes)
         self._loading: list[Entry] = []
         self._spilling: list[Entry] = []
+        self._all_clean: tuple[int, ...] = ()  # `_changes` when all that was examined had a copy
 
     @property
     def copying(self) -> bool:
@@ -119,12 +120,21 @@ class Moves:
         """Start copies of the cheapest idle entries if less than RECLAIMABLE_SHARE of HBM is free or clean."""
         if self._dram is None or self._dram.full or len(self._spilling) >= MAX_SPILLS:
             return
-        if self._hbm.reclaimable_bytes >= self._enough_bytes:
+        if self._hbm.reclaimable_bytes >= self._enough_bytes or self._all_clean == self._changes:
             return
         cheapest = islice(self._hbm.cheapest(), MAX_EXAMINED)
-        dirty = (entry for entry in cheapest if not (entry.clean or entry.unspillable or entry.leases))
-        for entry in list(islice(dirty, MAX_SPILLS - len(self._spilling))):
+        candidates = (entry for entry in cheapest if not (entry.clean or entry.unspillable or entry.leases))
+        dirty = list(islice(candidates, MAX_SPILLS - len(self._spilling)))
+        if not dirty:
+            self._all_clean = self._changes
+        for entry in dirty:
             self._start_spill(entry, self._dram)
+
+    @property
+    def _changes(self) -> tuple[int, ...]:
+        """What there was since the start that may bring an entry without a copy among the cheapest."""
+        counters = self._counters
+        return self._hbm.dirtied, counters.evicted_clean, counters.evicted_lost, counters.erased, counters.distrusted
 
     def copy_out(self, entry: Entry) -> bool:
         """Start a DRAM copy of an entry that is ready in HBM. Returns False if DRAM has no room.

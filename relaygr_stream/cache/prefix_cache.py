@@ -7,7 +7,7 @@ microseconds at 24 bytes a token (docs/explanation/decisions.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Set
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyEngine
@@ -209,10 +209,10 @@ class PrefixCache:
             self.evict(entry)
         return entry
 
-    def erase_users(self, users: Iterable[str]) -> list[Entry]:
-        """Remove the entries of these users from both tiers, and return them. Those in use are freed by their last
-        holder, whose requests they still serve."""
-        found = [entry for user_id in users if (entry := self._table.get(user_id))]
+    def erase_users(self, users: Set[str]) -> list[Entry]:
+        """Remove the entries of these users from both tiers, and return them, those included that newer ones replaced.
+        Those in use are freed by their last holder, whose requests they still serve."""
+        found = [entry for entry in self._table.everyone() if entry.user_id in users]
         for entry in found:
             self.counters.erased += 1
             self._table.retire(entry)

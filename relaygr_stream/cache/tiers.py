@@ -91,6 +91,7 @@ class HbmTier(_Tier):
         self._noted: dict[Entry, tuple[Residency, Extent]] = {}
         self._bytes = dict.fromkeys(Residency, 0)
         self._idle: dict[str, Entry] = {}
+        self.dirtied = 0  # how often an entry became DIRTY
 
     @property
     def held_bytes(self) -> int:
@@ -150,6 +151,7 @@ class HbmTier(_Tier):
         if now is not None:
             self._bytes[now[0]] += now[1].size
             self._noted[entry] = now
+            self.dirtied += now[0] is Residency.DIRTY
             if is_idle:
                 (self._evictor.add if used else self._evictor.hold)(entry.user_id, now[1], self._cost_ms(entry))
                 self._idle[entry.user_id] = entry

@@ -63,6 +63,7 @@ class Executor:
         self.costs = Costs()
         self.failures = 0
         self.failed_in_a_row = 0
+        self.failed_ms = 0.0  # that the last operation to fail had taken
         self.last_error = ""
         self.out_of_memory = 0
         self._asynchronous = device.type != "cpu"
@@ -155,6 +156,7 @@ class Executor:
 
         The tiers are no help there: each is one allocation, for good.
         """
+        start = self.clock()
         try:
             try:
                 return operation()
@@ -169,6 +171,7 @@ class Executor:
         except Exception as error:
             self.failures += 1
             self.failed_in_a_row += 1
+            self.failed_ms = (self.clock() - start) * 1e3
             self.last_error = describe(error)
             self._show(error)
             raise

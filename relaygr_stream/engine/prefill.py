@@ -71,6 +71,13 @@ class PrefillJobs:
         job.waiters.append(task)
         self._queue.urge(job, task)
 
+    def hurry(self, entry: Entry, due: float) -> None:
+        """Another request waits for the entry's job, and may be due before the one that it was started for."""
+        job = self._by_entry.get(entry)
+        if job is not None and due < job.due:
+            job.due = due
+            self._queue.add_background(job)
+
     def end_unwanted(self, job: PrefillJob, now: float, *, cancelled: bool = False) -> bool:
         """End the job if no ranking waits for it or will. What was computed stays. Waiters stay in it, without those
         that were answered meanwhile. cancelled: the client cancelled its request. Returns whether it ended.
@@ -115,7 +122,7 @@ class PrefillJobs:
         except Exception as error:  # a user's model or the device may raise anything; the request must be answered
             job.error = describe(error)
             self._end(job, now)
-            return 0.0
+            return self._executor.failed_ms
         job.ms += ms
         if job.run.done:
             self.calibration.add(job.expected_ms, job.ms)

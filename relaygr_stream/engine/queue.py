@@ -78,7 +78,7 @@ class WorkQueue:
         self._of(task.account).add(task.deadline, task)
 
     def add_background(self, job: PrefillJob) -> None:
-        """Add a job that no ranking waits for (yet)."""
+        """Add a job that no ranking waits for (yet); or again, if it is due earlier."""
         self._background.add(job.due, job)
 
     def urge(self, job: PrefillJob, task: RankTask) -> None:
@@ -113,7 +113,7 @@ class WorkQueue:
 
     def pre_inferences(self) -> Iterator[PrefillJob]:
         """The jobs for admitted requests that are still wanted, in no order."""
-        return (job for job in self._background if job.pre_infer and job.wanted)
+        return (job for job in dict.fromkeys(self._background) if job.pre_infer and job.wanted)
 
     def _of(self, account: Account) -> TimerHeap[RankTask | PrefillJob]:
         """The heap of a client's ready work."""
@@ -143,8 +143,8 @@ class WorkQueue:
 
     @property
     def backlog(self) -> int:
-        """Prefill jobs that are not over, including those that rankings wait for."""
-        return sum(1 for _ in self._background)
+        """Prefill jobs that are not over, those that rankings wait for among them, without one in scratch."""
+        return len(set(self._background))
 
 
 def _dropped(item: RankTask | PrefillJob) -> bool:

@@ -1,8 +1,8 @@
 """The worker's core, a state machine: commands go in by `handle`, `step` runs the most urgent work, answers come out.
 
-    Prefill ─► signals.py  ─► prefill.py ─┐
-    Rank    ─► rankings.py ───────────────┴─► queue.py ─► executor.py ─► take_answers()
-                 └─ prefix KV: cache/
+    Prefill ─► signals.py  ─► prefill.py ─────────────────┐
+    Rank    ─► rankings.py ─► placement.py ───────────────┴─► queue.py ─► executor.py ─► take_answers()
+                                └─ prefix KV: cache/
 
 Everything here runs on one thread and takes the time as an argument.
 """
@@ -37,18 +37,20 @@ from relaygr_stream.engine.commands import (
     RankTask,
 )
 from relaygr_stream.engine.executor import Executor
+from relaygr_stream.engine.pins import PinTable
+from relaygr_stream.engine.placement import Placement
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import RecentIds, Waiters, WorkQueue
 from relaygr_stream.engine.rankings import Rankings
-from relaygr_stream.engine.signals import PinTable, Signals
+from relaygr_stream.engine.signals import Signals
 from relaygr_stream.errors import CacheCorruption, DeviceError
 from relaygr_stream.wire.messages import MISSES
 
 #: Answered requests remembered, so that a signal behind its ranking is not computed: some seconds of traffic.
 RECENT_ANSWERS: Final = 4096
-#: Operations of the device that fail with none succeeding in between, at which it is given up. One ranking that the
-#: model cannot take fails twice, in a batch and alone: these are four such rankings in a row and nothing else, or a
-#: device that fails whatever it is given, which at 100 operations a second shows within 0.1 s.
+#: Operations of the device that fail with none succeeding in between, at which it is given up; a batch and its rankings
+#: alone count once. These are eight batches in a row and nothing else, or a device that fails whatever it is given,
+#: which at 100 operations a second shows within 0.1 s.
 GIVE_UP_AFTER: Final = 8
 
 
@@ -127,8 +129,9 @@ class Scheduler:
         self.admission = Admission(
             executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_min_tokens
         )
+        self._placement = Placement(executor, cache, self._queue, self._jobs, self._waiters, auditor, self.pins)
         self.rankings = Rankings(
-            executor, cache, self._queue, self._jobs, self._waiters, auditor, self.admission, self.pins, answered,
+            executor, cache, self._queue, self._placement, auditor, self.admission, self.pins, answered,
             most=limits.batch, max_delay_ms=limits.max_ranking_delay_ms,
         )  # fmt: skip
 
@@ -169,23 +172,26 @@ class Scheduler:
 
     # ---- one step ----
 
-    def step(self, now: float) -> bool:
+    def step(self, now: float, *, rankings_only: bool = False) -> bool:
         """Run a slice of the most urgent work. False: there was nothing to do.
 
-        Rankings come first, with what they wait for; then pre-inference by due time, and audits. Raises
-        DeviceError when the device fails whatever it is given; what was being worked on has its answer.
+        Rankings come first, with what they wait for; then pre-inference by due time, and audits, but not with
+        rankings_only: more commands wait, which may be rankings. Raises DeviceError when the device fails whatever it
+        is given; what was being worked on has its answer.
         """
         self.pins.expire(now)
         self.rankings.expire(now)
         for entry in self.cache.poll():
             self._wake(entry)
         self._end_unwanted(now)
-        self.rankings.lend_scratch()
+        self._placement.lend_scratch()
         work = self._queue.urgent()
         if isinstance(work, RankTask):
             self.time.ranking_ms += self.rankings.score(now)
         elif work is not None:
             self._advance(work, now)
+        elif rankings_only:
+            return False
         elif (job := self._queue.background()) is not None:
             self._advance(job, now)
         elif self.auditor.step(self._executor, self.cache.scratch, self._limits.max_ranking_delay_ms):
@@ -208,7 +214,7 @@ class Scheduler:
 
     @property
     def backlog(self) -> int:
-        """Prefill jobs that are not over, including those that rankings wait for."""
+        """Prefill jobs that are not over, those that rankings wait for among them, without one in scratch."""
         return self._queue.backlog
 
     def totals(self) -> dict[str, float]:
@@ -304,7 +310,7 @@ class Scheduler:
             if isinstance(task, PrefillTask):
                 self.signals.again(task)
             else:
-                self.rankings.again(task)
+                self._placement.again(task)
         if entry.failed:
             self.pins.release_entry(entry)
 

@@ -20,6 +20,9 @@ from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import DeviceError
 from relaygr_stream.telemetry.background import Background
 
+#: A turn handles commands for so long before it steps: signals that make room take up to a millisecond each, and
+#: hundreds may come at once, of a lane that moved or a trigger that was away. Rankings wait for that.
+HANDLING_S: Final = 0.005
 #: The thread looks around at least this often, so that its pulse (`turns`) shows a hang, not idleness.
 IDLE_WAIT_S: Final = 0.25
 
@@ -44,14 +47,14 @@ class Turn:
 
 
 def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Callable[[], float]) -> Iterator[Turn]:
-    """Handle every command in the inbox, then step; yields what each half did.
+    """Handle the commands in the inbox, for HANDLING_S at most, then step; yields what each half did.
 
     So what needs no device (refusals, passing on, questions) does not wait for a step. After a half with an error,
     which does not lose what was done before it, there is no other.
     """
-    turn = Turn()
+    turn, until = Turn(), clock() + HANDLING_S
     try:
-        while inbox:
+        while inbox and clock() <= until:
             command, asked_by = inbox.popleft()
             reply = scheduler.handle(command, clock())
             if asked_by is not None:
@@ -65,7 +68,7 @@ def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Callable[[],
         return
     turn = Turn()
     try:
-        turn.worked = scheduler.step(clock())
+        turn.worked = scheduler.step(clock(), rankings_only=bool(inbox))
     except BaseException as error:  # a defect, or a device that always fails: the caller decides
         turn.error = error
     yield _with_results(turn, scheduler)
@@ -140,7 +143,7 @@ class DeviceThread:
         self._event.set()
 
     def submit(self, *commands: Command) -> None:
-        """Have these handled before the next step, in order, after those submitted before."""
+        """Have these handled in order, after those submitted before."""
         self._inbox.extend(Submitted(command) for command in commands)
         self._event.set()
 

@@ -46,7 +46,10 @@ class WorkerMetrics:
         self.pins = gauge("relaygr_pins", "Admitted requests whose ranking is awaited")
         self.pins_expired = counter("relaygr_pins_expired", "Life windows that ended without a ranking")
         self.waiting = gauge("relaygr_rankings_waiting", "Ranking requests without an answer")
-        self.backlog = gauge("relaygr_pre_infer_backlog", "Prefill jobs not finished, those of full inference included")
+        self.backlog = gauge(
+            "relaygr_pre_infer_backlog",
+            "Prefill jobs not finished, those of full inference included, without one in the scratch region",
+        )
         self.pre_infer_waiting = gauge(
             "relaygr_pre_infer_waiting_seconds", "Predicted device time of the pre-inferences not finished"
         )

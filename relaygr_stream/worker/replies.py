@@ -299,7 +299,8 @@ class Outbox:
             if task.pass_to is None:
                 self._answer(answer)
             else:
-                self._again(replace(task, pass_to=None, answered=False))
+                tried_s = time.monotonic() - now  # no delay of the device
+                self._again(replace(task, pass_to=None, answered=False, waited_s=task.waited_s + tried_s))
             return
         self._metrics.forwards.labels("sent" if task.pass_to is None else "delegate").inc()
         if task.pass_to is not None:

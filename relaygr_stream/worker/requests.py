@@ -7,7 +7,6 @@ record ─► intake ─► history ─► device ─► outbox ─► record do
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,26 +32,22 @@ from relaygr_stream.engine.commands import (
     Rank,
     RankTask,
 )
-from relaygr_stream.engine.queue import RecentIds
-from relaygr_stream.engine.scheduler import RECENT_ANSWERS
 from relaygr_stream.errors import CRASHED, DecodeError
 from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.tracing import Tracing
-from relaygr_stream.wire import messages
-from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import split_tenant_key
-from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL, KIND_DELEGATED, Record, kind_of
+from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.topic_files import TopicSet
+from relaygr_stream.worker.delegates import Delegates
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
-from relaygr_stream.worker.histories import Histories, HistoryMetrics
+from relaygr_stream.worker.histories import Histories, HistoryMetrics, named
 from relaygr_stream.worker.intake import Held, Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import Outbox
@@ -64,8 +59,6 @@ log = structlog.get_logger(__name__)
 #: A worker whose device failed gives its last answers this long to leave: a send takes milliseconds, and its lanes'
 #: next owners wait for it to end.
 LAST_ANSWERS_S: Final = 2.0
-#: Cached users compared with one to erase before the loop goes on: a hash of each, 0.3 ms.
-NAMES_AT_ONCE: Final = 256
 
 
 @dataclass(frozen=True)
@@ -137,8 +130,7 @@ class Requests:
             background,
         )
         self._reasons = Reasons(settings.relay.life_window_ms)
-        self._answered_here = RecentIds(RECENT_ANSWERS)  # request keys, for notices that come behind the answer
-        self._forwarding = Forwarding(name, peers, topics.lanes, averaging=settings.relay.averaging)
+        forwarding = Forwarding(name, peers, topics.lanes, averaging=settings.relay.averaging)
         self.outbox: Final = Outbox(
             topics,
             bus.scores,
@@ -149,10 +141,17 @@ class Requests:
             self._done,
             self._rank_again,
             background,
-            self._forwarding if settings.worker.forward else None,
+            forwarding if settings.worker.forward else None,
             settings.relay.answer_secret,
             self._reasons,
             settings.kafka.dead_letter_values,
+        )
+        self._delegates = Delegates(
+            self._reasons,
+            forwarding,
+            topics.ranking.name,
+            self.outbox.pass_on,
+            metrics.forwards.labels("delegate_gone").inc,
         )
 
     # ---- records in ----
@@ -189,14 +188,11 @@ class Requests:
             except DecodeError as error:
                 self.outbox.dead_letter(record, error)
                 return None
-            self._release_delegate(cancel.request_key, record)
+            self._delegates.release(cancel.request_key, record)
             self._done(record)
             return cancel
         if kind == REFUSALS and record.topic == self._topics.pre_infer.name:
-            with suppress(DecodeError):  # nothing depends on it
-                for request_key in self._reasons.read(record, self.intake.sure_age_ms(record)):
-                    if request_key in self._answered_here:
-                        self._release_delegate(request_key)
+            self._delegates.notice(record, self.intake.sure_age_ms(record))
         else:
             self._metrics.records_skipped.inc()
         self._done(record)
@@ -229,7 +225,7 @@ class Requests:
                 origin = replace(origin, trace=self._tracing.receive("relaygr.ranking", record))
             task = self.intake.ranking(record, origin)
             self._metrics.rankings_read.labels(str(task.hops)).inc()
-            task.pass_to = self._delegate(task)
+            task.pass_to = self._delegates.lane(task)
             if self.held.ranking(record.lane, record.offset, task.nbytes):
                 self.in_flight.add(task)
                 if task.pass_to is None or self.resolver.has(task):
@@ -243,36 +239,10 @@ class Requests:
         except TooMuch as error:
             assert origin is not None
             self.outbox.refuse(origin, error)
-            self._answered_here.add(error.request_key)
-            self._release_delegate(error.request_key)
+            self._delegates.answered(error.request_key)
         except DecodeError as error:
             self.outbox.dead_letter(record, error, origin)
         return None
-
-    def _delegate(self, task: RankTask) -> int | None:
-        """A lane of the worker that has a ranking's prefix KV on our behalf; None: there is none any more."""
-        if task.hops or task.full or not (name := self._reasons.delegate(task.request_key)):
-            return None
-        lane = self._forwarding.lane_of_delegate(name, (task.deadline - time.monotonic()) * 1e3)
-        if lane is None:
-            self._metrics.forwards.labels("delegate_gone").inc()
-        return lane
-
-    def _release_delegate(self, request_key: str, cancel: Record | None = None) -> None:
-        """Have released what another worker pins on our behalf for this request, unless a ranking went there.
-
-        cancel: the client's; None: the request has its final answer from here.
-        """
-        name = self._reasons.drop_delegate(request_key)
-        lane = self._forwarding.lane_of_delegate(name, math.inf) if name else None
-        if lane is None:
-            return
-        if cancel is None:
-            tenant, request_id = split_tenant_key(request_key)
-            value = encode(messages.Cancel(request_id=request_id, tenant=tenant))
-            kind = ((HEADER_KIND, KIND_CANCEL.encode()),)
-            cancel = Record(self._topics.ranking.name, lane, 0, 0, b"", value, kind)
-        self.outbox.pass_on(cancel, lane)
 
     def _rank_again(self, task: RankTask) -> None:
         self.in_flight.add(task)
@@ -301,16 +271,10 @@ class Requests:
 
     async def erase(self, erase: Erase) -> None:
         """Drop a user from this worker: kept histories, both tiers, pins."""
-        self.resolver.erase(erase.names)
+        await self.resolver.erase(erase.names)
         users: list[str] = await self._device.ask(ListUsers())
-        found: set[str] = set()
-        known: set[str] = set()
-        for start in range(0, len(users), NAMES_AT_ONCE):
-            part = users[start : start + NAMES_AT_ONCE]
-            known.update(part)
-            found.update(filter(erase.names, part))
-            await asyncio.sleep(0)
-        entries = await self._device.ask(EraseUser(erase, found, known))
+        found = await named(users, erase.names)
+        entries = await self._device.ask(EraseUser(erase, found, set(users)))
         log.info("a user was erased", erase=erase.id, entries=entries)
 
     def on_crashed(self, record: Record) -> None:
@@ -346,8 +310,7 @@ class Requests:
                 self._all_answered.set()
             # One that is refused goes to its delegate, or finds the prefix KV there when it is repeated.
             if answer.status != "overloaded" and not (task.hops or task.full):
-                self._answered_here.add(task.request_key)
-                self._release_delegate(task.request_key)
+                self._delegates.answered(task.request_key)
 
     async def all_answered(self, until_s: float) -> bool:
         """Wait until every ranking taken is answered and its answer has left, at most until this monotonic time.

@@ -83,10 +83,10 @@ class Resolver:
         kept = self.histories and self.histories.known(task.user_id, task.tenant, task.referred.reference)
         return kept is not None
 
-    def erase(self, names: Callable[[str], bool]) -> None:
+    async def erase(self, names: Callable[[str], bool]) -> None:
         """Drop the histories kept of a user."""
         if self.histories is not None:
-            self.histories.erase(names)
+            await self.histories.erase(names)
 
     def signal_tokens(self, lane: int) -> list[int]:
         """The prefix lengths of a lane's signals that wait for their history: read, and not yet pinned."""
@@ -103,7 +103,7 @@ class Resolver:
             self._failed(command, "failed", str(error))
         else:
             if isinstance(command, Rank):
-                command.task.store_s = monotonic() - started
+                command.task.waited_s += monotonic() - started
             if self._complete(command, behaviours):
                 self._metrics.found.labels("read").inc()
                 self._submit(command)

@@ -20,7 +20,7 @@ from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.engine.build import WorkerRuntime
-from relaygr_stream.engine.commands import Query
+from relaygr_stream.engine.commands import DELEGATED_LANE, Query
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
 from relaygr_stream.settings.schema import Settings
@@ -155,14 +155,15 @@ class StatusReporter:
         # of it is in the books that the answer tells of. Positions asked for afterwards would claim more than that.
         consumer, topic = self._consumer, self._topics.pre_infer.name
         positions = {lane: consumer.position(topic, lane) for lane in consumer.lanes}
-        fetching = {lane: self._fetching(lane) for lane in positions}
+        fetching = {lane: self._fetching(lane) for lane in (*positions, DELEGATED_LANE)}
         self._metrics.device_stall_seconds.set(self._device.stalled_for)
         async with asyncio.timeout(SNAPSHOT_S):
             now: Snapshot = await self._device.ask(Query(tuple(positions)))
         # A lane that was lost meanwhile may have been stated by its new owner: the later statement counts.
         positions = {lane: position for lane, position in positions.items() if lane in consumer.lanes}
         lane_bytes = {lane: nbytes + fetching[lane] for lane, nbytes in now.lane_bytes.items()}
-        now = msgspec.structs.replace(now, lane_bytes=lane_bytes)
+        delegated_bytes = now.delegated_bytes + fetching[DELEGATED_LANE]
+        now = msgspec.structs.replace(now, lane_bytes=lane_bytes, delegated_bytes=delegated_bytes)
         self._export(now, len(positions))
         status = self._status(now, positions)
         await self._send(encode(status))

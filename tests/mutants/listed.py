@@ -59,16 +59,14 @@ MUTANTS: Final = (
         "engine/test_core_failures",
     ),
     Mutant("engine/prefill.py", "elif now > job.due:", "elif now < job.due:", "engine/test_core_signals"),
-    Mutant("engine/signals.py", "        self._lane_bytes[pin.lane] -= self._freed(pin)\n", "", "engine/test_pins"),
-    Mutant(
-        "gateway/connections.py", "self._head_bytes > MAX_HEAD_BYTES", "self._head_bytes < 0", "gateway/test_hostile"
-    ),
+    Mutant("engine/pins.py", "        self._lane_bytes[pin.lane] -= self._freed(pin)\n", "", "engine/test_pins"),
+    Mutant("gateway/connections.py", "self._fields_bytes > MAX_HEAD_BYTES", "False", "gateway/test_hostile"),
     Mutant("gateway/app.py", "        self._open[tenant] -= 1\n", "", "gateway/test_hostile"),
     Mutant("engine/signals.py", "self._answered.add(request_key)", "pass", "engine/test_core_signals"),
     Mutant(
         "engine/scheduler.py",
-        "        self._end_unwanted(now)\n        self.rankings",
-        "        self.rankings",
+        "        self._end_unwanted(now)\n        self._placement",
+        "        self._placement",
         "engine/test_core_signals",
     ),
     Mutant("engine/scheduler.py", "self._end_unwanted(now, cancelled=True)", "pass", "engine/test_core_signals"),
@@ -94,7 +92,7 @@ MUTANTS: Final = (
     Mutant("trigger/signals.py", "if broker in stuck:", "if False:", "trigger/test_delegated_signals"),
     Mutant("ops/status/overview.py", "            del known[name]", "            pass", "status/test_overview"),
     Mutant(
-        "engine/rankings.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", "engine/test_core"
+        "engine/placement.py", "if pinned is not None and self._serves(pinned, task):", "if pinned:", "engine/test_core"
     ),
     Mutant("engine/build.py", "alloc_bytes) - 1) for tokens", "alloc_bytes)) for tokens", "engine/test_build"),
     # a state of one length
@@ -163,21 +161,21 @@ MUTANTS: Final = (
         "worker/test_delegated engine/test_core_machine",
     ),
     Mutant("engine/signals.py", "entry if coverage is Coverage.COVERS else None", "entry", "engine/test_core_machine"),
-    Mutant("engine/signals.py", "return held if pins == 1 else 0", "return held", "worker/test_delegated"),
+    Mutant("engine/pins.py", "return held if pins == 1 else 0", "return held", "worker/test_delegated"),
     Mutant(
-        "engine/signals.py",
+        "engine/pins.py",
         "max(0, nbytes - self._delegated",
         "max(nbytes, nbytes - self._delegated",
         "worker/test_delegated",
     ),
     Mutant(
         "engine/rankings.py",
-        "task.pass_to is not None and not self._is_here(task, found):",
+        "task.pass_to is not None and not self._placement.is_here(task, found):",
         "False:",
         "worker/test_delegated",
     ),
     Mutant(
-        "engine/rankings.py",
+        "engine/placement.py",
         "return not entry.computing or self._cache.serves(entry, task.tokens)",
         "return True",
         "worker/test_delegated",
@@ -187,13 +185,15 @@ MUTANTS: Final = (
     ),
     Mutant(
         "worker/replies.py",
-        "replace(task, pass_to=None, answered=False)",
-        "replace(task, answered=False)",
+        "replace(task, pass_to=None, answered=False,",
+        "replace(task, answered=False,",
         "worker/test_delegated",
     ),
     Mutant("worker/forwarding.py", "TRAVEL_MS + owned[0].queue_ms >", "TRAVEL_MS >", "worker/test_delegated"),
     Mutant("wire/refusals.py", "found is not None and found.pins", "found is not None", "worker/test_delegating_owner"),
-    Mutant("worker/requests.py", "if request_key in self._answered_here:", "if False:", "worker/test_delegating_owner"),
+    Mutant(
+        "worker/delegates.py", "if request_key in self._answered_here:", "if False:", "worker/test_delegating_owner"
+    ),
     # worker: in time or not, room or not
     Mutant("engine/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "engine/test_overload"),
     Mutant("engine/forecast.py", "self._saved_ms > PAYS_FROM *", "self._saved_ms > 0 *", "engine/test_batching"),

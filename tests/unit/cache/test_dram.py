@@ -124,6 +124,7 @@ class Gated(CopyEngine):
         super().__init__(CPU)
         self.gate = threading.Event()
         self.entered = threading.Semaphore(0)
+        self.submitted: list[CopyTicket] = []
 
     def submit(
         self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
@@ -133,7 +134,8 @@ class Gated(CopyEngine):
             self.gate.wait(30)
             convert(dst, src)
 
-        return super().submit(dst, src, urgent=urgent, convert=when_open)
+        self.submitted.append(super().submit(dst, src, urgent=urgent, convert=when_open))
+        return self.submitted[-1]
 
     def begun(self, copies: int) -> None:
         """Wait until threads have begun so many more."""
@@ -169,6 +171,7 @@ def test_closed_in_the_middle_of_copies_the_books_hold_and_nobody_waits_for_ever
     cache.poll()
     spilling = [entry for entry in entries(cache) if entry.state is EntryState.SPILLING]
     assert len(spilling) == 2
+    spilling.sort(key=lambda entry: copier.submitted.index(entry.spill or pytest.fail("no spill")))
     copier.begun(2)  # the load, and one of the spills: the other waits
     waiting = spilling[1].spill
     assert waiting is not None

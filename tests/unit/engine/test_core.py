@@ -170,6 +170,21 @@ def test_a_ranking_that_waits_for_the_copy_of_an_erased_user_brings_nothing_back
         assert w.cache.counters.loaded == 1
 
 
+def test_an_erased_users_replaced_sequence_goes_too() -> None:
+    """Its pin kept it, and its ranking would have hit it until the end of the life window."""
+    with world() as w:
+        w.signal("old", 1, 100)
+        w.settle()
+        w.signal("new", 1, 60, version=1)
+        w.settle()
+        erase = Erase(id="0" * 16, user=user_mark("0" * 16, "u1"), sent_ms=1)
+        assert w.handle(EraseUser(erase)) == 2
+        assert (w.cache.pinned_bytes, len(w.scheduler.pins)) == (0, 0)
+        w.rank("old", 1, 100)
+        w.settle()
+        assert w.outcome("old") == "full"
+
+
 def test_life_window_ends_without_a_ranking() -> None:
     with world() as w:
         w.signal("r1", 1, 100, life=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from relaygr_stream.engine.executor import CALM_S
 from relaygr_stream.engine.scheduler import GIVE_UP_AFTER
 from relaygr_stream.errors import DeviceError
-from tests.unit.engine.worlds import MAX_TOKENS, World, Wrapped, world
+from tests.unit.engine.worlds import LIMITS, MAX_TOKENS, World, Wrapped, world
 from tests.waiting import Clock
 
 
@@ -191,3 +192,49 @@ def test_failures_with_a_success_between_are_not_the_device() -> None:
             w.rank(f"r{number}", number, 100)
             w.settle()
         assert {answer.status for answer in w.answers} == {"ok", "failed"}
+
+
+def test_bad_rankings_that_come_together_are_one_failure_and_not_the_device() -> None:
+    """Each failed in the batch and alone: seven of one client in a batch once ended a worker."""
+    limits = replace(LIMITS, batch=2 * GIVE_UP_AFTER, max_ranking_delay_ms=1e3)  # all are scored together
+    with failing(limits=limits) as (w, model):
+        for number in range(2 * GIVE_UP_AFTER):
+            w.signal(f"r{number}", 1, 40)
+        w.settle()
+        model.fail_score = 10**6
+        for number in range(2 * GIVE_UP_AFTER):
+            w.rank(f"r{number}", 1, 40)
+        w.settle()
+        assert {answer.status for answer in w.answers} == {"failed"}
+        assert w.executor.failed_in_a_row < GIVE_UP_AFTER
+        model.fail_score = 0
+
+
+@pytest.mark.parametrize("kind", ["score", "prefill"])
+def test_time_of_the_device_that_failed_counts_for_the_worker_and_its_client(kind: str) -> None:
+    """A worker whose device fails stated that it was idle, and a client with bad rankings always went first."""
+    clock = Clock()
+
+    class Slow(Wrapped):
+        def prefill(self, kv: Any, tokens: Any) -> None:
+            clock.now += 0.005
+            super().prefill(kv, tokens)
+
+        def score(self, batch: Any) -> Any:
+            clock.now += 0.005
+            return super().score(batch)
+
+    with world(wrap=Slow, clock=clock) as w:
+        model = w.model
+        assert isinstance(model, Wrapped)
+        if kind == "score":
+            w.signal("r", 1, 40)
+            w.settle()
+        before = w.scheduler.time.ranking_ms + w.scheduler.time.full_ms
+        setattr(model, f"fail_{kind}", 1)
+        task = w.rank("r", 1, 40)
+        account = task.account
+        w.settle()
+        assert w.answer("r").status == "failed"
+        assert w.scheduler.time.ranking_ms + w.scheduler.time.full_ms - before == pytest.approx(5.0)
+        assert [task.device_ms, account.served_ms] == pytest.approx([5.0, 5.0])

@@ -216,7 +216,7 @@ def test_queue_delay_leaves_out_what_the_history_store_took() -> None:
     with world() as w:
         task = w.ranking("by reference", 1, 100, timeout=10.0)
         w.now += 0.3
-        task.store_s = 0.3
+        task.waited_s = 0.3
         w.handle(Rank(task))
         w.now += 0.2
         assert w.scheduler.rankings.take_queue_ms(w.now) == pytest.approx(200.0)

@@ -103,6 +103,24 @@ def test_a_job_that_another_request_needs_goes_on() -> None:
         assert w.outcome("needs it") == "hbm"
 
 
+def test_a_job_is_due_when_the_first_of_its_requests_is() -> None:
+    """It stayed at the time of the request that it was started for."""
+    with world(clock=stopped) as w:
+        w.signal("later", 1, 150)
+        w.now -= 0.05
+        w.signal("first", 2, 150)
+        w.now -= 0.05
+        w.signal("soon", 1, 150)
+        assert w.scheduler.backlog == 2
+        w.now += 0.1
+        while w.scheduler.backlog == 2:
+            w.step()
+        w.rank("soon", 1, 150)
+        w.settle()
+        assert w.outcome("soon") == "hbm", "user 1 was served before user 2"
+        assert ended(w)["flight_finished"] == 2
+
+
 def test_a_signal_behind_its_cancel_pins_nothing() -> None:
     with world() as w:
         w.handle(Cancel("r"))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,9 +18,9 @@ from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.engine.commands import Answer, Query, Rank
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
-from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.device import HANDLING_S, DeviceThread, Submitted, take_turn
 from tests.unit.engine.worlds import World, Wrapped, look
-from tests.waiting import until
+from tests.waiting import Clock, until
 
 
 class Hanging(Wrapped):
@@ -271,3 +273,30 @@ async def test_copies_end_without_being_waited_for_by_the_clock(monkeypatch: pyt
         copies.let_go.set()
         await until(lambda: not scheduler.cache.copying, "copied", seconds=30)
         assert scheduler.cache.counters.spilled > 0
+
+
+def test_a_turn_steps_even_while_commands_keep_coming() -> None:
+    """A few hundred signals at once, of a lane that moved, kept rankings from the device until all were handled."""
+    clock, handled, steps = Clock(), [], []
+
+    class Slow:
+        def handle(self, command: Any, now: float) -> None:
+            clock.now += 0.001
+            handled.append(command)
+
+        def step(self, now: float, *, rankings_only: bool) -> bool:
+            steps.append(len(handled))
+            assert rankings_only is bool(inbox)
+            return True
+
+        def take_answers(self) -> list[Any]:
+            return []
+
+        take_placed = take_answers
+
+    inbox = deque(Submitted(cast(Any, number)) for number in range(300))
+    while inbox:
+        for turn in take_turn(cast(Scheduler, Slow()), inbox, clock):
+            assert turn.error is None
+    assert handled == list(range(300))
+    assert max(after - before for before, after in pairwise([0, *steps])) <= HANDLING_S / 0.001 + 1

@@ -228,7 +228,7 @@ async def test_what_is_kept_is_bounded_and_the_least_recent_goes_first(store: Wa
     await store.replace("d", "", history(50))
     await histories.find("d", "", references["a"], monotonic() + 20)
     assert [user for user in "abcd" if histories.known(user, "", references["a"]) is not None] == ["a", "c", "d"]
-    histories.erase(lambda user: user == "c")
+    await histories.erase(lambda user: user == "c")
     assert [user for user in "abcd" if histories.known(user, "", references["a"]) is not None] == ["a", "d"]
     nothing = kept_by(store, cache_bytes=0)
     assert await nothing.find("a", "", references["a"], monotonic() + 20) == history(50)

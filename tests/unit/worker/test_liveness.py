@@ -61,7 +61,7 @@ async def test_a_device_that_dies_while_the_worker_drains_leaves_no_request_with
         # Its status does not tell: a device that hangs answers no question, so nothing is stated.
         await until(lambda: not w.worker.consumer.healthy, "drains")
 
-        def die(now: float) -> bool:
+        def die(now: float, *, rankings_only: bool) -> bool:
             raise DeviceError("a defect")
 
         monkeypatch.setattr(w.runtime.scheduler, "step", die)
