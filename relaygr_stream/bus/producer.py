@@ -52,6 +52,10 @@ class Sent(NamedTuple):
     batch: int
 
 
+class NotTaken(BrokerUnavailable):
+    """A message that no batch had room for in its time: it is in no log."""
+
+
 class Producer:
     """A producer for one kind of traffic. Use a second producer for messages that must not wait behind others.
 
@@ -157,20 +161,26 @@ class Producer:
         *,
         partition: int,
         settled: Callable[[int, Sent | BrokerError], None],
+        within_s: float | None = None,
     ) -> None:
         """Buffer messages of one partition in as few batches as possible: 8 µs less each than by `send`.
+
+        within_s: what the partition has no room for within that time fails as NotTaken.
 
         settled(index, outcome) is called once for each message, possibly before this returns: with Sent when the broker
         has acknowledged it, or with an error as `send` raises it. It is not called for a batch in transit when the
         producer stops. Waits while an earlier batch of the partition is not sent. Raises no BrokerError.
         """
+        until = None if within_s is None else asyncio.get_running_loop().time() + within_s
         try:
-            producer = await self._renewed.present()
-        except BrokerUnavailable as error:
+            async with asyncio.timeout_at(until):
+                producer = await self._renewed.present()
+        except (BrokerUnavailable, TimeoutError) as error:
+            why = str(error) or f"no producer within {within_s} s"
             for index in range(len(messages)):
-                settled(index, BrokerUnavailable(f"cannot send to {topic}: {error}"))
+                settled(index, NotTaken(f"cannot send to {topic}: {why}"))
             return
-        submit = partial(self._submit, producer, topic, partition, settled)
+        submit = partial(self._submit, producer, topic, partition, settled, until)
         first, batch = 0, producer.create_batch()
         for index, (key, value, headers) in enumerate(messages):
             if DefaultRecordBatchBuilder.estimate_size_in_bytes(key, value, list(headers)) > self._max_bytes:
@@ -190,10 +200,11 @@ class Producer:
         topic: str,
         partition: int,
         settled: Callable[[int, Sent | BrokerError], None],
+        until: float | None,
         first: int,
         batch: Any,
     ) -> None:
-        """Submit a batch whose first message has the index `first`."""
+        """Submit a batch whose first message has the index `first`. until: by the loop's time."""
         indices = range(first, first + batch.record_count())
         if not indices:
             return
@@ -216,7 +227,10 @@ class Producer:
                 settled(index, Sent(offset + index - first, offset))
 
         try:
-            acknowledged = await producer.send_batch(batch, topic, partition=partition)
+            async with asyncio.timeout_at(until):
+                acknowledged = await producer.send_batch(batch, topic, partition=partition)
+        except TimeoutError:
+            fail(NotTaken(f"cannot send to {topic}: an earlier batch of partition {partition} is not sent yet"))
         except AssertionError:
             fail(self._no_partition(topic, partition))
         except (KafkaError, OSError) as error:

@@ -1,7 +1,7 @@
 """One lane's trigger: a queue of events, and a task that decides on them in order (decision.py).
 
 An event is complete once it is skipped, or once its signal or dead letter is acknowledged. The task may wait for the
-end of the lane's log; other lanes do not wait with it.
+end of the lane's log, or for a broker; other lanes do not wait with it, and what becomes stale meanwhile is skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class LaneTrigger:
     def __init__(self, number: int, shared: LaneContext) -> None:
         self._number = number
         self._shared = shared
-        self._events: deque[Record] = deque()
+        self._events: deque[tuple[float, Record]] = deque()  # when they were read
+        self.backlog_bytes = 0  # of events read and not yet decided
         self._arrived = asyncio.Event()
         self._ages = AgeBounds(shared.lag)
         self.state: LaneState | None = None  # None until the end of the lane's log is known
@@ -53,8 +54,17 @@ class LaneTrigger:
 
     def put(self, record: Record) -> None:
         """Enqueue an event."""
-        self._events.append(record)
+        self._events.append((time.monotonic(), record))
+        self.backlog_bytes += len(record.value or b"")
         self._arrived.set()
+
+    def skip_stale(self, now_s: float) -> None:
+        """Complete the events that have waited here for so long that they are stale, whatever their age when read."""
+        while self._events and (now_s - self._events[0][0]) * 1e3 > self._shared.policy.stale_ms:
+            record = self._next()
+            if self._read(record) is not None:
+                self._shared.metrics.decided("stale", 0.0)
+                self._shared.done(record)
 
     def sample_age(self, end: LogEnd) -> None:
         """Apply the end of the lane's event log, as just answered by a broker."""
@@ -91,16 +101,9 @@ class LaneTrigger:
     async def _turn(self, state: LaneState, signals: LaneSignals) -> None:
         """Decide on at most EVENTS_PER_TURN queued events, and send their signals together."""
         for _ in range(min(len(self._events), EVENTS_PER_TURN)):
-            record = self._events.popleft()
+            record = self._next()
             tracing = self._shared.tracing
-            try:
-                event = read_event(RequestEventInPlace, record, self._shared.topics)
-            except DecodeError as error:
-                self._dead_letter(record, error)
-                continue
-            if event is None:
-                self._shared.metrics.records_skipped.inc()
-                self._shared.done(record)
+            if (event := self._read(record)) is None:
                 continue
             trace = tracing.receive("relaygr.decide", record) if tracing.on else None
             decision = self._decide(event, record, state)
@@ -117,6 +120,23 @@ class LaneTrigger:
                     self._shared.refused.add(state.owner, self._number, state.ledger, refusal)
                 self._shared.done(record)
         await signals.flush()
+
+    def _next(self) -> Record:
+        _, record = self._events.popleft()
+        self.backlog_bytes -= len(record.value or b"")
+        return record
+
+    def _read(self, record: Record) -> RequestEvent | None:
+        """The event; None: it is dead-lettered or skipped, and complete with that."""
+        try:
+            event = read_event(RequestEventInPlace, record, self._shared.topics)
+        except DecodeError as error:
+            self._dead_letter(record, error)
+            return None
+        if event is None:
+            self._shared.metrics.records_skipped.inc()
+            self._shared.done(record)
+        return event
 
     def _decide(self, event: RequestEvent, record: Record, state: LaneState) -> Decision:
         started = time.perf_counter()
@@ -153,7 +173,7 @@ class LaneTrigger:
         )
 
     async def _signal_log_end(self, topic: str) -> LogEnd:
-        """Where the lane's signal log ends. Asks until a broker answers; the lane's events wait meanwhile."""
+        """Where the lane's signal log ends. Asks until a broker answers; meanwhile events wait, or are skipped."""
         for pause in endless(RETRY_S):
             try:
                 return (await self._shared.ends.ask(topic, [self._number]))[self._number]

@@ -111,6 +111,10 @@ class LaneLedger:
         if offset >= self._read_to:
             self._unread_bytes += pending.nbytes
 
+    def withdrawn(self, pending: Pending) -> None:
+        """The signal was never handed on: it counts no longer."""
+        self._settle(pending)
+
     def failed(self, pending: Pending, now_s: float) -> None:
         """Note that the producer gave up. The signal may still be in the log, so it counts until `reconcile`."""
         pending.failed_s = now_s

@@ -11,12 +11,14 @@ import os
 import socket
 import time
 from collections.abc import Collection
-from contextlib import AsyncExitStack, suppress
-from typing import Any, Final
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import structlog
 
 from relaygr_stream.bus.ages import LogEnds
+from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import NO_LEADER, Producer
@@ -26,7 +28,6 @@ from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
-from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.telemetry.tracing import OFF, Tracing
@@ -35,7 +36,7 @@ from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics
-from relaygr_stream.trigger.signals import DELEGATED_S, LaneContext, RefusalNotices
+from relaygr_stream.trigger.signals import SENDING_S, LaneContext, RefusalNotices
 from relaygr_stream.trigger.statement import NeverAtRisk, Statements
 from relaygr_stream.wire.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.wire.records import Record
@@ -43,23 +44,28 @@ from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.trigger_status import STATUS_S
 from relaygr_stream.wire.worker_status import StatusReader
 
+C = TypeVar("C", bound=AbstractAsyncContextManager[Any, None])
+
 log = structlog.get_logger(__name__)
-limited = LogLimiter().limited
 
 #: Events' ages are bounded by samples of the logs' ends. Four samples within the staleness bound keep the error of a
 #: fresh event's age below that bound, whatever its sender's clock states.
 SAMPLES_PER_STALE: Final = 4
 RECONCILE_S: Final = 1.0
 READINESS_S: Final = 0.5
-#: Undecided events of all lanes at which this process counts as stuck: it loses its lanes after
-#: kafka.max_poll_interval_ms. An event of 4,096 behaviours has 53 KB, so this is half a gigabyte at worst.
+#: Undecided events of all lanes, and their bytes, at which no more are read. What is stale by then is skipped, so that
+#: a lane whose broker is away keeps the others from being read for a second at most.
 BACKLOG_LIMIT: Final = 10_000
+BACKLOG_BYTES: Final = 512 << 20
+SKIP_S: Final = 0.25
 #: Off: the broker checks each batch on arrival, and TCP checks transfers; what remains is a disk that changes bits. A
 #: changed event is dead-lettered, or at worst causes a pre-inference that no ranking uses: a ranking compares its own
 #: sequence with the entry's, token by token. `benchmarks/trigger.py rate` measures the cost of reading.
 CHECK_CRCS: Final = False
 #: Timeout of the last status, which takes milliseconds: stopping must not wait for a broker that is away.
 FINAL_STATUS_S: Final = 1.0
+#: Ends of the clients behind the drain may take so long, each: with all brokers away they would take 20 s together.
+CLOSE_S: Final = 1.0
 #: Timeout on SIGTERM: events already read take milliseconds, signals in flight at most the request timeout; supervisors
 #: kill after 10 s by default.
 DRAIN_S: Final = 8.0
@@ -91,13 +97,12 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     background = Background()
     async with AsyncExitStack() as stack:
         tracing = await stack.enter_async_context(tracing_of(settings.telemetry, "trigger", context.registry))
-        producer = await stack.enter_async_context(Producer(settings.kafka, client_id=member, max_bytes=max_bytes))
-        ends = await stack.enter_async_context(LogEnds(settings.kafka, member))
+        producer = await _enter(stack, Producer(settings.kafka, client_id=member, max_bytes=max_bytes))
+        ends = await _enter(stack, LogEnds(settings.kafka, member))
         # From the end: a status written before this start may be of any age (wire/fleet.py).
-        status = topics.worker_status
-        partitions, take = range(status.partitions), owners.on_records
-        tail = TopicTail(settings.kafka, status.name, partitions, "latest", take, pause_s=STATUS_PAUSE_S)
-        await stack.enter_async_context(tail)
+        status, take = topics.worker_status, owners.on_records
+        tail = TopicTail(settings.kafka, status.name, [0], "latest", take, pause_s=STATUS_PAUSE_S)
+        await _enter(stack, tail)
         stack.push_async_callback(background.end)
         lanes = TriggerLanes(settings, topics, member, owners, producer, ends, metrics, background, tracing, decide)
         consumer, dead_letters = lanes.consumer, lanes.dead_letters
@@ -139,6 +144,13 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(FINAL_STATUS_S):
                 await statements.publish_stopped()
+
+
+async def _enter(stack: AsyncExitStack, client: C) -> C:
+    """Begin it now, and end it with the stack, within CLOSE_S."""
+    await client.__aenter__()
+    stack.push_async_callback(end, type(client).__name__, partial(client.__aexit__, None, None, None), CLOSE_S)
+    return client
 
 
 class TriggerLanes:
@@ -202,6 +214,7 @@ class TriggerLanes:
         )
         sample_s = shared.policy.stale_ms / 1000 / SAMPLES_PER_STALE
         background.start(periodically(sample_s, self._sample_ages, "ask for the ends of the event logs"))
+        background.start(periodically(SKIP_S, self._skip_stale, "skip events that have become stale"))
         background.start(periodically(RECONCILE_S, self._reconcile, "ask for the ends of the signal logs"))
         background.start(periodically(FLUSH_S, shared.refused.flush, "tell owners what was refused"))
 
@@ -222,7 +235,7 @@ class TriggerLanes:
 
     async def tell_owners(self) -> None:
         """Hand what owners are to be told to the producer now, as far as brokers take it soon."""
-        await self._shared.refused.flush(DELEGATED_S)
+        await self._shared.refused.flush(SENDING_S)
 
     def _on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
         """Handle a new assignment. A lost lane's next trigger decides on its undecided events."""
@@ -239,8 +252,14 @@ class TriggerLanes:
         for record in records:
             self._lanes[record.lane].put(record)
 
+    async def _skip_stale(self) -> None:
+        now_s = time.monotonic()
+        for lane in self._lanes.values():
+            lane.skip_stale(now_s)
+
     def _progressing(self) -> bool:
-        return self.backlog < BACKLOG_LIMIT and not self.dead_letters.full
+        nbytes = sum(lane.backlog_bytes for lane in self._lanes.values())
+        return self.backlog < BACKLOG_LIMIT and nbytes < BACKLOG_BYTES and not self.dead_letters.full
 
     async def _sample_ages(self) -> None:
         ends = await self._shared.ends.ask(self._shared.topics.retrieval.name, list(self._lanes))

@@ -22,8 +22,8 @@ from msgspec import UNSET, UnsetType
 
 from relaygr_stream.bus.ages import LogEnds, SenderLag, now_ms
 from relaygr_stream.bus.dead_letter import DeadLetters
-from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Sent
-from relaygr_stream.errors import BrokerError, BrokerUnavailable
+from relaygr_stream.bus.producer import NO_LEADER, NotTaken, Outgoing, Producer, Sent
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, MessageTooLarge
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing, trace_headers
@@ -45,8 +45,8 @@ limited: Final = LogLimiter().limited
 
 #: Most requests reported to one owner per flush: 4096 / 0.02 s = 200,000 events/s. Further ones are not reported.
 MAX_GATHERED: Final = 4096
-#: Delegated signals and notices wait so long for room in a lane's batch: the lane's own events are stale soon after.
-DELEGATED_S: Final = 0.2
+#: Signals and notices wait so long for room in a lane's batch: the lane's later events are stale soon after.
+SENDING_S: Final = 0.2
 #: Reasons that are not reported: there is no owner, or the request was admitted before.
 NOT_REPORTED: Final = frozenset({"no_owner", "duplicate"})
 
@@ -100,14 +100,14 @@ class RefusalNotices:
                     break
 
     async def _send(self, lane: int, ledger: LaneLedger, value: bytes) -> bool:
-        """Whether the producer has room for it within DELEGATED_S."""
+        """Whether the producer has room for it within SENDING_S."""
         pending = ledger.admit(0)
         headers = [(HEADER_KIND, REFUSALS.encode())]
         try:
-            async with asyncio.timeout(DELEGATED_S):
+            async with asyncio.timeout(SENDING_S):
                 sent = await self._producer.send(self._topic, value, partition=lane, headers=headers)
         except (TimeoutError, BrokerError):
-            ledger.failed(pending, time.monotonic())
+            ledger.withdrawn(pending)
             return False
         sent.add_done_callback(partial(_note, ledger, pending))
         return True
@@ -201,7 +201,7 @@ class LaneSignals:
         )
 
     async def flush(self) -> None:
-        """Hand the gathered signals to the producer; waits while an earlier batch of the lane is not sent.
+        """Hand the gathered signals to the producer; waits SENDING_S while an earlier batch of the lane is not sent.
 
         The lane's own go first: a delegate's lane may wait for a broker.
         """
@@ -211,17 +211,22 @@ class LaneSignals:
         def settled(index: int, outcome: Sent | BrokerError) -> None:
             self._settled(signals[index], outcome)
 
-        if signals:
-            await self._shared.producer.send_together(
-                self._shared.topics.pre_infer.name, messages, partition=self._lane, settled=settled
-            )
+        producer, topic = self._shared.producer, self._shared.topics.pre_infer.name
+        if signals and producer.broker_of(topic, self._lane) == NO_LEADER:
+            for signal in signals:
+                self._settled(signal, NotTaken("no broker takes signals of the lane"))
+        elif signals:
+            await producer.send_together(topic, messages, partition=self._lane, settled=settled, within_s=SENDING_S)
         stuck: set[int | None] = set()  # brokers of delegates' lanes for which this call waited in vain
         for one in delegated:
             await self._send_delegated(one, stuck)
 
     def _settled(self, signal: _Signal, outcome: Sent | BrokerError) -> None:
         if isinstance(outcome, BrokerError):  # no retry: after the request timeout its ranking has passed
-            self._ledger.failed(signal.pending, time.monotonic())
+            if isinstance(outcome, NotTaken):
+                self._ledger.withdrawn(signal.pending)
+            else:
+                self._ledger.failed(signal.pending, time.monotonic())
             self._shared.metrics.signals_failed.inc()
             limited(log.warning, "signal not sent")(
                 "signal not sent",
@@ -241,7 +246,7 @@ class LaneSignals:
     async def _send_delegated(self, one: _Delegated, stuck: set[int | None]) -> None:
         """To the delegate; the owner is told once a broker has it.
 
-        stuck: brokers not to wait for; the lane's joins them if it takes nothing within DELEGATED_S.
+        stuck: brokers not to wait for; the lane's joins them if it takes nothing within SENDING_S.
         """
         event, place, producer = one.event, one.decision.delegate, self._shared.producer
         assert place is not None
@@ -253,7 +258,7 @@ class LaneSignals:
             if broker in stuck:
                 self._settled_delegated(one, BrokerUnavailable("the delegate's broker takes nothing"), tried=False)
                 return
-            async with asyncio.timeout(DELEGATED_S):
+            async with asyncio.timeout(SENDING_S):
                 sent = await producer.send(
                     topic,
                     encode(self._signal(event, one.decision.rank_in_ms, one.owner)),
@@ -265,7 +270,7 @@ class LaneSignals:
             if isinstance(error, TimeoutError):
                 if broker is not None:
                     stuck.add(broker)
-                error = BrokerUnavailable(f"the delegate's lane took nothing for {DELEGATED_S} s")
+                error = BrokerUnavailable(f"the delegate's lane took nothing for {SENDING_S} s")
             self._settled_delegated(one, error)
             return
 
@@ -282,7 +287,8 @@ class LaneSignals:
         if error is not None:  # its owner infers it in full
             told = Refusal(event.request_id, "delegated", event.tenant)
             shared.metrics.signals_failed.inc()
-            if tried and shared.delegation is not None:
+            too_large = isinstance(error, MessageTooLarge)  # says nothing of other messages
+            if tried and shared.delegation is not None and not too_large:
                 # A refusal is of the topic; a broker that is away has some of its lanes.
                 lane = place.lane if isinstance(error, BrokerUnavailable) else None
                 shared.delegation.not_sent(time.monotonic(), lane)

@@ -24,7 +24,7 @@ from aiokafka.errors import (
     UnknownTopicOrPartitionError,
 )
 
-from relaygr_stream.bus.producer import Outgoing, Producer, Sent
+from relaygr_stream.bus.producer import NotTaken, Outgoing, Producer, Sent
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, MessageTooLarge, TopicError
 from relaygr_stream.ops.brokers.local import local_broker
@@ -121,13 +121,31 @@ async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
             ]
 
 
+async def test_what_a_partition_has_no_room_for_in_time_fails() -> None:
+    async with local_broker("embedded") as broker:
+        kafka = broker.kafka_settings(Kafka())
+        await apply_topics(kafka)
+        topic = load_topics(kafka).scores.name
+        settled: dict[int, Sent | BrokerError] = {}
+        messages = [Outgoing(None, b"x" * 40_000)] * 5  # a batch each
+        async with Producer(msgspec.structs.replace(kafka, request_timeout_ms=60_000), client_id="test") as producer:
+            await producer.send_and_wait(topic, b"", partition=0)
+            broker.stop()
+            async with asyncio.timeout(30):
+                await producer.send_together(topic, messages, partition=0, settled=settled.__setitem__, within_s=0.05)
+            assert 3 <= len(settled) <= 4, "one batch is under way, and another one open"
+            assert sorted(settled) == list(range(5))[-len(settled) :]
+            assert {type(outcome) for outcome in settled.values()} == {NotTaken}
+            await producer._renewed._end(producer._renewed.client, 0.01)
+
+
 async def test_a_producer_that_is_closed_fails_what_comes_together() -> None:
     settled: dict[int, object] = {}
     producer = Producer(Kafka(), client_id="test")
     await producer.send_together(
         "t", [Outgoing(b"k", b"v"), Outgoing(None, b"w")], partition=0, settled=settled.__setitem__
     )
-    assert [type(settled[index]) for index in (0, 1)] == [BrokerUnavailable, BrokerUnavailable]
+    assert [type(settled[index]) for index in (0, 1)] == [NotTaken, NotTaken]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relaygr_stream.bus.producer import NO_LEADER
-from relaygr_stream.errors import BrokerError, BrokerUnavailable
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, MessageTooLarge
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.trigger import signals
 from relaygr_stream.trigger.decision import Decision
@@ -138,7 +138,7 @@ async def test_a_delegates_lane_without_a_leader_is_not_waited_for() -> None:
 async def test_a_delegates_lane_that_takes_nothing_holds_up_neither_own_signals_nor_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(signals, "DELEGATED_S", 0.02)
+    monkeypatch.setattr(signals, "SENDING_S", 0.02)
     world = World()
     world.room.clear()
     own = event(25, "own", "u")
@@ -153,13 +153,32 @@ async def test_a_delegates_lane_that_takes_nothing_holds_up_neither_own_signals_
 
 
 async def test_a_hung_broker_is_waited_for_once_whichever_lanes_it_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "DELEGATED_S", 0.02)
+    monkeypatch.setattr(signals, "SENDING_S", 0.02)
     world = World()
     world.room.clear()
     world.leaders = {5: 2}
     await world.delegate(lanes=(6, 7, 5, 4))
     assert [more["partition"] for _, _, more in world.sent] == [6, 5]
     assert (len(world.told), world.paused) == (4, [6, 5]), "only what was tried rests"
+
+
+async def test_a_message_that_is_too_large_says_nothing_of_others() -> None:
+    """One event a client made large enough switched delegation off for all, for ten seconds."""
+    world = World()
+    await world.delegate()
+    world.acknowledged.set_exception(MessageTooLarge("too large"))
+    await asyncio.sleep(0)
+    assert (world.failed, world.paused, world.done) == (1, [], [RECORD])
+
+
+async def test_own_signals_of_a_lane_without_a_leader_are_not_waited_for() -> None:
+    """Each turn of the lane waited for the request timeout, and what piled up stopped every lane."""
+    world = World()
+    world.leaders[3] = NO_LEADER
+    world.signals.add(event(25, "own", "u"), RECORD, Decision("admitted", 25, 40.0), world.ledger.admit(250))
+    await world.signals.flush()
+    assert (world.own, world.failed, world.done) == ([], 1, [RECORD])
+    assert world.ledger.outstanding == 0
 
 
 async def test_a_trigger_that_stops_meanwhile_leaves_the_event_to_the_next() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import itertools
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.ages import LogEnd, LogEnds, now_ms
 from relaygr_stream.bus.dead_letter import HEADER_DIGEST
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics
@@ -36,7 +37,7 @@ from relaygr_stream.wire.records import (
     HEADER_REASON,
 )
 from relaygr_stream.wire.refusals import Reasons
-from relaygr_stream.wire.topic_files import lane_of
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import WIDE_BOUNDS, RunningTrigger, peer_on, trigger_on, user_on
 from tests.waiting import until
@@ -373,3 +374,31 @@ async def test_a_trigger_refuses_a_dead_letter_topic_that_would_hold_up_its_lane
         ConfigError, match=r"relaygr\.retrieval takes messages of 4000000 bytes, relaygr\.dead-letter of 2097152"
     ):
         await run_trigger(context)
+
+
+async def test_a_lane_that_cannot_go_on_stops_no_other_and_holds_no_memory(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queue grew until the trigger read no lane any more, lost all of them, and the next one did the same."""
+    monkeypatch.setattr(service, "BACKLOG_LIMIT", 10)
+    stuck, lanes = 3, load_topics(embedded_settings).lanes
+    ask = LogEnds.ask
+
+    async def without_leader(ends: LogEnds, topic: str, numbers: Sequence[int]) -> dict[int, LogEnd]:
+        led = [number for number in numbers if number != stuck or not topic.endswith("pre-infer")]
+        if not led:
+            raise BrokerUnavailable("the partition has no leader")
+        return await ask(ends, topic, led)
+
+    monkeypatch.setattr(LogEnds, "ask", without_leader)
+    soon = msgspec.structs.replace(WIDE_BOUNDS, max_event_age_ms=1000)
+    async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings, trigger=soon) as trigger:
+        await peer.publish_raw(b"\xc1", stuck)
+        for number in range(60):
+            await peer.publish(event(25, f"stuck{number}", user_on(stuck, lanes)))
+        await until(lambda: trigger.decisions("stale") == 60, "what waited is skipped, and more is read")
+        await until(lambda: len(peer.letters) == 1, "what cannot be read is a dead letter all the same")
+        async with asyncio.timeout(60):
+            while not peer.signals:  # on a crowded machine an event may be stale before it is read
+                await peer.publish(event(25, f"r{now_ms()}", user_on(stuck + 1, lanes)))
+                await asyncio.sleep(0.05)
