@@ -77,7 +77,8 @@ def up_command(
                     own += ["--set", f"worker.device={devices.split(',')[number % len(devices.split(','))].strip()}"]
             load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags((*assignments, *own[1::2]))})
             processes.append(Supervised(process_name, [role, *shared, *own], Path(folder), settings.telemetry.host))
-        supervisor = Supervisor(processes, settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S, _print_state)
+        stop_s = settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S
+        supervisor = Supervisor(processes, stop_s, _print_state, first=processes[:trigger])
         ended_well = asyncio.run(_run(supervisor))
     sys.exit(0 if ended_well else 1)
 

@@ -179,6 +179,8 @@ class Connection:
             async with asyncio.timeout(timeout_ms / 1000):
                 return await exchange.run()
         except TimeoutError:
+            if call.fallback is not None:  # the other copies are not answered in time
+                return call.fallback
             if (trouble := self._replies.trouble) is not None:
                 raise BrokerError(f"no answer within {timeout_ms:g} ms: {trouble}") from None
             raise DeadlineExceeded(f"no answer within {timeout_ms:g} ms") from None

@@ -150,16 +150,24 @@ PROBES_UNTIL_HUNG: Final = 5
 class Supervisor:
     """Runs processes and restarts those that fail or hang.
 
-    stop_s: time of each process to drain. changed(process): called when its state changes.
+    stop_s: time of each process to drain. changed(process): called when its state changes. first: the processes that
+    end before the others are stopped: triggers, so that they admit nothing for workers that stop.
     """
 
-    def __init__(self, processes: Sequence[Supervised], stop_s: float, changed: Callable[[Supervised], None]) -> None:
+    def __init__(
+        self,
+        processes: Sequence[Supervised],
+        stop_s: float,
+        changed: Callable[[Supervised], None],
+        first: Sequence[Supervised] = (),
+    ) -> None:
         self.processes = processes
         self._stop_s = stop_s
         self._changed = changed
+        self._first = first
 
     async def run(self, stop: asyncio.Event) -> bool:
-        """Run until `stop` is set or all have ended for good; then stop the first process, and after it the others.
+        """Run until `stop` is set or all have ended for good; then stop `first`, and after them the others.
 
         Returns whether all ended in order.
         """
@@ -175,10 +183,10 @@ class Supervisor:
                     if process.pid:
                         self._set_state(process, "stopping")
             finally:
-                # The trigger is first and stops alone, so that it admits nothing for workers that stop.
-                first, *rest = self.processes
-                ends_well = [await first.stop(self._stop_s)]
-                ends_well += await asyncio.gather(*(process.stop(self._stop_s) for process in rest))
+                rest = [process for process in self.processes if process not in self._first]
+                ends_well = []
+                for some in (self._first, rest):
+                    ends_well += await asyncio.gather(*(process.stop(self._stop_s) for process in some))
         background.check()
         return all(ends_well) and all(process.final in (None, 0) for process in self.processes)
 

@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours
-from relaygr_stream.wire.features import NO_TABLES, FeatureSchema, FeatureTables
+from relaygr_stream.wire.features import NO_TABLES, Columns, FeatureSchema, FeatureTables
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import (
     Cancel,
@@ -88,8 +88,10 @@ def validated(message: M) -> M:
     Raises DecodeError, or a ValueError that names the field.
     """
     for array in (getattr(message, "prefix", None), getattr(message, "suffix", None)):
-        if isinstance(array, Behaviours) and {type(part) for part in array.parts()} != {bytes}:
-            raise DecodeError("invalid", "behaviours must be made of bytes; pack arrays with Behaviours.of")
+        if isinstance(array, Behaviours):
+            if {type(part) for part in array.parts()} != {bytes}:
+                raise DecodeError("invalid", "behaviours must be made of bytes; pack arrays with Behaviours.of")
+            msgspec.convert(dict(array.table), Columns)  # the Struct's own values are not checked below
     fields = msgspec.structs.asdict(message)
     msgspec.convert({name: value for name, value in fields.items() if value is not UNSET}, type(message))
     if isinstance(columns := fields.get("columns"), FeatureTables):

@@ -198,15 +198,8 @@ class OwnerDirectory:
         )
 
     def _remove(self, tombstone: Tombstone) -> None:
-        """Remove the tombstone's incarnation of its name; another incarnation stays.
-
-        With signatures, a tombstone without an incarnation is ignored: it may be an old one, written again.
-        """
         known = self._workers.get(tombstone.name)
-        incarnation = tombstone.incarnation
-        if known is None or (incarnation is None and self._reader.signer is not None):
-            return
-        if incarnation is None or known.status.incarnation == incarnation:
+        if known is not None and self._reader.removes(tombstone, known.status):
             self._drop(tombstone.name)
 
     def _drop_expired(self, now: float) -> None:

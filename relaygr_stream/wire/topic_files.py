@@ -124,6 +124,11 @@ def load_topics(kafka: Kafka) -> TopicSet:
         raise ConfigError(f"{folder}: no file describes {', '.join(missing)}; copy it from the packaged topics")
     topics = TopicSet(**{name.replace("-", "_"): found[name] for name in _NAMES})
     check_equal_counts((topic.name, topic.partitions) for topic in topics.all if topic.lanes)
+    if topics.worker_status.partitions != 1:
+        raise ConfigError(
+            f"topic {topics.worker_status.name}: `partitions` = {topics.worker_status.partitions}: must be 1, because "
+            f"readers need all statuses in their order"
+        )
     for topic in topics.all:
         if (topic.min_insync_replicas or 1) > topic.replication:
             raise ConfigError(

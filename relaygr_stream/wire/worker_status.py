@@ -141,6 +141,15 @@ class StatusReader:
         self.verify(record)
         return decoder.decode(record.value)
 
+    def removes(self, tombstone: Tombstone, status: WorkerStatus) -> bool:
+        """Whether the tombstone removes the worker with this newest status: another incarnation stays.
+
+        With signatures, a tombstone without an incarnation is ignored: it may be an old one, written again.
+        """
+        if tombstone.incarnation is None:
+            return self.signer is None
+        return tombstone.incarnation == status.incarnation
+
     def verify(self, record: Record) -> None:
         """Raise DecodeError `unsigned` unless the signature is valid or no secret is set."""
         if self.signer is not None and not self.signer.verifies(record):

@@ -173,6 +173,23 @@ async def test_two_refusals_are_one_typed_answer(embedded_settings: Kafka) -> No
             await ranking
 
 
+async def test_an_answer_that_came_counts_when_the_other_copy_is_never_answered(embedded_settings: Kafka) -> None:
+    """It was thrown away at the deadline, and with it the cause."""
+
+    def refused_at_home(request: RankingRequest) -> list[ScoreReply]:
+        refused = ScoreReply(request_id=request.request_id, status="overloaded", detail="no room", model_version="m-1")
+        return [] if request.hops else [refused]
+
+    async with world(embedded_settings, refused_at_home) as w:
+        await w.say(status("a", MINE), status("b", YOURS))
+        w.peer.hold = True
+        ranking = asyncio.create_task(w.relay.rank(request(), timeout=6.0))
+        await until(lambda: len(w.sent) == 2, "hedged")
+        w.peer.release()
+        with pytest.raises(Overloaded, match="no room"):
+            await ranking
+
+
 async def test_hedging_can_be_switched_off(embedded_settings: Kafka) -> None:
     async with world(embedded_settings, only_elsewhere, hedge_ms=0.0) as w:
         async with Producer(embedded_settings, client_id="status") as producer:

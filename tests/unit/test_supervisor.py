@@ -163,3 +163,32 @@ async def test_a_child_is_probed_after_its_port_file_was_cleaned_away(
     assert (await child.health()).not_ready == "starting", "its new port is not known yet"
     await child.ended()
     assert await child.stop(1.0)
+
+
+class Ordered(Scripted):
+    """Notes when it is asked to stop, and when it has; ends only when so many were asked as `together` says."""
+
+    def __init__(self, order: list[str], together: asyncio.Barrier) -> None:
+        super().__init__([READY])
+        self.order = order
+        self.together = together
+
+    async def stop(self, within_s: float) -> bool:
+        self.order.append("stops")
+        async with asyncio.timeout(10):
+            await self.together.wait()
+        self.order.append("ended")
+        return await super().stop(within_s)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_the_first_end_before_the_others_are_stopped_and_without_them_all_stop_together(first: int) -> None:
+    """Without a trigger the first worker once stopped alone: its lanes went to workers that stopped right after."""
+    order: list[str] = []
+    alone, together = asyncio.Barrier(1), asyncio.Barrier(3 - first)
+    children, stop = [Ordered(order, alone if number < first else together) for number in range(3)], asyncio.Event()
+    running = asyncio.create_task(Supervisor(children, 1.0, lambda process: None, first=children[:first]).run(stop))
+    await until(lambda: all(child.asked for child in children), "all run")
+    stop.set()
+    assert await running
+    assert order == ["stops", "ended"] * first + ["stops"] * (3 - first) + ["ended"] * (3 - first)

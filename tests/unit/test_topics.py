@@ -75,6 +75,13 @@ def test_unequal_lane_counts_in_the_files_are_refused(folder: Path) -> None:
     assert load_topics(Kafka(topics_dir=str(folder), partitions=4)).lanes == 4
 
 
+def test_statuses_on_more_than_one_partition_are_refused(folder: Path) -> None:
+    """Workers whose name was on another one than the first were invisible to clients, peers and themselves."""
+    _edit(folder, "worker-status", "partitions = 1", "partitions = 3")
+    with pytest.raises(ConfigError, match=r"worker-status: `partitions` = 3: must be 1"):
+        load_topics(Kafka(topics_dir=str(folder)))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

@@ -16,7 +16,7 @@ from relaygr_stream.wire.fleet import DROP_AFTER_S
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.topic_files import TopicSet
-from relaygr_stream.wire.trigger_status import KEY_PREFIX, TriggerStatus, read_trigger
+from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND, TriggerStatus, read_trigger
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
 
 S = TypeVar("S", WorkerStatus, TriggerStatus)
@@ -72,16 +72,19 @@ class Overview:
     def _apply(self, record: Record) -> None:
         received_s = self.clock() if self.live else None
         name = (record.key or b"").decode(errors="replace")
-        if kind_of(record.headers):
+        if kind := kind_of(record.headers):
             trigger = read_trigger(record, self.reader, fresh=self.live)
             if trigger is not None:
                 _put(self.triggers, trigger, received_s, self.reader.most_names)
-            elif record.value is None:
+            elif record.value is None and kind == KIND:
+                self.reader.verify(record)
                 self.triggers.pop(name.removeprefix(KEY_PREFIX), None)
             return
         found = self.reader.read(record, fresh=self.live)
         if isinstance(found, Tombstone):
-            self.workers.pop(found.name, None)
+            known = self.workers.get(found.name)
+            if known is not None and self.reader.removes(found, known.last):
+                del self.workers[found.name]
         elif found is not None:
             _put(self.workers, found, received_s, self.reader.most_names)
 

@@ -17,9 +17,10 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.fleet import DROP_AFTER_S
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus, encode_trigger
-from relaygr_stream.wire.worker_status import DELEGATED_PINNED, StatusReader
+from relaygr_stream.wire.worker_status import DELEGATED_PINNED, HEADER_INCARNATION, StatusReader
 from tests.statuses import lane_statuses, worker_status
 from tests.waiting import Clock
 
@@ -211,3 +212,27 @@ def test_who_ended_without_a_word_is_named_for_ten_minutes(monkeypatch: pytest.M
     tombstone = Record("s", 0, 0, 0, b"trigger/t9", None, (("relaygr-kind", b"trigger"),))
     view.on_records([tombstone, Record("s", 0, 0, 0, b"w9", None, ())])
     assert oddities(view) == []
+
+
+def test_nobody_is_removed_by_who_has_not_the_secret_or_by_an_old_tombstone() -> None:
+    """`relaygr status` said that no trigger ran, and lost a live worker's first status."""
+    signer = Signer("a secret of the fleet")
+    reader = StatusReader(len(LANES), signer, wall=lambda: 0.001)
+    view = Overview(SETTINGS, load_topics(SETTINGS.kafka), reader, clock=lambda: 100.0)
+    view.live = True
+
+    def signed(plain: Record) -> Record:
+        headers = signer.sign(plain.topic, plain.key or b"", plain.value, list(plain.headers))
+        return plain._replace(headers=tuple(headers))
+
+    view.on_records([signed(record(worker("w1", incarnation=7, sent_ms=1))), signed(record(trigger("t1")))])
+    assert (list(view.workers), list(view.triggers)) == (["w1"], ["t1"])
+    of_trigger = Record("s", 0, 0, 0, b"trigger/t1", None, (("relaygr-kind", b"trigger"),))
+    of_worker = Record("s", 0, 0, 0, b"w1", None, ())
+    earlier = of_worker._replace(headers=((HEADER_INCARNATION, b"6"),))
+    other_kind = of_trigger._replace(headers=(("relaygr-kind", b"later"),))
+    view.on_records([of_trigger, signed(other_kind), of_worker, signed(of_worker), signed(earlier)])
+    assert (list(view.workers), list(view.triggers)) == (["w1"], ["t1"])
+    assert view.refused == {"unsigned": 2}
+    view.on_records([signed(of_trigger), signed(of_worker._replace(headers=((HEADER_INCARNATION, b"7"),)))])
+    assert not (view.workers or view.triggers)
