@@ -29,9 +29,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 SHOWN: Final = 5
 
 
+def _tenant_option(words: str) -> Callable[[F], F]:
+    return click.option("--tenant", metavar="NAME", help=f"{words}  [client.tenant]")
+
+
+def _tenant(settings: Settings, given: str | None) -> str:
+    """As clients, gateways and workers: who names no tenant means client.tenant."""
+    return settings.client.tenant if given is None else given
+
+
 def _log_options(command: F) -> F:
     for option in (
-        click.option("--tenant", default="", help="The users' tenant."),
+        _tenant_option("The users' tenant."),
         click.option("--time-unit", type=click.Choice(["s", "ms", "iso"]), help="Unit of times. [by magnitude]"),
         click.option(
             "--features", type=click.Path(path_type=Path), help="As in `relaygr replay`: the model's columns."
@@ -63,11 +72,11 @@ def import_command(settings: Settings, file: Path, **how: Any) -> None:
     of the model. A history longer than history.max_behaviours or relay.max_prefix_tokens keeps its newest. Other users'
     histories stay as they are. Exits 1 if a user failed.
     """
-    most = settings.longest_history
+    most, tenant = settings.longest_history, _tenant(settings, how["tenant"])
 
     async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
         newest = behaviours.slice(max(0, len(behaviours) - most), len(behaviours)) if most else behaviours
-        await store.replace(user, how["tenant"], newest)
+        await store.replace(user, tenant, newest)
 
     _write_all(settings, _log(file, how), "imported", write)
 
@@ -82,32 +91,34 @@ def append(settings: Settings, file: Path, **how: Any) -> None:
     named. Items and actions must be numbers. A history that grows beyond history.max_behaviours or
     relay.max_prefix_tokens loses its oldest behaviours. Exits 1 if a user failed.
     """
-    most = settings.longest_history
+    most, tenant = settings.longest_history, _tenant(settings, how["tenant"])
 
     async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
-        await store.append(user, how["tenant"], behaviours, most)
+        await store.append(user, tenant, behaviours, most)
 
     _write_all(settings, _log(file, how), "appended", write)
 
 
 @history_command.command()
 @click.argument("user")
-@click.option("--tenant", default="", help="The user's tenant.")
+@_tenant_option("The user's tenant.")
 @click.option("--last", default=10, show_default=True, type=click.IntRange(min=0), help="Newest behaviours to list.")
 @settings_options
-def show(settings: Settings, user: str, tenant: str, last: int) -> None:
+def show(settings: Settings, user: str, tenant: str | None, last: int) -> None:
     """Show a user's history: length, version, digest, the newest behaviours. Exits 1 if there is none."""
     from relaygr_stream.history.store import looked_up, open_store
     from relaygr_stream.telemetry.printable import listing, print_table
 
+    whose = _tenant(settings, tenant)
+
     async def read() -> tuple[Any, Any]:
         store = open_store(settings.history)
         try:
-            reference = await looked_up(store, user, tenant, settings.history.timeout_ms / 1e3)
+            reference = await looked_up(store, user, whose, settings.history.timeout_ms / 1e3)
             if reference is None:
                 return None, None
             start = max(0, reference.length - last)
-            return reference, await store.read(user, tenant, reference.version, start, reference.length)
+            return reference, await store.read(user, whose, reference.version, start, reference.length)
         finally:
             await store.close()
 
@@ -130,27 +141,36 @@ def show(settings: Settings, user: str, tenant: str, last: int) -> None:
 
 @history_command.command()
 @click.argument("user")
-@click.option("--tenant", default="", help="The user's tenant.")
+@_tenant_option("The user's tenant.")
 @click.option("--wait", default=15.0, show_default=True, type=click.FloatRange(0), help="Seconds to wait for workers.")
 @settings_options
-def erase(settings: Settings, user: str, tenant: str, wait: float) -> None:
+def erase(settings: Settings, user: str, tenant: str | None, wait: float) -> None:
     """Remove a user: the history store, every worker's memory, the dead letters that name the user.
 
     First stop asking for the user: a message that comes later brings prefix KV back. Workers confirm in their statuses.
-    Says which topics' retention still holds messages of the user. Exits 1 if a worker did not confirm, or dead letters
-    are left; run it again then. Run one at a time: two at once may write each other's dead letters anew.
+    Says which topics' retention still holds messages of the user. Exits 1 if the store failed, a worker did not
+    confirm, or dead letters are left; run it again then. Run one at a time: two at once may write each other's dead
+    letters anew.
     """
+    from relaygr_stream.errors import HistoryUnavailable
     from relaygr_stream.ops.erase import erase_from_fleet, retained
     from relaygr_stream.telemetry.printable import printable
 
+    whose, store_failed = _tenant(settings, tenant), False
+
     async def run() -> Any:
+        nonlocal store_failed
         if settings.history.store:
             async with _writable(settings) as store:
-                there = await store.erase(user, tenant)
-            click.echo("history store: erased" if there else "history store: it has no history of this user")
+                try:
+                    there = await store.erase(user, whose)
+                    click.echo("history store: erased" if there else "history store: it has no history of this user")
+                except HistoryUnavailable as error:  # workers and dead letters can be erased all the same
+                    store_failed = True
+                    click.echo(f"history store: {error}", err=True)
         else:
             click.echo("history store: none is set (history.store)")
-        return await erase_from_fleet(settings, user, tenant, wait)
+        return await erase_from_fleet(settings, user, whose, wait)
 
     done = asyncio.run(run())
     click.echo(f"workers: {len(done.confirmed)} have dropped the user")
@@ -169,7 +189,7 @@ def erase(settings: Settings, user: str, tenant: str, wait: float) -> None:
     for topic, hours in retained(settings):
         click.echo(f"  {topic}: up to {hours:.3g} h (retention.ms + segment.ms)")
     click.echo("  and until the brokers next look (log.retention.check.interval.ms, 5 minutes by default)")
-    sys.exit(not done.complete)
+    sys.exit(store_failed or not done.complete)
 
 
 def _values(key: str, data: bytes, at: int, rows: int) -> str:

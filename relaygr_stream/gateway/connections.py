@@ -30,7 +30,8 @@ GRACE_S: Final = 0.5
 #: Connections of one tenant, for each of the requests that it may have under way: pools keep as many idle ones, too.
 #: A further one stays a stranger.
 CONNECTIONS_PER_REQUEST: Final = 2
-#: Bytes of a request line with its headers; a token and a user id take some hundred.
+#: Bytes of a request line with its headers; a token and a user id take some hundred. The same of what comes behind a
+#: body in chunks, its trailers.
 MAX_HEAD_BYTES: Final = 16 << 10
 #: A connection without a request is closed after this: longer than the pause between two requests of a pool.
 KEEP_ALIVE_S: Final = 75
@@ -67,12 +68,14 @@ class Connection(HttpToolsProtocol):
         self._tenant: str | None = None  # of the first request with a valid token
         self._read_s = read_s
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._head_bytes = 0
+        self._fields_bytes = 0  # since the last part of a body
         self._in_head = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """asyncio: the head is awaited from now on."""
         super().connection_made(transport)
+        if self.scheme == "http":  # pause_writing is called whenever anything is not taken up; TLS takes 0 for always
+            transport.set_write_buffer_limits(high=0)
         self._arm("head")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -87,24 +90,34 @@ class Connection(HttpToolsProtocol):
             self._tenants.leave(self._tenant)
 
     def data_received(self, data: bytes) -> None:
-        """asyncio: refuse a head that is too long, and do not wait for the rest of a body that nobody reads."""
+        """asyncio: refuse fields that are too long, and do not wait for the rest of a body that nobody reads."""
+        in_body = not self._in_head
         if self._in_head:
             self._arm("head")
-            self._head_bytes += len(data)
-            super().data_received(data)
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        self._fields_bytes += len(data)
+        super().data_received(data)
+        if self._fields_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if self._in_head:
                 self.transport.write(_TOO_LONG)
-                self.transport.close()
-        else:
-            super().data_received(data)
-            if self.cycle.response_complete:  # uvicorn's own timer ended with these data
-                self._arm("head")
+            self.transport.close()
+        if in_body and self.cycle.response_complete:  # uvicorn's own timer ended with these data
+            self._arm("head")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """httptools: a field of the head, or a trailer, which nobody reads."""
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """httptools: the head is here."""
-        self._in_head, self._head_bytes = False, 0
+        self._in_head, self._fields_bytes = False, 0
         self._disarm("head")
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """httptools: a part of a body, whose length the application bounds."""
+        self._fields_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """httptools: what comes next is the head of another request."""
@@ -117,7 +130,7 @@ class Connection(HttpToolsProtocol):
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """asyncio: it took up most of it."""
+        """asyncio: it took up all of it."""
         self._disarm("taking up the answer")
         super().resume_writing()
 

@@ -39,13 +39,20 @@ class SqliteStore(PackedStore):
         self._open: sqlite3.Connection | None = None
 
     async def erase(self, user_id: str, tenant: str = "") -> bool:
-        """As WritableStore.erase. The file's freed pages are overwritten (secure_delete)."""
+        """As WritableStore.erase. The freed pages are overwritten (secure_delete), and the journal is emptied; while
+        other processes read the file for longer than a call waits, it is not, and this raises after the deletion.
+        """
         key = tenant_key(tenant, user_id).encode()
 
         def work(db: sqlite3.Connection) -> bool:
             return db.execute("DELETE FROM histories WHERE user = ?", (key,)).rowcount > 0
 
-        return await self._run(work, "BEGIN IMMEDIATE")
+        erased = await self._run(work, "BEGIN IMMEDIATE")
+        if not await self._run(_emptied, ""):
+            raise HistoryUnavailable(
+                f"{self._path}: the user has no history any more, but the journal is in use and may have its rows"
+            )
+        return erased
 
     async def close(self) -> None:
         """Close the file."""
@@ -79,12 +86,13 @@ class SqliteStore(PackedStore):
         return await self._run(work, "BEGIN IMMEDIATE")
 
     async def _run(self, work: Callable[[sqlite3.Connection], T], begin: str = "BEGIN") -> T:
-        """What `work` returns, in a transaction of its own on the thread."""
+        """What `work` returns, in a transaction of its own on the thread; begin = "": in none."""
 
         def on_thread() -> T:
             try:
                 with self._connection() as db:
-                    db.execute(begin)
+                    if begin:
+                        db.execute(begin)
                     return work(db)
             except sqlite3.Error as error:
                 raise HistoryUnavailable(f"{self._path}: {error}") from error
@@ -99,6 +107,12 @@ class SqliteStore(PackedStore):
             db.execute(_CREATE)
             self._open = db
         return self._open
+
+
+def _emptied(db: sqlite3.Connection) -> bool:
+    """Move the journal into the file and empty it; False: somebody reads it."""
+    (busy, *_), *_ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    return not busy
 
 
 def _head(db: sqlite3.Connection, key: bytes) -> Head | None:

@@ -183,11 +183,7 @@ def load_model(
     """
     if model.factory:
         return _from_factory(model, device, dtype)
-    built_in = (
-        load_checkpoint(checkpoint_folder(model.checkpoint))
-        if model.checkpoint
-        else random_model(_config(model), model.seed)
-    )
+    built_in = load_checkpoint(checkpoint_folder(model.checkpoint)) if model.checkpoint else _random(model)
     _refuse_suffix_with_contextual(built_in, model, relay)
     built_in.place(device, dtype, kernels)
     if dtype != torch.float32:
@@ -202,6 +198,18 @@ def check_tasks(tasks: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(tasks)) != len(tasks):
         raise ConfigError(f"`model.tasks` = {list(tasks)}: a name stands there twice; name each score column once")
     return tasks
+
+
+def _random(model: settings.Model) -> HSTUModel:
+    try:
+        config = _config(model)
+    except ValueError as error:
+        raise ConfigError(f"[model]: {error}") from error
+    try:
+        return random_model(config, model.seed)
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch's words for too much memory
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise ModelError(f"a model of the size in [model] cannot be made: {why}") from error
 
 
 def _config(model: settings.Model) -> HSTUConfig:

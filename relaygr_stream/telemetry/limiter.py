@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-#: At this many kinds of line, the counts that are due are written and dropped, to bound memory.
+#: At this many kinds of line, all counts are written and dropped, to bound memory.
 MAX_KINDS: Final = 256
 
 Write = Callable[..., Any]  # a logger's method: write(event, **fields)
@@ -54,7 +54,7 @@ class LogLimiter:
     def _write(self, write: Write, kind: str, event: str, **fields: Any) -> None:
         now = self._clock()
         if len(self._windows) >= MAX_KINDS:
-            self.flush()
+            self.flush(all_windows=True)
         with self._lock:
             window, over = self._windows.get(kind), None
             if window is None or now >= window.ends:

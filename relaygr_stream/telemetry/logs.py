@@ -172,8 +172,10 @@ class _IntoStructlog(logging.Handler):
                 log.debug(message)
             else:
                 level = min(logging.CRITICAL, record.levelno // 10 * 10)  # structlog supports only the standard levels
-                # Limited by the template: the text names another node or partition each time.
-                self._limiter.limited(partial(log.log, level), f"{record.name}: {record.msg}")(message, **fields)
+                # Limited by the template: the text names another node or partition each time. asyncio's own errors are
+                # no template, but their first line names nothing.
+                kind = str(record.msg).partition("\n")[0]
+                self._limiter.limited(partial(log.log, level), f"{record.name}: {kind}")(message, **fields)
         except Exception:
             self.handleError(record)
 

@@ -1,4 +1,4 @@
-/* Shared by the files of this folder. build.py compiles them once for each kind of number, with that kind's folder. */
+/* Shared by the files of this folder, which CMakeLists.txt compiles once for each kind of number. */
 #ifndef RELAYGR_COMMON_H
 #define RELAYGR_COMMON_H
 

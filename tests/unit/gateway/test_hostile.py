@@ -6,6 +6,7 @@ import asyncio
 import base64
 import http.client
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -54,6 +55,7 @@ async def still_serves(door: OpenDoor) -> bool:
     [
         (b"\x16\x03\x01 not http\r\n\r\n", b"400"),
         (b"GET / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", b"400"),
+        (b"GET http://x HTTP/1.1\r\nhost: x\r\n\r\n", b"400"),
         # Arrives in one read: a connection that is closed with unread bytes is reset, and its answer may be lost.
         (b"GET / HTTP/1.1\r\nx: " + b"y" * 30_000, b"431"),
         (HEAD + b"content-length: 99999999\r\n\r\n", b"413"),
@@ -64,7 +66,7 @@ async def still_serves(door: OpenDoor) -> bool:
         (HEAD + b"content-type: text/plain\r\ncontent-length: 2\r\n\r\n{}", b"415"),
         (b"POST /v1/rank HTTP/1.1\r\nhost: x\r\nauthorization: Bearer \xff\xfe\r\n\r\n", b"401"),
     ],
-    ids=["tls", "negative", "head", "huge", "digits", "chunked", "slow", "gzip", "text", "token"],
+    ids=["tls", "negative", "path", "head", "huge", "digits", "chunked", "slow", "gzip", "text", "token"],
 )
 async def test_what_cannot_be_served_is_refused_and_closed(
     embedded_settings: Kafka, data: bytes, status: bytes
@@ -122,10 +124,55 @@ async def test_slow_heads_and_slow_readers_are_closed(embedded_settings: Kafka) 
         assert await still_serves(door)
 
 
+async def test_what_is_left_of_an_answer_is_not_waited_for(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than a transport's high-water mark of 64 KiB held a connection until the client closed it."""
+    opened: list[asyncio.Transport] = []
+    made = connections.Connection.connection_made
+
+    def noted(connection: connections.Connection, transport: asyncio.Transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        opened.append(transport)
+        made(connection, transport)
+
+    monkeypatch.setattr(connections.Connection, "connection_made", noted)
+    async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=READ_MS) as door:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", door.port))
+            await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+            await until(lambda: opened and opened[0].get_write_buffer_size(), "it does not fit the sockets")
+            assert opened[0].get_write_buffer_size() < 64 << 10
+            await until(lambda: door.count("connections") == 0, "closed")
+        assert await still_serves(door)
+
+
+async def test_trailers_are_bounded_and_dropped(embedded_settings: Kafka, subtests: pytest.Subtests) -> None:
+    """They grew the list of a request's headers without bound, and without a token."""
+    head = b"GET /healthz HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+    async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=60_000.0) as door:
+        for name, trailers in (("many", b"ab:cd\r\n" * 100_000), ("long", b"ab:" + b"x" * 700_000)):
+            with subtests.test(name):
+                async with raw(door) as (reader, writer), asyncio.timeout(30):
+                    writer.write(head)
+                    assert (await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1] == b"200"
+                    writer.write(trailers)
+                    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                        await reader.readexactly(1 << 20)
+        async with raw(door) as (reader, writer), asyncio.timeout(30):
+            writer.write(head + b"ab: cd\r\n\r\n" + b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert (await reader.read()).count(b"HTTP/1.1 200") == 2
+        assert await still_serves(door)
+
+
 CANCEL = f"DELETE /v1/requests/r?user_id=u HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n".encode()
 
 
-async def test_a_body_that_nobody_reads_is_not_waited_for(embedded_settings: Kafka) -> None:
+@pytest.mark.parametrize("rest", [4, 50])
+async def test_a_body_that_nobody_reads_is_not_waited_for(embedded_settings: Kafka, rest: int) -> None:
     """uvicorn ends its timer at further data, and begins none for the rest of the body of an answered request."""
     async with (
         responder_on(embedded_settings),
@@ -135,7 +182,7 @@ async def test_a_body_that_nobody_reads_is_not_waited_for(embedded_settings: Kaf
     ):
         writer.write(CANCEL + b"content-length: 50\r\n\r\n")
         assert (await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1] == b"204"
-        writer.write(b"half")
+        writer.write(b"x" * rest)
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await reader.readexactly(1)
 

@@ -104,6 +104,16 @@ def test_tenants_features_and_the_limit(tmp_path: Path, store: Path) -> None:
     assert read(store, "ann")[1].arrays()[0].tolist() == [7, 8, 9]
 
 
+def test_who_names_no_tenant_means_that_of_the_settings_as_clients_and_workers_do(tmp_path: Path, store: Path) -> None:
+    """It meant "": an import was never found, and an erasure was reported as done while everything stayed."""
+    shop = ("client.tenant=shop",)
+    assert run(store, "import", log(tmp_path / "a.csv", "ann,5,1,2000000000"), settings=shop).exit_code == 0
+    assert run(store, "append", log(tmp_path / "b.csv", "ann,6,1,2000000001"), settings=shop).exit_code == 0
+    assert len(read(store, "ann", "shop")[1]) == 2
+    assert "2 behaviours" in run(store, "show", "ann", settings=shop).output
+    assert run(store, "show", "ann", "--tenant", "", settings=shop).exit_code == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "settings", "said"),
     [

@@ -97,6 +97,14 @@ def test_a_message_with_a_reference_survives_the_wire(message: Any) -> None:
     assert len(data) < 400  # a prefix of 100 behaviours has 1,300 bytes
 
 
+@pytest.mark.parametrize("key", ["", "k" * 73])
+def test_a_column_that_no_receiver_accepts_is_refused_by_its_sender(key: str) -> None:
+    """A gateway accepted it, and each such event became a dead letter."""
+    prefix = msgspec.structs.replace(history(1), columns={key: bytes(4)})
+    with pytest.raises(msgspec.ValidationError):
+        validated(RequestEvent(request_id="r", user_id="u", prefix=prefix, candidates=1))
+
+
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_an_older_reader_refuses_it_by_its_version(message: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "READ_VERSION", 1)

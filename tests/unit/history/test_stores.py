@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 
 from relaygr_stream.errors import ConfigError, HistoryUnavailable, InputError
@@ -170,3 +171,23 @@ def test_a_store_that_is_none_is_a_configuration_error(name: str) -> None:
 
 async def test_both_stores_have_the_protocol(store: object) -> None:
     assert isinstance(store, WritableStore)
+
+
+async def test_an_erased_users_rows_are_on_the_disk_no_more(tmp_path: Path) -> None:
+    """While another process had the file open, its journal and its pages kept them."""
+    file, secret = tmp_path / "histories", 0x5EC2E7
+    store, reader = SqliteStore(file), SqliteStore(file)
+    await store.replace("v", "", history(3))
+    await store.replace("u", "", Behaviours.of([secret] * 50, [1] * 50, list(range(50))))
+    assert (await reader.reference("u")) is not None
+    mark = np.uint32(secret).tobytes() + b"\x01"  # an item and its action
+
+    def on_disk() -> bool:
+        return any(mark in path.read_bytes() for path in tmp_path.iterdir())
+
+    assert on_disk()
+    assert await store.erase("u")
+    assert not on_disk()
+    assert (await reader.reference("v")) is not None
+    for each in (store, reader):
+        await each.close()

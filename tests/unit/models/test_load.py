@@ -46,6 +46,14 @@ def test_the_settings_reach_the_model() -> None:
     assert (config.vocab, config.oov_rows, config.max_positions, config.scale_tokens) == (30, 6, 20, 77)
 
 
+def test_settings_that_exclude_each_other_and_a_model_beyond_memory_are_typed() -> None:
+    """They ended a worker with a traceback, and `relaygr up` started it again for ever."""
+    with pytest.raises(ConfigError, match=r"\[model\]: contextual_seq_len and a bias on relative positions"):
+        load(replace(SMALL, contextual_seq_len=2, relative_positions=4), NO_SUFFIX)
+    with pytest.raises(ModelError, match=r"of the size in \[model\] cannot be made"):
+        load(replace(SMALL, vocab=10**15))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_model_scores_in_the_type_asked_for(dtype: torch.dtype) -> None:
     model, random = load(SMALL, dtype=dtype), np.random.default_rng(0)

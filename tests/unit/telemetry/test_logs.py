@@ -206,3 +206,11 @@ def test_a_closed_stderr_does_not_fail_the_work(monkeypatch: pytest.MonkeyPatch)
     configure_logging(JSON, "worker")
     structlog.get_logger().error("read again")
     assert "read again" in later.getvalue()
+
+
+def test_errors_that_asyncio_reports_are_limited_whatever_task_they_name(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(JSON, "worker")
+    for number in range(50):
+        text = f"Task exception was never retrieved\nfuture: <Task name='Task-{number}'>"
+        logging.getLogger("asyncio").error(text)
+    assert len(lines(capsys)) == 5
