@@ -88,6 +88,7 @@ class Cell:
         guess, step = alike or self._guess(worlds), FIRST_STEP
         if known or self.start is not None:
             guess, step = known[-1] if known else self.start or 0.0, self.tolerance
+            high = max(high, min(guess, self.most_rate))  # a given start is tried, whatever the costs say
         self.searches.append(
             Search(
                 guess=guess,

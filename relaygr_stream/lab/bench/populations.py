@@ -1,6 +1,7 @@
 """The users of probes: one population for each length and revisit ratio of a pipeline.
 
-Modes of a pipeline share populations, as they share the workers' caches; but for `cache` on several workers.
+Modes of a pipeline share populations, as they share the workers' caches. On several workers `cache` has its own, and
+with a log's users each mode that announces nothing.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Populations:
         self._pipeline = pipeline
         self._seed = seed
         self._tell = tell
-        self._known: dict[tuple[int, float, bool], Population] = {}
+        self._known: dict[tuple[int, float, str], Population] = {}
 
     async def get(self, length: int, revisit: float, mode: Mode, world: World) -> Population:
         """The population; if users return, the workers already know the number of users in the options."""
@@ -130,13 +131,15 @@ class Populations:
         elif not mode.keeps:
             revisit = 0.0
         # Delegates hold prefix KV of a relay's users, where `cache` never looks: with several workers it has its own.
-        alone = revisit > 0 and not mode.announce and self._options.workers > 1
+        # So has full inference with a log's users: what it ranks leaves nothing for their returns.
+        alone = mode.name if revisit > 0 and not mode.announce and self._options.workers > 1 else ""
         key = length, revisit, alone
         if key not in self._known:
-            self._known[key] = await self._make(length, revisit, world, alone=alone)
+            self._known[key] = await self._make(length, revisit, world, alone)
         return self._known[key]
 
-    async def _make(self, length: int, revisit: float, world: World, *, alone: bool) -> Population:
+    async def _make(self, length: int, revisit: float, world: World, alone: str) -> Population:
+        """alone: the one mode that plays it; empty: all others."""
         options = self._options
         known = known_users(options.known, length, revisit)
         traffic = GeneratorOptions(
@@ -159,7 +162,7 @@ class Populations:
             seed=self._seed,
         )
         kind = f"{length}.{round(100 * revisit)}"
-        name = f"{self._pipeline.name}.{kind}{'.alone' if alone else ''}"
+        name = f"{self._pipeline.name}.{kind}{f'.{alone}' if alone else ''}"
         hot = Hot(options.hot, self._pipeline.settings.kafka.partitions) if options.hot else None
         population = Population(name, traffic, hot, kind)
         if known:

@@ -109,6 +109,7 @@ async def run_probe(
     after, decided = pipeline.totals(), await pipeline.decisions()
     busy_ms, late_ms = (now - before for now, before in zip(await pipeline.device_ms(), devices, strict=True))
     results = tally.judged()
+    latencies = [_latency_ms(one, judgement) for one in results]
     done = {result.item.request.request_id: result for result in results}
     announced = done.keys() if mode.announce else set()
     admitted = announced & await pipeline.admitted()
@@ -126,10 +127,10 @@ async def run_probe(
         requests=len(results),
         bad=sum(map(tally.is_bad, results)),
         cut_short=tally.hopeless,
-        p50=quantile(latencies := [one.latency_ms for one in results], 0.5),
+        p50=quantile(latencies, 0.5),
         p99=_p99(latencies) or 0.0,
-        p99_short=_p99([one.latency_ms for one in results if not one.item.long]) if population.two_kinds else None,
-        p99_long=_p99([one.latency_ms for one in results if one.item.long]) if population.two_kinds else None,
+        p99_short=_p99_of(results, latencies, long=False) if population.two_kinds else None,
+        p99_long=_p99_of(results, latencies, long=True) if population.two_kinds else None,
         stages={name: Spread.of(values) for name, values in stages.items()},
         stage_means=_means(stages),
         slow_stages=_means(_stages(slow)),
@@ -160,6 +161,16 @@ def _sent(results: Sequence[Result], since: float) -> float | None:
     """The rate at which these requests were due."""
     seconds = max((one.item.at for one in results), default=since) - since
     return len(results) / seconds if seconds > 0 else None
+
+
+def _latency_ms(result: Result, judgement: Judgement) -> float:
+    """Until its scores came; without scores its timeout, even if it was refused sooner."""
+    return result.latency_ms if result.ranking is not None else TIMEOUT_SLOS * judgement.slo_ms
+
+
+def _p99_of(results: Sequence[Result], latencies: Sequence[float], *, long: bool) -> float | None:
+    """Of the users of one kind."""
+    return _p99([ms for one, ms in zip(results, latencies, strict=True) if one.item.long == long])
 
 
 def _p99(latencies: Sequence[float]) -> float | None:

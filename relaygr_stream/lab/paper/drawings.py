@@ -36,7 +36,10 @@ def drawings(curve: Curve, rows: Sequence[Sequence[Any]]) -> Iterable[tuple[str,
     if not curve.drawn:
         return
     values = [None] if curve.x == curve.by else sorted({row[1] for row in rows})
-    words = "Lines: simulated, with the range of the seeds. Dots: measured. Dashed: the oracle queue."
+    words = (
+        "Lines: simulated, with the range of the seeds, or the bracket of one. Dots: measured; hollow: a lower bound. "
+        "Dashed: the oracle queue."
+    )
     turned = []
     x, y = Axis(curve.axis, log=curve.log), Y_WORDS[curve.shown]
     for value in values:
@@ -52,7 +55,7 @@ def drawings(curve: Curve, rows: Sequence[Sequence[Any]]) -> Iterable[tuple[str,
 
 def _turned(one: Series) -> Series:
     """The same with x and y exchanged."""
-    return replace(one, points=[Dot(point.y, point.x) for point in one.points], spread=())
+    return replace(one, points=[replace(point, x=point.y, y=point.x) for point in one.points], spread=())
 
 
 def _series(rows: Sequence[Sequence[Any]], curve: Curve) -> Iterable[Series]:
@@ -61,12 +64,13 @@ def _series(rows: Sequence[Sequence[Any]], curve: Curve) -> Iterable[Series]:
         colour, name = COLOURS.get(mode, "#1f2933"), f"{mode}, of DRAM" if what == "dram" else mode
         known = [row for row in mine if row[5] is not None]
         simulated, measured = ([row for row in known if row[3] == where] for where in ("simulated", "fleet"))
-        spread = [(row[0], row[6], row[7]) for row in known if row[7] != inf]
+        spread = [(row[0], row[6], row[7]) for row in simulated if row[7] != inf]
         yield Series(
             name, colour, [Dot(row[0], row[5]) for row in simulated], dots=False, spread=spread, dashed=what == "dram"
         )
         if measured:
-            yield Series(f"{name}, measured", colour, [Dot(row[0], row[5]) for row in measured], lines=False)
+            dots = [Dot(row[0], row[5], hollow=not row[9]) for row in measured]
+            yield Series(f"{name}, measured", colour, dots, lines=False)
         if curve.shown == "rate":
             bounds = {row[0]: row[8] for row in mine if row[8]}
             yield Series(

@@ -29,20 +29,22 @@ WARM_UP_SLOS: Final = 6.0
 LEAST_WARM_UP_S: Final = 1.0
 #: Undilated seconds that users return before the first probe: over as long, workers and triggers average their load.
 SETTLE_S: Final = 1.0
-#: For estimates: the start of a fleet; a probe beside its requests; probes of a search that begins near its end.
+#: For estimates: the start of a fleet; the end of a probe; probes of a search that begins near its end.
 START_S: Final = 20.0
-BESIDE_S: Final = 3.0
+END_S: Final = 3.0
 PROBES: Final = 2.3
 
 
-def seconds_for(options: PaperOptions, rates: Sequence[float], factor: int, *, once: bool) -> float:
-    """Seconds that a setup will take. rates: of its modes, dilated by this factor. once: one probe each, no search."""
-    probes = 1.0 if once else PROBES
-    return (
-        START_S
-        + factor * SETTLE_S
-        + sum(probes * (max(options.least_s, options.samples / rate) + BESIDE_S) for rate in rates)
-    )
+def seconds_for(setup: Setup, options: PaperOptions, rates: Sequence[float], factor: int, slo_ms: float) -> float:
+    """Seconds that a setup will take. rates: of its modes, dilated by this factor. slo_ms: undilated."""
+    probes = 1.0 if setup.load else PROBES
+    beside = _warm_up_s(factor, slo_ms) + factor * setup.delay_ms / 1e3 + END_S
+    judged = [max(options.least_s, options.samples / rate) for rate in rates]
+    return START_S + factor * SETTLE_S + sum(probes * (each + beside) for each in judged)
+
+
+def _warm_up_s(factor: int, slo_ms: float) -> float:
+    return max(LEAST_WARM_UP_S, WARM_UP_SLOS * factor * slo_ms / 1e3)
 
 
 async def measure(
@@ -56,8 +58,13 @@ async def measure(
     repeat: int,
     budget_s: float,
     progress: Progress,
+    *,
+    whole: bool,
 ) -> list[Outcome | None]:
-    """An outcome for each mode; None: no probe counts. rates: of the first probes, undilated. Raises RelayError."""
+    """An outcome for each mode; None: no probe counts, or a search was not ended and `whole` ones are asked for.
+
+    rates: of the first probes, undilated. Raises RelayError.
+    """
     slo_ms = settings.relay.slo_ms
     asked = SloOptions(
         preset="paper",
@@ -82,7 +89,7 @@ async def measure(
         least_s=options.least_s,
         stages=options.stages,
         settle_s=max(SloOptions.settle_s, factor * SETTLE_S),
-        warm_up_s=max(LEAST_WARM_UP_S, WARM_UP_SLOS * factor * slo_ms / 1e3),
+        warm_up_s=_warm_up_s(factor, slo_ms),
         tolerance=options.tolerance,
         repeats=1,
         budget_s=budget_s,
@@ -98,7 +105,16 @@ async def measure(
     bench = Bench(asked, setup.settings(settings), progress, fleet)
     await bench.run()
     by_mode = {cell.mode.name: cell for cell in bench.cells}
-    return [_outcome(bench, by_mode[mode.name], setup, repeat, factor, rates[mode.name]) for mode in modes]
+    cells = [by_mode[mode.name] for mode in modes]
+    return [
+        None if whole and not ended(cell) else _outcome(bench, cell, setup, repeat, factor, rates[cell.mode.name])
+        for cell in cells
+    ]
+
+
+def ended(cell: Cell) -> bool:
+    """Whether the cell's search came to its end."""
+    return bool(cell.probes) and cell.next() is None
 
 
 def _outcome(bench: Bench, cell: Cell, setup: Setup, repeat: int, factor: int, given: float) -> Outcome | None:

@@ -58,7 +58,8 @@ def make_report(
 
 
 def _rows(curve: Curve, known: Sequence[Point]) -> list[list[Any]]:
-    """[x, value of curve.by, mode, where, what, median, least, greatest, oracle] of each point; two of one of hits."""
+    """[x, value of curve.by, mode, where, what, median, least, greatest, oracle, settled] of each point; two of one of
+    hits."""
     shown = {"hits": ("hits", "dram")}.get(curve.shown, (curve.shown,))
     rows = []
     for step in curve.steps:
@@ -69,7 +70,7 @@ def _rows(curve: Curve, known: Sequence[Point]) -> list[list[Any]]:
             x, by = getattr(one.setup, curve.x), getattr(one.setup, curve.by)
             for what in shown:
                 value = one.shown(what) or (None, None, None)
-                rows.append([x, by, one.mode, one.where, what, *value, one.oracle])
+                rows.append([x, by, one.mode, one.where, what, *value, one.oracle, one.settled])
     return rows
 
 

@@ -38,8 +38,8 @@ from relaygr_stream.settings.schema import Kafka, Settings
 SLOWEST: Final = 1.6
 #: Nothing is simulated where the oracle allows fewer dilated requests a second.
 FEWEST: Final = 0.5
-#: A setup may take this multiple of the time that is expected of it.
-GENEROUS: Final = 1.8
+#: A setup may take this multiple of the time that is expected of it: seven probes of a search.
+GENEROUS: Final = 3.0
 #: The longest prefix of a run may grow by so many tokens.
 ROOM_TO_GROW: Final = 512
 #: A fleet that did not start is started once more: six processes share two cores.
@@ -230,11 +230,13 @@ class Paper:
             return
         words = f"{setup.words}: {', '.join(mode.name for mode in modes)}"
         dilated = [rates[mode.name] / factor for mode in modes]
-        needed_s = seconds_for(self.options, dilated, factor, once=bool(setup.load))
+        needed_s = seconds_for(setup, self.options, dilated, factor, settings.relay.slo_ms)
         if needed_s > self.left_s:
             self.left_out.append(f"{words}: no time was left")
             return
         self.progress.say(f"{self.wall_s:5.0f} s  {number} of {of}: {words}; time dilated {factor} times")
+        # A search that the run's end breaks off is left to the next run; one that takes too long would not end there.
+        breaks = self.left_s < GENEROUS * needed_s
         for attempt in range(1, STARTS + 1):
             prefix = f"{kafka.prefix}{repeat}.{number}.{attempt}."
             own = msgspec.structs.replace(kafka, prefix=prefix, partitions=0)
@@ -242,7 +244,7 @@ class Paper:
                 outcomes = await measure(
                     setup, modes, self.options, msgspec.structs.replace(settings, kafka=own), costs, factor,
                     {mode.name: rates[mode.name] for mode in modes}, repeat,
-                    min(self.left_s, GENEROUS * needed_s), self.progress,
+                    min(self.left_s, GENEROUS * needed_s), self.progress, whole=breaks,
                 )  # fmt: skip
                 break
             except RelayError as error:
@@ -252,7 +254,7 @@ class Paper:
                     return
         for mode, outcome in zip(modes, outcomes, strict=True):
             if outcome is None:
-                self.left_out.append(f"{setup.words}: {mode.name}: no probe counts: no time, or late devices")
+                self.left_out.append(f"{setup.words}: {mode.name}: no time for the whole search, or late devices")
             else:
                 self.record.add(msgspec.structs.replace(outcome, oracle=self.oracle(setup, mode)))
 

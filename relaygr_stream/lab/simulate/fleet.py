@@ -109,6 +109,7 @@ class Fleet:
         forward_seed = int(self._rng.integers(2**31))
         self._peers = Peers(settings, list(self._by_name), count, self.timeline.clock, forward_seed)
         self._routes = Routes(scenario.route, forward_seed)
+        self._announces_at = 0.0  # when the client sends the events that it has gathered
         self._sequence = np.zeros((1, settings.relay.max_prefix_tokens), np.int8)
         self._suffix = self._tokens(scenario.traffic.suffix)
         self._candidates = np.zeros(scenario.traffic.candidates, np.int64)
@@ -145,7 +146,7 @@ class Fleet:
             self.timeline.at(self.start + arrival.at, partial(self._event, arrival, until))
 
     def _event(self, arrival: Arrival, until: float, now: float) -> None:
-        """A client publishes its request event."""
+        """A request begins: its event is gathered, its ranking comes later."""
         self._next_event(until)
         request = Request(
             len(self.requests), now, self.start + arrival.rank_at, arrival.user, arrival.life, arrival.lane,
@@ -153,8 +154,14 @@ class Fleet:
         )  # fmt: skip
         self.requests.append(request)
         if self._scenario.mode == "relay":
-            self.timeline.at(self.lanes[arrival.lane].paths.to_trigger.arrival(now), partial(self._decide, request))
+            if now >= self._announces_at:  # as one client's: events wait for each other
+                self._announces_at = now + self._settings.client.announce_linger_ms / 1e3
+            self.timeline.at(self._announces_at, partial(self._announce, request))
         self.timeline.at(request.rank_at, partial(self._rank, request))
+
+    def _announce(self, request: Request, now: float) -> None:
+        """The client hands a request event to the broker."""
+        self.timeline.at(self.lanes[request.lane].paths.to_trigger.arrival(now), partial(self._decide, request))
 
     def _decide(self, request: Request, now: float) -> None:
         pending = self._trigger.consider(request, now)
@@ -209,7 +216,7 @@ class Fleet:
             request.user_id,
             lane,
             self._tokens(request.prefix),
-            due=now + max(0.0, self._scenario.traffic.delay.median_ms / 1e3 - age),
+            due=max(now, request.at + self._scenario.traffic.delay.median_ms / 1e3),
             expires=now + self._settings.relay.life_window_ms / 1e3 - age,
             arrived=now,
         )

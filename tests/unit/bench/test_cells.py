@@ -45,6 +45,13 @@ def test_no_length_is_probed_twice(longest: int, carried: int, last: int) -> Non
     assert cell.settled is (carried < longest)
 
 
+def test_a_rate_that_is_given_is_tried_whatever_the_costs_say() -> None:
+    """Beyond one and a half times a baseline's own capacity less was sent than the report said."""
+    cell = Cell("rate", RELAY, 0.5, 512, 1.2, start=1e4, most=1)
+    cell.begin_search([WORLD])
+    assert cell.next() == (512, 1e4)
+
+
 @pytest.mark.parametrize("most_rate", [0.7, 5.0])
 def test_no_search_goes_beyond_the_most_rate_or_the_most_probes(most_rate: float) -> None:
     cell = Cell("rate", RELAY, 0.5, 512, 1.2, start=1e6, most=3, most_rate=most_rate)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from relaygr_stream.lab.bench import populations
-from relaygr_stream.lab.bench.modes import CACHE, FULL, RELAY
+from relaygr_stream.lab.bench.modes import CACHE, FULL, FULL_ANY, FULL_LANE, RELAY
 from relaygr_stream.lab.bench.options import SloOptions
 from relaygr_stream.lab.bench.populations import Hot, Population, Populations
-from relaygr_stream.lab.workload.arrivals import read_arrivals
+from relaygr_stream.lab.workload.arrivals import ArrivalLog, read_arrivals
 from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.lab.workload.items import StageDelay, WorkItem
 from relaygr_stream.lab.workload.traffic import Mix
@@ -115,6 +115,23 @@ async def test_on_several_workers_cache_has_users_of_its_own_who_are_not_announc
     assert relay.name != cache.name or workers == 1
     assert announced == [True, True, *([False, False] if workers > 1 else [])]
     assert await made.get(64, 0.5, FULL, WORLD) is await made.get(64, 0.0, RELAY, WORLD)
+
+
+async def test_with_a_logs_users_each_mode_that_announces_nothing_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full inference leaves nothing for returns: those of `cache` behind it were misses."""
+
+    async def drive(*anything: object, **more: object) -> None:
+        """Nothing is sent."""
+
+    monkeypatch.setattr(populations, "drive", drive)
+    log = ArrivalLog("log", np.arange(400.0), np.arange(400) % 40)
+    asked = SloOptions(
+        preset="quick", length=64, samples=100, tolerance=1.2, repeats=1, budget_s=60.0, workers=4, arrivals=log
+    )
+    pipeline = SimpleNamespace(name="p", client=None, settings=load_settings([], {}).settings)
+    made = Populations(asked, cast(Any, pipeline), 7, lambda line: None)
+    of = [await made.get(64, 0.5, mode, WORLD) for mode in (RELAY, CACHE, FULL_LANE, FULL_ANY)]
+    assert len({each.name for each in of}) == 4
 
 
 def test_short_and_long_users_are_told_apart() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.lab.bench.populations import Population
-from relaygr_stream.lab.bench.probe import Judgement, _sent, _Staged, _Tally, direct
+from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS, Judgement, _latency_ms, _sent, _Staged, _Tally, direct
 from relaygr_stream.lab.bench.statistics import STAGES_AT_MOST, passes
 from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.items import WorkItem
@@ -121,3 +121,11 @@ def test_the_bus_is_judged_by_what_went_straight_to_its_worker() -> None:
             for why in ("admitted", "delegated", "", "over_load")]  # fmt: skip
     none = replace(some[0], ranking=None)
     assert direct([*some, none]) == [some[0], *some[2:]]
+
+
+def test_a_request_without_scores_counts_as_its_timeout_however_soon_it_was_refused() -> None:
+    """Baselines beyond saturation, whose workers refuse early, seemed quicker than they were."""
+    item = next(iter(staged()))
+    refused = replace(result(item, 12.0), ranking=None)
+    assert _latency_ms(refused, JUDGEMENT) == TIMEOUT_SLOS * JUDGEMENT.slo_ms
+    assert _latency_ms(result(item, 12.0), JUDGEMENT) == 12.0

@@ -98,7 +98,7 @@ async def test_a_fleet_plays_the_log_and_searches_no_lengths(tmp_path: Path, mon
     for setup in (LOGGED, POISSON):
         with pytest.raises(InterruptedError):
             await measured.measure(
-                setup, [RELAY], run.options, SETTINGS, COSTS, 6, {"relay": 100.0}, 0, 60.0, run.progress
+                setup, [RELAY], run.options, SETTINGS, COSTS, 6, {"relay": 100.0}, 0, 60.0, run.progress, whole=False
             )
     assert [options.arrivals for options in asked] == [LOG, None]
     assert asked[0].rate_cells() == [(RELAY, LOG.returns)]

@@ -8,18 +8,21 @@ import msgspec
 import pytest
 
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.lab.bench.cells import Cell
 from relaygr_stream.lab.bench.dilation import DILATED, Fleet, dilated
 from relaygr_stream.lab.bench.lengths import costs_named
 from relaygr_stream.lab.bench.modes import FLEET_MODES, RELAY, apply_mode, grouped
 from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
 from relaygr_stream.lab.emulate.process import FACTORY
 from relaygr_stream.lab.paper import simulated
+from relaygr_stream.lab.paper.measured import ended
 from relaygr_stream.lab.paper.plan import REGIMES, curves, steps
 from relaygr_stream.lab.paper.results import COMPLETE_FILES, RUN_FILES, Outcome, Record, points
 from relaygr_stream.lab.paper.setup import GRID, HEADLINE, MOST_RATE, Setup, factor_for
 from relaygr_stream.lab.simulate.scenario import Group, Scenario
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
+from tests.unit.bench.reports import WORLD, probe
 from tests.unit.paper.test_judge import outcome
 
 
@@ -229,3 +232,14 @@ def test_points_join_the_repeats() -> None:
     assert (point.value, point.interval) == (11.0, (10.0, 12.0))
     (single,) = points([made])
     assert single.interval == pytest.approx((12.0, 13.2))
+
+
+def test_a_search_that_time_broke_off_is_no_whole_one() -> None:
+    """It counted as known in every later run, and its lower bound as the value."""
+    cell = Cell("rate", RELAY, 0.5, 512, 1.1, start=100.0)
+    cell.begin_search([WORLD])
+    assert not ended(cell)
+    cell.record(probe(RELAY, 100.0, passed=True))
+    assert not ended(cell)
+    cell.record(probe(RELAY, 110.0, passed=False))
+    assert ended(cell)
