@@ -21,6 +21,8 @@ from relaygr_stream.lab.workload.traffic import Mix, Spread, Tide, Traffic
 
 #: Sigma of the log-normal head start.
 DELAY_SIGMA: Final = 0.1
+#: Timeout of a ranking, in SLOs, unless asked for otherwise: long enough to measure how late a late one is.
+TIMEOUT_SLOS: Final = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,7 @@ class SloOptions:
     out: Path = Path("out/slo")
     starts: Mapping[str, float] = field(default_factory=dict)  # mode → rate at which its search starts, where known
     most_probes: int = 12  # of a search
+    timeout_slos: float = TIMEOUT_SLOS  # of a ranking
     most_rate: float = math.inf  # no probe exceeds it
     whole: bool = False  # probes run to their end, whatever the verdict: their P99 is then no lower bound
     shared_broker: bool = False  # the cluster at kafka.bootstrap is this run's own, on this machine

@@ -23,6 +23,7 @@ import numpy as np
 from relaygr_stream.client import Ranking
 from relaygr_stream.lab.bench.interference import CpuTimes
 from relaygr_stream.lab.bench.modes import Mode
+from relaygr_stream.lab.bench.options import TIMEOUT_SLOS
 from relaygr_stream.lab.bench.pipeline import Pipeline
 from relaygr_stream.lab.bench.populations import Population
 from relaygr_stream.lab.bench.results import DEVICE_WORK, STAGES, Probe, Spread
@@ -32,8 +33,6 @@ from relaygr_stream.lab.workload.driver import Result, drive
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.wire.messages import MISSES
 
-#: Timeout of a ranking, in SLOs: long enough to measure how late a late one is.
-TIMEOUT_SLOS: Final = 8.0
 #: One in this many answers, the slowest, is examined to find the causes of slowness.
 SLOW: Final = 20
 
@@ -48,6 +47,7 @@ class Judgement:
     warm_up_s: float
     stages: int = STAGES_AT_MOST  # a probe that would fail by a few goes on for so many stages in all
     whole: bool = False  # a probe that can no longer pass goes on, too
+    timeout_slos: float = TIMEOUT_SLOS  # of a ranking: workers refuse what would be late by it
     period_s: float = 0.0  # of a tide: a stage has whole periods, so that its mean rate is the one that is stated
 
     def seconds(self, rate: float) -> float:
@@ -99,7 +99,7 @@ async def run_probe(
             traffic,
             mode=mode.request,
             announce=mode.announce,
-            timeout=TIMEOUT_SLOS * judgement.slo_ms / 1e3,
+            timeout=judgement.timeout_slos * judgement.slo_ms / 1e3,
             on_result=tally,
             stop=tally.decided,
         )
@@ -165,7 +165,7 @@ def _sent(results: Sequence[Result], since: float) -> float | None:
 
 def _latency_ms(result: Result, judgement: Judgement) -> float:
     """Until its scores came; without scores its timeout, even if it was refused sooner."""
-    return result.latency_ms if result.ranking is not None else TIMEOUT_SLOS * judgement.slo_ms
+    return result.latency_ms if result.ranking is not None else judgement.timeout_slos * judgement.slo_ms
 
 
 def _p99_of(results: Sequence[Result], latencies: Sequence[float], *, long: bool) -> float | None:

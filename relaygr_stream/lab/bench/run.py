@@ -260,6 +260,7 @@ class Bench:
             options.warm_up_s,
             options.stages,
             options.whole,
+            options.timeout_slos,
             0.0 if options.tide is None else options.tide.period_s,
         )
 

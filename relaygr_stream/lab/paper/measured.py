@@ -98,6 +98,7 @@ async def measure(
         starts={name: rate / factor for name, rate in rates.items()},
         most_rate=math.inf if setup.real else MOST_RATE,
         most_probes=1 if setup.load else SloOptions.most_probes,
+        timeout_slos=setup.timeout,
         whole=bool(setup.load),
         shared_broker=True,
     )

@@ -37,6 +37,9 @@ AT_LOADS: Final = tuple(Setup(load=load) for load in (0.8, 1.0, 1.1, 1.25))
 #: Those of them that a fleet is measured at, too: beyond what the relay without delegates carries, where it is
 #: compared with them; and beyond what any mode carries, where each is looked at.
 HIGH, OVERLOAD = Setup(load=1.1), Setup(load=1.25)
+#: Where callers wait no longer than the SLO, and workers refuse or pass on what would be late by that.
+IN_TIME: Final = OVERLOAD.at(timeout=1.0)
+TIMEOUTS: Final = (1.0, 1.5, 2.0, 4.0, 8.0)
 
 USUAL: Final = (RELAY, FULL_ANY, FULL_LANE, CACHE)  # in the order of turns, for when time runs out
 TWO: Final = (FULL_ANY, RELAY)
@@ -124,6 +127,7 @@ def curves(quick: bool, arrivals: ArrivalLog | None = None) -> tuple[Curve, ...]
         _dram(),
         _parts(tuple(REGIMES.values()), fleet=True),
         _modes(),
+        _timeouts(),
         _over("revisit", "Revisit ratio", "share of returns", (0.0, 0.25, 0.5, 0.75, 0.9, 0.95), (0.25, 0.75)),
         _over("delay_ms", "Head start", "ms", heads, (20.0, 80.0, 300.0)),
         _over("candidates", "Candidates", "candidates", candidates, (128, 512, 2048), log=True),
@@ -168,9 +172,16 @@ def _parts(regimes: Sequence[Setup], *, fleet: bool) -> Curve:
 
 
 def _modes() -> Curve:
-    steps = [Step(setup, FLEET_MODES) for setup in AT_LOADS]
+    steps = [Step(setup, FLEET_MODES) for setup in (*AT_LOADS, IN_TIME)]
     steps += [Step(HIGH, (RELAY, UNDELEGATED, EVERYTHING), "fleet"), Step(OVERLOAD, FLEET_MODES, "fleet")]
+    steps += [Step(IN_TIME, (RELAY, CACHE), "fleet")]
     return Curve("modes", "Each mode at and beyond saturation", "load", "load", tuple(steps), "p99", drawn=False)
+
+
+def _timeouts() -> Curve:
+    steps = [Step(Setup(timeout=timeout), USUAL) for timeout in TIMEOUTS]
+    steps += [Step(Setup(timeout=1.0), USUAL, "fleet")]
+    return Curve("timeout", "How long callers wait", "timeout of a ranking, SLOs", "timeout", tuple(steps), log=True)
 
 
 def logged_setups(log: ArrivalLog) -> tuple[Setup, Setup]:

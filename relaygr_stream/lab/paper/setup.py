@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, Self
 import msgspec
 
 from relaygr_stream.lab.bench.lengths import grid_length
+from relaygr_stream.lab.bench.options import TIMEOUT_SLOS
 from relaygr_stream.lab.bench.oracle import Shape
 from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.lab.workload.traffic import Mix
@@ -49,6 +50,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     known: users with 512 tokens that it knows before it is measured, fewer if longer. long: share of the users who have
     the length; the others are short. hot: share of the users on one lane. layers, width: × those of the cost file.
+    timeout: of a ranking, in SLOs: workers refuse what would be late by it.
     load: the probe's rate as a share of the oracle's largest for the relay; 0: the largest rate is searched.
     arrivals: the log whose times, and users if it has them, the requests have; "": Poisson.
     real: on the engine of this machine, with its own memory and undilated, not on emulated devices.
@@ -68,6 +70,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dram_gib: int = 256
     layers: float = 1.0
     width: float = 1.0
+    timeout: float = TIMEOUT_SLOS
     load: float = 0.0
     arrivals: str = ""
     real: bool = False
@@ -131,6 +134,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 ("dram_gib", f"{self.dram_gib} GiB DRAM"),
                 ("layers", f"{self.layers:g} × layers"),
                 ("width", f"{self.width:g} × width"),
+                ("timeout", f"timeouts of {self.timeout:g} SLO{'s' * (self.timeout != 1)}"),
                 ("load", f"load {self.load:.0%}"),
                 ("arrivals", f"arrivals of {self.arrivals}"),
                 ("real", "the real engine"),

@@ -15,7 +15,6 @@ from relaygr_stream.lab.bench.dilation import dilated
 from relaygr_stream.lab.bench.modes import Mode, apply_mode
 from relaygr_stream.lab.bench.options import DELAY_SIGMA
 from relaygr_stream.lab.bench.populations import known_users
-from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
 from relaygr_stream.lab.bench.run import LANES_PER_WORKER
 from relaygr_stream.lab.bench.search import Search
 from relaygr_stream.lab.paper.results import SIGNALS, Outcome
@@ -128,7 +127,7 @@ class Simulation:
             delay=StageDelay(factor * setup.delay_ms, DELAY_SIGMA),
         )
         mode, asked = self.mode, setup.settings(self.settings)
-        client = msgspec.structs.replace(asked.client, timeout_ms=TIMEOUT_SLOS * slo_ms)  # as a probe's rankings
+        client = msgspec.structs.replace(asked.client, timeout_ms=setup.timeout * slo_ms)  # as a probe's rankings
         scenario = Scenario(
             settings=dilated(apply_mode(mode, msgspec.structs.replace(asked, client=client)), factor),
             costs=setup.costs(self.costs).dilated(factor),
@@ -181,5 +180,5 @@ class Simulation:
 
     def _p99(self, latencies_ms: Floats) -> float | None:
         """Undilated; a request without scores counts as its timeout, as in a probe. None: no request."""
-        most = TIMEOUT_SLOS * self.settings.relay.slo_ms
+        most = self.setup.timeout * self.settings.relay.slo_ms
         return min(most, percentile(latencies_ms, 0.99) / self.factor) if len(latencies_ms) else None

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from relaygr_stream.lab.bench.modes import ABLATIONS, BASELINES, FLEET_MODES, RELAY
-from relaygr_stream.lab.paper.plan import ANCHORS_WORDS, AT_LOADS, REGIMES, Curve, Shown
+from relaygr_stream.lab.paper.plan import ANCHORS_WORDS, AT_LOADS, IN_TIME, REGIMES, Curve, Shown
 from relaygr_stream.lab.paper.readings import PLACES, find, in_both
 from relaygr_stream.lab.paper.results import TIERS, PaperReport, Point
 from relaygr_stream.lab.workload.report import HIT_WORDS
@@ -110,11 +110,11 @@ MODES_COLUMNS: Final = (
 def modes_rows(report: PaperReport) -> list[tuple[str, ...]]:
     """One row for each mode at and beyond saturation, as in MODES_COLUMNS."""
     order = [mode.name for mode in FLEET_MODES]
-    some = [one for one in report.points if one.setup in AT_LOADS]
+    some = [one for one in report.points if one.setup in (*AT_LOADS, IN_TIME)]
     return [
         (
             one.mode,
-            f"{one.setup.load:.0%}",
+            f"{one.setup.load:.0%}{', timeouts of an SLO' * (one.setup == IN_TIME)}",
             one.where,
             f"{median(one.within):.1%}" if one.within else "",
             f"{median(one.p99_ms):,.1f}" if one.p99_ms else "",

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.lab.bench.options import TIMEOUT_SLOS
 from relaygr_stream.lab.bench.populations import Population
-from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS, Judgement, _latency_ms, _sent, _Staged, _Tally, direct
+from relaygr_stream.lab.bench.probe import Judgement, _latency_ms, _sent, _Staged, _Tally, direct
 from relaygr_stream.lab.bench.statistics import STAGES_AT_MOST, passes
 from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.lab.workload.items import WorkItem

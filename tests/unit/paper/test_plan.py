@@ -12,7 +12,7 @@ from relaygr_stream.lab.bench.cells import Cell
 from relaygr_stream.lab.bench.dilation import DILATED, Fleet, dilated
 from relaygr_stream.lab.bench.lengths import costs_named
 from relaygr_stream.lab.bench.modes import FLEET_MODES, RELAY, apply_mode, grouped
-from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
+from relaygr_stream.lab.bench.options import TIMEOUT_SLOS
 from relaygr_stream.lab.emulate.process import FACTORY
 from relaygr_stream.lab.paper import simulated
 from relaygr_stream.lab.paper.measured import ended

@@ -10,8 +10,8 @@ import pytest
 
 from relaygr_stream.lab.bench.lengths import costs_named
 from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
+from relaygr_stream.lab.bench.options import TIMEOUT_SLOS
 from relaygr_stream.lab.bench.oracle import largest_rate
-from relaygr_stream.lab.bench.probe import TIMEOUT_SLOS
 from relaygr_stream.lab.bench.progress import Progress
 from relaygr_stream.lab.paper import simulated
 from relaygr_stream.lab.paper.plan import PaperOptions, curves
