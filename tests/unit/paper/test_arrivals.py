@@ -95,12 +95,13 @@ async def test_a_fleet_plays_the_log_and_searches_no_lengths(tmp_path: Path, mon
 
     monkeypatch.setattr(measured, "Bench", Bench)
     run = paper(tmp_path)
-    for setup in (LOGGED, POISSON):
+    for setup in (LOGGED, POISSON.at(timeout=1.0)):
         with pytest.raises(InterruptedError):
             await measured.measure(
                 setup, [RELAY], run.options, SETTINGS, COSTS, 6, {"relay": 100.0}, 0, 60.0, run.progress, whole=False
             )
     assert [options.arrivals for options in asked] == [LOG, None]
+    assert [options.timeout_slos for options in asked] == [8.0, 1.0]
     assert asked[0].rate_cells() == [(RELAY, LOG.returns)]
     assert asked[0].length_cells() == []
 

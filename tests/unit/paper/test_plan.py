@@ -66,7 +66,8 @@ def test_quick_measures_the_headline() -> None:
         assert {"relay", "full-any", "full-lane"} == {mode.name for mode in step.modes}
 
 
-def test_a_simulated_ranking_has_the_timeout_of_a_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("timeout", [1.0, TIMEOUT_SLOS])
+def test_a_simulated_ranking_has_the_timeout_of_its_setup(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
     seen: list[Scenario] = []
 
     def run_group(scenario: Scenario, group: Group) -> None:
@@ -77,14 +78,14 @@ def test_a_simulated_ranking_has_the_timeout_of_a_measured_one(monkeypatch: pyte
     monkeypatch.setattr(simulated, "run_group", run_group)
     settings, costs = load_settings(["fleet"], {}).settings, costs_named("npu")
     with pytest.raises(InterruptedError):
-        simulated.Simulation(Setup(load=0.5), RELAY, 0, 7, costs, settings, 6, 340.0, 340.0).run()
-    assert seen[0].settings.client.timeout_ms == TIMEOUT_SLOS * 6 * settings.relay.slo_ms
+        simulated.Simulation(Setup(load=0.5, timeout=timeout), RELAY, 0, 7, costs, settings, 6, 340.0, 340.0).run()
+    assert seen[0].settings.client.timeout_ms == timeout * 6 * settings.relay.slo_ms
 
 
 def test_a_setup_says_what_is_unusual_of_it() -> None:
     assert Setup().words == "1 × length, revisit 50%"
-    assert Setup(share=2, hot=0.3, layers=0.5, load=0.8).words == (
-        "2 × length, revisit 50%, 30% on one lane, 0.5 × layers, load 80%"
+    assert Setup(share=2, hot=0.3, layers=0.5, timeout=1.0, load=0.8).words == (
+        "2 × length, revisit 50%, 30% on one lane, 0.5 × layers, timeouts of 1 SLO, load 80%"
     )
     assert Setup().at(workers=2.0) == Setup(workers=2)
 
