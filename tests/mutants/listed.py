@@ -194,6 +194,45 @@ MUTANTS: Final = (
     Mutant(
         "worker/delegates.py", "if request_key in self._answered_here:", "if False:", "worker/test_delegating_owner"
     ),
+    Mutant("trigger/signals.py", " and not too_large", "", "trigger/test_delegated_signals"),
+    Mutant(
+        "trigger/signals.py",
+        "if signals and producer.broker_of(topic, self._lane) == NO_LEADER:",
+        "if False:",
+        "trigger/test_delegated_signals",
+    ),
+    # what rankings wait for, and what failures cost
+    Mutant("worker/device.py", "while inbox and clock() <= until:", "while inbox:", "worker/test_device"),
+    Mutant("engine/prefill.py", "if job is not None and due < job.due:", "if False:", "engine/test_core_signals"),
+    Mutant(
+        "engine/rankings.py",
+        "min(self._executor.failed_in_a_row, failed + 1)",
+        "self._executor.failed_in_a_row",
+        "engine/test_core_failures",
+    ),
+    Mutant("engine/rankings.py", "_charge(task, ms / len(batch))", "pass", "engine/test_core_failures"),
+    # erasures and tombstones
+    Mutant(
+        "cache/prefix_cache.py",
+        "for entry in self._table.everyone() if entry.user_id in users",
+        "for entry in self._table.everyone() if entry.user_id in users and not entry.retired",
+        "engine/test_core",
+    ),
+    Mutant(
+        "cli/history.py",
+        "return settings.client.tenant if given is None else given",
+        'return given or ""',
+        "history/test_commands",
+    ),
+    Mutant("history/sqlite_store.py", "wal_checkpoint(TRUNCATE)", "wal_checkpoint(PASSIVE)", "history/test_stores"),
+    Mutant(
+        "wire/worker_status.py",
+        "return tombstone.incarnation == status.incarnation",
+        "return True",
+        "status/test_overview",
+    ),
+    Mutant("ops/status/overview.py", "                self.reader.verify(record)\n", "", "status/test_overview"),
+    Mutant("gateway/connections.py", "transport.set_write_buffer_limits(high=0)", "pass", "gateway/test_hostile"),
     # worker: in time or not, room or not
     Mutant("engine/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "engine/test_overload"),
     Mutant("engine/forecast.py", "self._saved_ms > PAYS_FROM *", "self._saved_ms > 0 *", "engine/test_batching"),
