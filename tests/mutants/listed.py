@@ -232,7 +232,6 @@ MUTANTS: Final = (
         "status/test_overview",
     ),
     Mutant("ops/status/overview.py", "                self.reader.verify(record)\n", "", "status/test_overview"),
-    Mutant("gateway/connections.py", "transport.set_write_buffer_limits(high=0)", "pass", "gateway/test_hostile"),
     # worker: in time or not, room or not
     Mutant("engine/forecast.py", "if 0.0 <= spare < own:", "if spare < own:", "engine/test_overload"),
     Mutant("engine/forecast.py", "self._saved_ms > PAYS_FROM *", "self._saved_ms > 0 *", "engine/test_batching"),
