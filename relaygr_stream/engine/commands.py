@@ -93,9 +93,7 @@ class RankTask(Keys):
     account: Account = UNBOOKED  # the client's books, once it was admitted
     cost_ms: float = 0.0  # device time, predicted when it came
     infers: bool = False  # some of that is inference of its prefix
-    waited_s: float = (
-        0.0  # seconds since its arrival in which it waited for its history, or for another worker's broker
-    )
+    waited_s: float = 0.0  # seconds since its arrival spent on reading its history, or on a forward that failed
     hops: int = 0  # times it was forwarded, or 1: a hedge
     guest: bool = False  # another worker could answer it as well: it was sent on, and finds nothing here
     pass_to: int | None = None  # a lane of the worker that computed its prefix KV on this one's behalf

@@ -57,6 +57,7 @@ READINESS_S: Final = 0.5
 #: a lane whose broker is away keeps the others from being read for a second at most.
 BACKLOG_LIMIT: Final = 10_000
 BACKLOG_BYTES: Final = 512 << 20
+#: Stale events are looked for so often: a quarter of the default staleness, as ages are sampled.
 SKIP_S: Final = 0.25
 #: Off: the broker checks each batch on arrival, and TCP checks transfers; what remains is a disk that changes bits. A
 #: changed event is dead-lettered, or at worst causes a pre-inference that no ranking uses: a ranking compares its own
