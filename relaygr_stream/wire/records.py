@@ -36,9 +36,9 @@ MAX_CORRELATION_BYTES: Final = 64
 #: Most headers of a record that a reader takes, of any topic. The relay writes at most eight; tracing adds a few.
 MOST_HEADERS: Final = 100
 #: Memory of a record without its bytes: the tuples of record and headers, numbers, and the object that aiokafka makes.
-RECORD_BYTES: Final = 512
+BYTES_OF_A_RECORD: Final = 512
 #: Memory of a header without its bytes: a tuple, its place in another, and what a text has beside its characters.
-HEADER_BYTES: Final = 100
+BYTES_OF_A_HEADER: Final = 100
 
 Headers = Iterable[tuple[str, bytes | None]]  # Kafka allows null for a header's value
 
@@ -67,8 +67,8 @@ class Record(NamedTuple):
 
 def held_bytes(record: Record) -> int:
     """Bytes of memory that a record holds: objects, key, value, headers. Every account of records counts these."""
-    headers = sum(HEADER_BYTES + sys.getsizeof(name) + len(value or b"") for name, value in record.headers)
-    return RECORD_BYTES + len(record.key or b"") + len(record.value or b"") + headers
+    headers = sum(BYTES_OF_A_HEADER + sys.getsizeof(name) + len(value or b"") for name, value in record.headers)
+    return BYTES_OF_A_RECORD + len(record.key or b"") + len(record.value or b"") + headers
 
 
 def as_record(message: Any) -> Record:

@@ -311,7 +311,7 @@ def test_every_byte_that_a_waiting_ranking_holds_is_counted() -> None:
         Desk().ranking(one, Origin(one, 0, b"c")).nbytes
         for one in (
             plain,
-            plain._replace(headers=(*ROUTE, *[("", None)] * 90)),
+            plain._replace(headers=(*ROUTE, *[("", b"")] * 90)),
             plain._replace(headers=(*ROUTE, ("n" * 100_000 + "\U0001f3c3", b"v"))),
             plain._replace(key=b"k" * 100_000),
         )
