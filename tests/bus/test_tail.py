@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -20,6 +19,7 @@ from relaygr_stream.ops.brokers.local import LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import load_topics
+from tests import needs
 from tests.waiting import until
 
 
@@ -87,8 +87,7 @@ async def test_a_tail_that_may_be_late_reads_many_at_a_time_and_misses_none(
 
 
 def _own_kafka(folder: Path) -> AbstractAsyncContextManager[LocalBroker]:
-    if not os.environ.get("KAFKA_HOME"):
-        pytest.skip("set KAFKA_HOME: a broker named by RELAYGR_TEST_BOOTSTRAP is not ours to restart")
+    needs.kafka_home()  # a broker named by RELAYGR_TEST_BOOTSTRAP is not ours to restart
     return local_broker("kafka", folder=folder)
 
 

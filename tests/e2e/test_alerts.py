@@ -4,13 +4,14 @@ does not."""
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+
+from tests import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
@@ -237,7 +238,5 @@ def test_a_rule_fires_when_it_should_and_only_then(alert: str, tmp_path: Path) -
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = shutil.which("promtool")
-    if program is None:
-        pytest.skip("no promtool here: install Debian's package prometheus")
-    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    needs.programs("promtool")
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)

@@ -19,6 +19,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from relaygr_stream.settings.schema import Kafka
+from tests import needs
 from tests.e2e.test_alerts import RULES
 from tests.e2e.test_up import up
 from tests.ports import ports_in_a_row
@@ -112,8 +113,7 @@ async def replay(port: int, folder: Path) -> AsyncIterator[None]:
 
 @pytest.mark.stack
 async def test_every_query_of_the_dashboard_has_data(embedded_settings: Kafka, tmp_path: Path) -> None:
-    if shutil.which("prometheus") is None:
-        pytest.skip("no prometheus here: install Debian's package prometheus")
+    needs.programs("prometheus")
     first = ports_in_a_row(5)  # the trigger's, the workers', the client's, Prometheus's
     addresses = [f"127.0.0.1:{first + number}" for number in range(4)]
     targets = {"trigger": addresses[:1], "worker": addresses[1:3], "client": addresses[3:]}
