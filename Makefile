@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # mkdocs-material prints a notice about its successor at every build unless told not to.
 export NO_MKDOCS_2_WARNING := true
 
-.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
+.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
 .PHONY: bench-cache bench-delegation bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
@@ -62,9 +62,6 @@ test-long: $(STAMP) ## a million random operations, the books checked after each
 
 fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, status, dead letters (INPUTS=1000000 SEED=1)
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(INPUTS),1000000) --seed $(or $(SEED),1) $(ARGS)
-
-mutants: $(STAMP) ## more than a hundred defects, each in a copy of the tree: do the unit tests notice it? (5 minutes; ARGS="--only engine/ --jobs 1")
-	$(BIN)/python -m tests.mutants $(ARGS)
 
 soak: $(STAMP) ## random faults under load on three brokers of Apache Kafka (MINUTES=30; SEED=N; needs KAFKA_HOME)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)

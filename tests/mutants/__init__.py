@@ -1,1 +1,1 @@
-"""Whether the unit tests notice a defect: fifty small ones, each put into a copy of the tree (`make mutants`)."""
+"""Whether the unit tests notice a defect."""
