@@ -1,1 +1,1 @@
-"""Whether the unit tests notice a defect: fifty small ones, each put into a copy of the tree (`make mutants`)."""
+"""Which defects the unit tests let pass: defects are made in modules, one at a time (`make mutants`)."""

@@ -1,181 +1,173 @@
-"""Put each mutant into a copy of the tree, run the tests that should notice it, and say which did not.
+"""Make defects in modules, one at a time, each in a copy of the tree, and say which of them the unit tests let pass.
 
-Never touches the tree itself. Exits 1 where a mutant survives, or where its text or its tests are not found any more,
-and names it.
+Never touches the tree itself. A defect counts as killed when a unit test that runs its line fails or does not end in
+time. Exits 1 where the share that was killed is below --at-least.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final, Literal
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.mutants.listed import MUTANTS, Mutant
+from tests.mutants.operators import mutations
+from tests.mutants.runs import Clean, Mutant, Verdict, copy_tree, judge, run_clean
+from tests.mutants.selection import candidates
 
 ROOT: Final = Path(__file__).parents[2]
-PACKAGE: Final = "relaygr_stream"
-#: The slowest selection takes 30 s on a busy machine: what takes longer does not end, which is noticed, too.
-TIMEOUT_S: Final = 180
-#: All selections together, without a mutant, take 2 minutes where nothing else runs.
-BASELINE_S: Final = 1200
-#: How pytest ends: all passed; some failed; collecting failed, as where a module does not load; no such file.
-PASSED, FAILED, NOT_COLLECTED, NO_SUCH_FILE = 0, 1, 2, 4
-
-#: NOT JUDGED: its text or its tests are not found, or pytest ended in a way that says nothing of them.
-Verdict = Literal["killed", "SURVIVED", "NOT JUDGED"]
+_HUNK: Final = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 
 
-def copy_tree(target: Path) -> None:
-    """The files that git tracks, and those that it does not ignore, as they are now; and the compiled kernels."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT, package: str = "relaygr_stream") -> int:
+    """The command line; returns the exit code."""
+    options, root = _parser().parse_args(arguments), root.resolve()
+    console, started = Console(highlight=False, markup=False, emoji=False, soft_wrap=True), time.monotonic()
+    chosen = _chosen(root, package, options)
+    console.print(f"{len(chosen)} mutants of {len({mutant.module for mutant in chosen})} modules")
+    if options.list:
+        for mutant in chosen:
+            console.print(_line(mutant))
+    if options.list or not chosen:
+        return 0
+    with tempfile.TemporaryDirectory(prefix="relaygr-mutants-") as folder:
+        verdicts = _verdicts(console, root, package, Path(folder).resolve(), chosen, options)
+    score = _report(console, chosen, verdicts)
+    console.print(f"score {score:.0f} % in {time.monotonic() - started:.0f} s")
+    return 0 if score >= options.at_least else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="files or folders, such as engine/admission.py")
+    parser.add_argument(
+        "--since", metavar="COMMIT", help="only lines changed since then; without MODULE, of all modules"
     )
-    kernels = [str(file.relative_to(ROOT)) for file in (ROOT / PACKAGE).rglob("*.so")]
-    for name in (*listed.stdout.decode().split("\0"), *kernels):
-        if name and (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, target / name)
-
-
-def run_tests(
-    tree: Path, tests: Sequence[str], *, timeout_s: float = TIMEOUT_S, write_bytecode: bool = False
-) -> tuple[int, str]:
-    """pytest's exit code, and the end of what it says. A run that does not end has FAILED."""
-    # The tree's own package before the one that is installed. No run may leave a mutant's bytecode behind.
-    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"} | (
-        {} if write_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"}
+    parser.add_argument("--sample", type=int, metavar="N", help="so many mutants, by chance (default: all)")
+    parser.add_argument("--seed", type=int, default=1, help="of that chance (default: 1)")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time, each in a copy of its own (default: 2)")
+    parser.add_argument(
+        "--tests", nargs="+", type=Path, metavar="FILE", help="test files to take instead of those found"
     )
-    files = [f"tests/unit/{name}.py" for name in tests]
-    plugins = ("-p", "no:cacheprovider", "-p", "tests.mutants.quick")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *plugins, *files]
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+    parser.add_argument("--at-least", type=float, default=0.0, metavar="PERCENT", help="exit 1 with a lower score")
+    parser.add_argument("--list", action="store_true", help="print the mutants and run none")
+    return parser
+
+
+def _chosen(root: Path, package: str, options: argparse.Namespace) -> list[Mutant]:
+    """Raises SystemExit where a module is not there, or where none is named and no commit either."""
+    if not options.modules and options.since is None:
+        raise SystemExit("mutants: name modules, such as engine/admission.py, or a commit with --since")
+    modules = list[Path]()
+    for name in options.modules or ["."]:
+        at = next((path.resolve() for path in (root / package / name, root / name) if path.exists()), None)
+        if at is None or not at.is_relative_to(root / package):
+            raise SystemExit(f"mutants: {name} is no file and no folder of {package}/")
+        modules += [path.relative_to(root) for path in (sorted(at.rglob("*.py")) if at.is_dir() else [at])]
+    found = [
+        Mutant(module, mutation)
+        for module in dict.fromkeys(modules)
+        for changed in [None if options.since is None else _changed(root, module, options.since)]
+        if changed is None or changed
+        for mutation in mutations((root / module).read_text(encoding="utf-8"))
+        if changed is None or not changed.isdisjoint(range(mutation.first, mutation.last + 1))
+    ]
+    if options.sample is not None and options.sample < len(found):
+        picked = random.Random(options.seed).sample(range(len(found)), options.sample)
+        found = [found[index] for index in sorted(picked)]
+    return found
+
+
+def _changed(root: Path, module: Path, commit: str) -> set[int]:
+    """Lines of a module, as it is now, that differ from those of a commit. Raises SystemExit for an unknown commit."""
+    done = subprocess.run(
+        ["git", "diff", "--unified=0", commit, "--", str(module)], cwd=root, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"mutants: --since {commit}: {done.stderr.strip()}")
+    return {
+        line
+        for start, count in _HUNK.findall(done.stdout)
+        for line in range(int(start), int(start) + int(count or "1"))
+    }
+
+
+def _verdicts(
+    console: Console, root: Path, package: str, folder: Path, chosen: Sequence[Mutant], options: argparse.Namespace
+) -> list[Verdict]:
+    modules = list(dict.fromkeys(mutant.module for mutant in chosen))
+    tests = options.tests or sorted({test for module in modules for test in candidates(root, package, module)})
+    if not tests:
+        raise SystemExit(
+            f"mutants: no file below tests/unit imports {', '.join(map(str, modules))}: name some with --tests"
         )
-    except subprocess.TimeoutExpired:
-        return FAILED, f"no end within {timeout_s:g} s"
-    return done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
+    trees: SimpleQueue[Path] = SimpleQueue()
+    first, *others = (folder / str(number) for number in range(max(1, options.jobs)))
+    copy_tree(root, first)
+    _check_import(first, package)
+    console.print(f"running {len(tests)} test files without a mutant …")
+    clean: Clean = run_clean(first, modules, tests)
+    for tree in (first, *others):
+        if tree is not first:
+            shutil.copytree(first, tree)
+        trees.put(tree)
+
+    def one(mutant: Mutant) -> Verdict:
+        tree, began = trees.get(), time.monotonic()
+        try:
+            verdict = judge(tree, mutant, clean)
+        finally:
+            trees.put(tree)
+        console.print(f"{verdict:<11} {time.monotonic() - began:>4.0f} s  {_line(mutant)}")
+        return verdict
+
+    with ThreadPoolExecutor(max(1, options.jobs)) as pool:
+        return list(pool.map(one, chosen))
 
 
-@contextmanager
-def mutated(tree: Path, mutant: Mutant) -> Iterator[None]:
-    """Within, the mutant is in the tree. Raises LookupError unless its text stands there once."""
-    file = tree / PACKAGE / mutant.file
-    before = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if before.count(mutant.text) != 1:
-        raise LookupError(
-            f"{PACKAGE}/{mutant.file} has `{mutant.text.strip()}` {before.count(mutant.text)} times, not once"
-        )
-    file.write_text(before.replace(mutant.text, mutant.instead), encoding="utf-8")
-    for stale in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
-        stale.unlink()
-    try:
-        yield
-    finally:
-        file.write_text(before, encoding="utf-8")
-
-
-def judge(tree: Path, mutant: Mutant) -> tuple[Verdict, str]:
-    """What became of it, and a word about that."""
-    try:
-        with mutated(tree, mutant):
-            code, said = run_tests(tree, mutant.tests.split())
-    except LookupError as error:
-        return "NOT JUDGED", f"{error.args[0]}: bring tests/mutants/listed.py up to date"
-    if code == PASSED:
-        return "SURVIVED", f"not noticed by tests/unit: {mutant.tests}"
-    if code in (FAILED, NOT_COLLECTED):
-        return "killed", ""
-    return "NOT JUDGED", f"pytest ended with {code}: {' '.join(said.split())[-300:]}"
-
-
-def check_baseline(tree: Path, mutants: Sequence[Mutant]) -> None:
-    """The tests pass without a mutant, on the copy's own package; else a mutant's death would mean nothing."""
+def _check_import(tree: Path, package: str) -> None:
+    """The tests import the copy's own package; else a mutant would change nothing."""
     where = subprocess.run(
-        [sys.executable, "-c", f"import {PACKAGE}; print({PACKAGE}.__file__)"],
-        cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", f"import {package}; print({package}.__file__)"],
+        cwd=tree, capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
     if not Path(where).is_relative_to(tree):
         raise SystemExit(f"mutants: the tests would import {where}, not the copy in {tree}")
-    tests = sorted({name for mutant in mutants for name in mutant.tests.split()})
-    code, said = run_tests(tree, tests, timeout_s=BASELINE_S, write_bytecode=True)
-    if code not in (PASSED, NO_SUCH_FILE):  # a file that is gone is told beside its mutant
-        raise SystemExit(f"mutants: the tests fail without a mutant (pytest ended with {code}):\n{said}")
 
 
-def main() -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose file has this in its path")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time, each in a copy of its own (default: 2)")
-    parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a mutant first")
-    options = parser.parse_args()
-    mutants = [mutant for mutant in MUTANTS if options.only in mutant.file]
-    if not mutants:
-        parser.error(f"--only {options.only}: no mutant has a file of that name")
-    console, started = Console(highlight=False, markup=False), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="relaygr-mutants-") as folder:
-        trees: SimpleQueue[Path] = SimpleQueue()
-        first, *rest = (Path(folder) / str(number) for number in range(max(1, options.jobs)))
-        copy_tree(first)
-        if not options.no_baseline:
-            console.print("running the tests without a mutant …")
-            check_baseline(first, mutants)
-        for tree in (first, *rest):
-            if tree is not first:
-                shutil.copytree(first, tree)
-            trees.put(tree)
-
-        def one(mutant: Mutant) -> tuple[Verdict, str]:
-            tree, began = trees.get(), time.monotonic()
-            try:
-                verdict, why = judge(tree, mutant)
-            finally:
-                trees.put(tree)
-            took = f"{time.monotonic() - began:.0f} s"
-            console.print(f"{verdict:<10}  {took:>5}  {mutant.file}: {mutant.text.strip()}", soft_wrap=True)
-            return verdict, why
-
-        with ThreadPoolExecutor(max(1, options.jobs)) as pool:
-            verdicts = list(pool.map(one, mutants))
-    report(console, mutants, verdicts)
-    killed = sum(verdict == "killed" for verdict, _ in verdicts)
-    console.print(f"{killed} of {len(mutants)} mutants killed in {time.monotonic() - started:.0f} s")
-    return 0 if killed == len(mutants) else 1
+def _line(mutant: Mutant) -> str:
+    before, after = (" ".join(text.split()) for text in (mutant.mutation.before, mutant.mutation.after))
+    return f"{mutant.module}:{mutant.mutation.line}: {mutant.mutation.operator}: `{before}` → `{after}`"
 
 
-def report(console: Console, mutants: Sequence[Mutant], verdicts: Sequence[tuple[Verdict, str]]) -> None:
-    """Per package how many were killed, then each that was not."""
-    table = Table("package", "mutants", "killed", box=None, pad_edge=False, header_style="bold")
-    for package in dict.fromkeys(mutant.file.split("/")[0] for mutant in mutants):
-        mine = [
-            verdict
-            for mutant, (verdict, _) in zip(mutants, verdicts, strict=True)
-            if mutant.file.startswith(f"{package}/")
-        ]
-        table.add_row(package, str(len(mine)), str(sum(verdict == "killed" for verdict in mine)))
-    console.print(table)
-    for mutant, (verdict, why) in zip(mutants, verdicts, strict=True):
+def _report(console: Console, chosen: Sequence[Mutant], verdicts: Sequence[Verdict]) -> float:
+    """Print what survived, then a line a module; returns the percentage killed."""
+    for mutant, verdict in zip(chosen, verdicts, strict=True):
         if verdict != "killed":
-            console.print(
-                f"{verdict}: {mutant.file}: `{mutant.text.strip()}` → `{mutant.instead.strip()}`; {why}", soft_wrap=True
-            )
+            console.print(f"{verdict}: {_line(mutant)}")
+    table = Table("module", "mutants", "killed", "not reached", "score", box=None, pad_edge=False, header_style="bold")
+    for module in dict.fromkeys(mutant.module for mutant in chosen):
+        mine = [verdict for mutant, verdict in zip(chosen, verdicts, strict=True) if mutant.module == module]
+        counts = (len(mine), mine.count("killed"), mine.count("NOT REACHED"))
+        table.add_row(str(module), *map(str, counts), f"{_score(mine):.0f} %")
+    console.print(table)
+    return _score(verdicts)
+
+
+def _score(verdicts: Sequence[Verdict]) -> float:
+    return 100.0 * verdicts.count("killed") / len(verdicts)
 
 
 if __name__ == "__main__":
