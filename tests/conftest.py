@@ -19,11 +19,8 @@ from hypothesis.internal.conjecture import providers
 from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
+from tests import needs
 from tests.longrun import LongRun
-
-KAFKA_HINT = (
-    "set KAFKA_HOME to an Apache Kafka 4 distribution (Java 17), or RELAYGR_TEST_BOOTSTRAP to a running cluster"
-)
 
 # The time of an example depends on the machine, so none is limited. A run judges a change by the same examples as the
 # run before; `make test-repeat` looks for new ones (--hypothesis-profile=search).
@@ -47,6 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("long", "make test-long")
     group.addoption("--long-operations", type=int, default=1_000_000, help="operations in all (default 1,000,000)")
     group.addoption("--long-seed", type=int, default=1, help="seed of everything random in them (default 1)")
+    parser.getgroup("needs", "tests/needs.py").addoption(
+        "--no-missing", action="store_true", help="fail where a test is skipped for a program that is missing here"
+    )
     group = parser.getgroup("faults", "make test-kafka")
     group.addoption("--away-seconds", type=float, default=15.0, help="how long all brokers are away (default 15)")
     group.addoption("--stopped-seconds", type=float, default=8.0, help="how long a worker is stopped (default 8)")
@@ -74,7 +74,26 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """One reason, said in one line, for every test that finds no Kafka."""
     if item.get_closest_marker("kafka") and not {"KAFKA_HOME", "RELAYGR_TEST_BOOTSTRAP"} & os.environ.keys():
-        pytest.skip(KAFKA_HINT)
+        needs.without(needs.KAFKA_HINT)
+
+
+def _missing(config: pytest.Config) -> str:
+    """What needs.summary says of the tests skipped in this run."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    return needs.summary(str(report.longrepr[2]) for report in skipped if isinstance(report.longrepr, tuple | list))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--no-missing") and _missing(session.config):
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What is missing, where something is."""
+    if line := _missing(config):
+        terminalreporter.write_line(line, yellow=True, bold=True)
 
 
 @pytest.fixture

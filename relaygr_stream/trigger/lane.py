@@ -22,7 +22,7 @@ from relaygr_stream.trigger.intake import EventIntake
 from relaygr_stream.trigger.metrics import TriggerTelemetry
 from relaygr_stream.trigger.outbox import Outbox, Sending, described
 from relaygr_stream.wire.messages import RequestEvent
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.records import Record, held_bytes
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -63,7 +63,7 @@ class LaneTrigger:
     def put(self, record: Record) -> None:
         """Enqueue an event."""
         self._events.append((time.monotonic(), record))
-        self.backlog_bytes += len(record.value or b"")
+        self.backlog_bytes += held_bytes(record)
         self._arrived.set()
 
     def skip_stale(self, now_s: float) -> None:
@@ -111,7 +111,7 @@ class LaneTrigger:
 
     def _next(self) -> Record:
         _, record = self._events.popleft()
-        self.backlog_bytes -= len(record.value or b"")
+        self.backlog_bytes -= held_bytes(record)
         return record
 
     def _decide(self, event: RequestEvent, record: Record) -> Effect:

@@ -14,7 +14,7 @@ import pytest
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.settings.schema import Kafka
-from tests.conftest import KAFKA_HINT
+from tests import needs
 from tests.waiting import until
 
 KINDS = ["embedded", pytest.param("kafka", marks=pytest.mark.kafka)]
@@ -37,8 +37,8 @@ asyncio.run(main())
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> BrokerKind:
-    if request.param == "kafka" and not os.environ.get("KAFKA_HOME"):
-        pytest.skip(KAFKA_HINT)
+    if request.param == "kafka":
+        needs.kafka_home()
     return request.param  # type: ignore[no-any-return]
 
 

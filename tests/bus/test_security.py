@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -17,9 +16,9 @@ from relaygr_stream.errors import AccessDenied, BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import load_topics
+from tests import needs
 from tests.bus.members import Member
 from tests.bus.secure_kafka import PASSWORD, SecureKafka, secure_kafka
-from tests.conftest import KAFKA_HINT
 from tests.waiting import until
 
 pytestmark = pytest.mark.kafka
@@ -27,8 +26,7 @@ pytestmark = pytest.mark.kafka
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureKafka]:
-    if not os.environ.get("KAFKA_HOME"):
-        pytest.skip(KAFKA_HINT)
+    needs.kafka_home()
     with secure_kafka(tmp_path_factory.mktemp("secure")) as broker:
         yield broker
 

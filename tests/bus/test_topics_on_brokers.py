@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 
@@ -22,8 +21,9 @@ from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.topic_files import lane_of, load_topics
+from tests import needs
 from tests.bus.members import Member
-from tests.conftest import KAFKA_HINT, AnyBroker
+from tests.conftest import AnyBroker
 from tests.waiting import until
 
 
@@ -150,8 +150,7 @@ async def test_partitions_are_added_when_told_so(kafka_settings: Kafka, broker: 
 @pytest.mark.kafka
 async def test_retention_is_kept_under_traffic(tmp_path: Path) -> None:
     """Only whole segments expire: without segment.ms the one that is written to keeps everything for a week."""
-    if not os.environ.get("KAFKA_HOME"):
-        pytest.skip(KAFKA_HINT)
+    needs.kafka_home()
     often = {"log.retention.check.interval.ms": "200", "log.initial.task.delay.ms": "500"}
     node = dataclasses.replace(DEFAULT_NODE, properties=often)
     folder = tmp_path / "topics"
@@ -180,8 +179,8 @@ async def test_retention_is_kept_under_traffic(tmp_path: Path) -> None:
 async def test_asking_for_a_topic_does_not_create_it(kind: BrokerKind, tmp_path: Path) -> None:
     """A broker with `auto.create.topics.enable` creates what a client names, with its own number of partitions: a topic
     deleted under a running relay came back with other lanes. An application's own clients are left as they are."""
-    if kind == "kafka" and not os.environ.get("KAFKA_HOME"):
-        pytest.skip(KAFKA_HINT)
+    if kind == "kafka":
+        needs.kafka_home()
     node = dataclasses.replace(DEFAULT_NODE, properties={"auto.create.topics.enable": "true"})
     async with local_broker(kind, folder=tmp_path, node=node) as own:
         kafka = own.kafka_settings(Kafka(request_timeout_ms=3000))

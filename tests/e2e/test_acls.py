@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -32,8 +31,8 @@ from relaygr_stream.ops.children import Child, write_settings
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.records import Record
+from tests import needs
 from tests.bus.secure_kafka import SecureKafka, secure_kafka
-from tests.conftest import KAFKA_HINT
 from tests.e2e.fleet import TEST_SETTINGS, Results, traffic
 from tests.statuses import worker_status
 from tests.waiting import until
@@ -67,8 +66,7 @@ def binding(user: str, operation: str, kind: str, name: str) -> AclBinding:
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureKafka]:
-    if not os.environ.get("KAFKA_HOME"):
-        pytest.skip(KAFKA_HINT)
+    needs.kafka_home()
     with secure_kafka(tmp_path_factory.mktemp("acls"), users=ROLES, authorize=True) as broker:
         grant(broker, list(bindings()))
         yield broker

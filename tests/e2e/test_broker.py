@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from relaygr_stream.ops.brokers.distribution import free_ports
-from tests.conftest import KAFKA_HINT
+from tests import needs
 
 README = Path(__file__).parents[2] / "README.md"
 #: These run until they are stopped.
@@ -88,8 +88,8 @@ def test_what_it_cannot_do_is_said_in_words(arguments: str, words: str, tmp_path
 
 
 @pytest.mark.kafka
-@pytest.mark.skipif(not os.environ.get("KAFKA_HOME"), reason=KAFKA_HINT)
 def test_kafka_keeps_its_messages_in_the_folder_named(tmp_path: Path) -> None:
+    needs.kafka_home()
     for turn in (1, 2):
         (port,) = free_ports(1)
         with running(f"relaygr broker --kind kafka --port {port} --data data", tmp_path) as broker:

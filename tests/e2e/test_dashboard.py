@@ -19,6 +19,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from relaygr_stream.settings.schema import Kafka
+from tests import needs
 from tests.e2e.test_alerts import RULES
 from tests.e2e.test_up import up
 from tests.ports import ports_in_a_row
@@ -26,7 +27,12 @@ from tests.waiting import until
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 PANELS = json.loads((DOCKER / "grafana" / "dashboards" / "relay.json").read_text())["panels"]
-QUERIES = [target["expr"].replace("$__rate_interval", "30s") for panel in PANELS for target in panel["targets"]]
+FLEET = "one"
+QUERIES = [
+    target["expr"].replace("$__rate_interval", "30s").replace("$fleet", FLEET)
+    for panel in PANELS
+    for target in panel["targets"]
+]
 LOOPBACK = build_opener(ProxyHandler({}))
 
 
@@ -62,7 +68,8 @@ async def prometheus(folder: Path, port: int, targets: dict[str, list[str]]) -> 
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(DOCKER / "prometheus" / name) for name in config["rule_files"]]
     config["scrape_configs"] = [
-        {"job_name": job, "static_configs": [{"targets": addresses}]} for job, addresses in targets.items()
+        {"job_name": job, "static_configs": [{"targets": addresses, "labels": {"fleet": FLEET}}]}
+        for job, addresses in targets.items()
     ]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     with (folder / "prometheus.log").open("wb") as log:
@@ -112,8 +119,7 @@ async def replay(port: int, folder: Path) -> AsyncIterator[None]:
 
 @pytest.mark.stack
 async def test_every_query_of_the_dashboard_has_data(embedded_settings: Kafka, tmp_path: Path) -> None:
-    if shutil.which("prometheus") is None:
-        pytest.skip("no prometheus here: install Debian's package prometheus")
+    needs.programs("prometheus")
     first = ports_in_a_row(5)  # the trigger's, the workers', the client's, Prometheus's
     addresses = [f"127.0.0.1:{first + number}" for number in range(4)]
     targets = {"trigger": addresses[:1], "worker": addresses[1:3], "client": addresses[3:]}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from relaygr_stream.settings.schema import Kafka
+from tests import needs
 from tests.conftest import AnyBroker
 from tests.e2e.fleet import serving_fleet
 from tests.waiting import until
@@ -26,8 +27,7 @@ NODE = ROOT / ".cache" / "clients" / "node"
 
 def node() -> list[str]:
     """The command of the Node client, its packages installed; skips where that cannot be."""
-    if not (shutil.which("node") and shutil.which("npm")):
-        pytest.skip("no node and npm here")
+    needs.programs("node", "npm")
     NODE.mkdir(parents=True, exist_ok=True)
     for name in ("client.mjs", "package.json"):
         shutil.copy(CLIENTS / "node" / name, NODE / name)
@@ -38,17 +38,16 @@ def node() -> list[str]:
             cwd=NODE, env=environment, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        pytest.skip("npm cannot install kafkajs here: no answer within 120 s")
+        needs.without("npm cannot install kafkajs: its registry does not answer within 120 s")
     if installed.returncode:
-        pytest.skip(f"npm cannot install kafkajs here: {installed.stderr[-200:].strip() or 'no registry'}")
+        needs.without(f"npm cannot install kafkajs: {installed.stderr[-200:].strip() or 'no registry'}")
     return ["node", str(NODE / "client.mjs")]
 
 
 def java() -> list[str]:
     """The command of the Java client; skips where Java or the jars are missing."""
-    home = os.environ.get("KAFKA_HOME", "")
-    if not shutil.which("java") or not home:
-        pytest.skip("no java here" if home else "KAFKA_HOME is not set")
+    home = needs.kafka_home()
+    needs.programs("java")
     return ["java", "-cp", f"{home}/libs/*", str(CLIENTS / "java" / "Client.java")]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import subprocess
 import urllib.request
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ import pytest
 
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.settings.schema import Kafka
+from tests import needs
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import TOKEN, door_on
 from tests.waiting import until
@@ -64,13 +64,11 @@ class Browser:
 
 @asynccontextmanager
 async def browser(folder: Path) -> AsyncIterator[Browser]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not (chromium and driver):
-        pytest.skip("no chromium and chromedriver here (Debian: chromium, chromium-driver)")
+    needs.programs("chromium", "chromedriver")
     (port,) = free_ports(1)
     with (folder / "chromedriver.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            driver, f"--port={port}", stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            "chromedriver", f"--port={port}", stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         found = Browser(port)

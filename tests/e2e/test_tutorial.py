@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests import needs
 from tests.ports import ports_in_a_row
 from tests.waiting import until
 
@@ -190,11 +190,8 @@ def test_every_line_of_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.stack
-@pytest.mark.skipif(
-    not all(map(shutil.which, ("redis-server", "prometheus", "curl"))),
-    reason="needs redis-server, prometheus and curl (Debian's packages of these names)",
-)
 async def test_every_line_of_the_front_door_does_what_it_says(tmp_path: Path) -> None:
+    needs.programs("redis-server", "prometheus", "curl")
     answers: dict[str, str] = {}
     with desk(tmp_path) as place:
         for block in blocks("front-door.md"):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
 
-from tests.conftest import KAFKA_HINT
+from tests import needs
 from tests.faults.cluster import ThreeBrokers, three_brokers
 
 
 @pytest.fixture(scope="session")
 def _three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreeBrokers]:
-    if not os.environ.get("KAFKA_HOME"):
-        pytest.skip(KAFKA_HINT)
+    needs.kafka_home()
     with asyncio.Runner() as runner:
         context = three_brokers(tmp_path_factory.mktemp("three"))
         yield runner.run(context.__aenter__())

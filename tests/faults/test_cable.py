@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests import needs
 from tests.faults.cable import MOST_RUNNING, SO_RCVBUFFORCE, Losses
 from tests.faults.network import HERE, HINT, Network, network, permitted
 
@@ -30,7 +31,7 @@ CHANCE = 5
 @pytest.fixture
 def machines() -> Iterator[Network]:
     if not permitted():
-        pytest.skip(HINT)
+        needs.without(HINT)
     with network("far") as found:
         yield found
 

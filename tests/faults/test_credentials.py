@@ -14,8 +14,8 @@ import pytest
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RelayError
 from relaygr_stream.ops.brokers.distribution import kafka_home
+from tests import needs
 from tests.bus.secure_kafka import PASSWORD, USER, SecureKafka, secure_kafka
-from tests.conftest import KAFKA_HINT
 from tests.e2e.fleet import serving_fleet, traffic
 from tests.waiting import until
 
@@ -43,8 +43,7 @@ async def _set_password(secure: SecureKafka, password: str) -> None:
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureKafka]:
-    if not os.environ.get("KAFKA_HOME"):
-        pytest.skip(KAFKA_HINT)
+    needs.kafka_home()
     with secure_kafka(tmp_path_factory.mktemp("secure"), reauthenticate_ms=REAUTHENTICATE_MS) as broker:
         yield broker
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import needs
 from tests.faults.cluster import BROKERS, ThreeBrokers, relay_topics
 from tests.faults.disk import HINT, SmallDisk, permitted, small_disk
 from tests.faults.scene import Scene, relay_on, scene
@@ -29,7 +30,7 @@ FULL_S = 8.0
 @pytest.fixture(autouse=True)
 def _may_mount() -> None:
     if not permitted():
-        pytest.skip(HINT)
+        needs.without(HINT)
 
 
 def test_a_small_disk_fills_and_keeps(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.ops.brokers.keeper import KeptProcess
 from relaygr_stream.ops.brokers.local import EMBEDDED_FETCH_WAIT_MS, _embedded_command
 from relaygr_stream.settings.schema import Kafka
+from tests import needs
 from tests.e2e.fleet import Fleet
 from tests.faults.load import TIMEOUT_S, Load
 from tests.faults.network import HERE, HINT, Network, network, permitted
@@ -44,7 +45,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 @pytest.fixture
 def machines() -> Iterator[Network]:
     if not permitted():
-        pytest.skip(HINT)
+        needs.without(HINT)
     with network("broker", "trigger", "w1", "w2") as found:
         yield found
 

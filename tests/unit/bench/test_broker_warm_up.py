@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import psutil
@@ -15,13 +14,12 @@ from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.topic_files import load_topics
-from tests.conftest import KAFKA_HINT
+from tests import needs
 
 
 @pytest.mark.kafka
 async def test_a_lasting_node_carries_messages_beside_the_benchs_topics(tmp_path: Path) -> None:
-    if not os.environ.get("KAFKA_HOME"):
-        pytest.skip(KAFKA_HINT)
+    needs.kafka_home()
     told: list[str] = []
     async with local_broker("kafka", folder=tmp_path, node=LASTING_RELAY) as broker:
         kafka = broker.kafka_settings(Kafka(prefix="bench."))

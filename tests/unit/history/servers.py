@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import trustme
 
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.settings.schema import History
+from tests import needs
 from tests.waiting import until
-
-NEEDED = "needs a redis-server on the PATH: apt-get install redis-server"
 
 
 class RedisServer:
     """password, tls: what it asks of clients."""
 
     def __init__(self, folder: Path, *, password: str = "", tls: bool = False) -> None:
-        if shutil.which("redis-server") is None:
-            pytest.skip(NEEDED)
+        needs.programs("redis-server")
         self.folder, self.password, self.tls = folder, password, tls
         (self.port,) = free_ports(1)  # one that stays its own while it is down
         self.ca = str(folder / "ca.pem")
