@@ -9,6 +9,7 @@ import asyncio
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -101,12 +102,20 @@ class SqliteStore(PackedStore):
 
     def _connection(self) -> sqlite3.Connection:
         if self._open is None:
+            _make_private(self._path)
             db = sqlite3.connect(self._path, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
             for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
                 db.execute(f"PRAGMA {pragma}")
             db.execute(_CREATE)
             self._open = db
         return self._open
+
+
+def _make_private(path: Path) -> None:
+    """Make an absent file the user's alone, whose mode SQLite gives its journals; else it makes what all may read."""
+    with suppress(OSError):  # SQLite says what is wrong
+        if not path.exists():
+            path.touch(mode=0o600)
 
 
 def _emptied(db: sqlite3.Connection) -> bool:

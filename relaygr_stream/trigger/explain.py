@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from relaygr_stream.bus.ages import LogEnds, stated_age_ms
-from relaygr_stream.bus.tail import TopicTail, read_all
+from relaygr_stream.bus.tail import TopicTail, read_back
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.errors import BrokerUnavailable, DecodeError
 from relaygr_stream.settings.schema import Settings
@@ -146,9 +146,12 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float) -> li
 
 async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
     """The newest status of a serving worker on `worker-status`, of any age. Raises BrokerUnavailable, TopicError."""
-    stated = await _newest(settings, lambda record, reader: reader.read(record, fresh=False))
-    serving = [each for each in stated if isinstance(each, WorkerStatus) and each.state == "serving"]
-    return serving[-1] if serving else None
+    async with aclosing(_newest(settings, lambda record, reader: reader.read(record, fresh=False))) as newest:
+        async for stated in newest:
+            serving = [each for each in stated if isinstance(each, WorkerStatus) and each.state == "serving"]
+            if serving:
+                return serving[-1]
+    return None
 
 
 async def running_policy(settings: Settings) -> tuple[Policy, str]:
@@ -156,7 +159,9 @@ async def running_policy(settings: Settings) -> tuple[Policy, str]:
 
     Raises BrokerUnavailable, TopicError.
     """
-    stated = await _newest(settings, lambda record, reader: read_trigger(record, reader, fresh=False))
+    newest = _newest(settings, lambda record, reader: read_trigger(record, reader, fresh=False))
+    stated: list[TriggerStatus] = await anext(newest, [])  # a running trigger states itself every second
+    await newest.aclose()
     lately_ms = (time.time() - MAX_SKEW_S) * 1e3  # excludes triggers that were killed
     running = [status for status in stated if status.state == "serving" and status.sent_ms >= lately_ms]
     if not running:
@@ -166,20 +171,28 @@ async def running_policy(settings: Settings) -> tuple[Policy, str]:
     return stated_policy(running[-1].policy), f"decided with the settings of {running[-1].name}, which runs{differ}"
 
 
-async def _newest(settings: Settings, read: Callable[[Record, StatusReader], S | None]) -> list[S]:
-    """What `read` makes of the newest record of each name on `worker-status`, the newest written last."""
+async def _newest(
+    settings: Settings, read: Callable[[Record, StatusReader], S | None]
+) -> AsyncGenerator[list[S], None]:
+    """What `read` makes of the newest record of each name on `worker-status`, the newest written last.
+
+    By chunks of the log, from its end on (bus/tail.py): each has the names that the ones before had not.
+    """
     await verify_topics(settings.kafka)
     topics = load_topics(settings.kafka)
-    topic, reader = topics.worker_status, StatusReader.of(settings, topics)
+    reader = StatusReader.of(settings, topics)
     await reader.prepare()
-    found: dict[str, S] = {}
-
-    for record in await read_all(settings.kafka, topic.name, range(topic.partitions)):
-        with suppress(DecodeError):
-            if (status := read(record, reader)) is not None:
-                found.pop(status.name, None)
-                found[status.name] = status
-    return list(found.values())
+    known: set[str] = set()
+    async with aclosing(read_back(settings.kafka, topics.worker_status.name)) as chunks:
+        async for chunk in chunks:
+            found: dict[str, S] = {}
+            for record in chunk:
+                with suppress(DecodeError):
+                    if (status := read(record, reader)) is not None and status.name not in known:
+                        found.pop(status.name, None)
+                        found[status.name] = status
+            known |= found.keys()
+            yield list(found.values())
 
 
 class Shadow:

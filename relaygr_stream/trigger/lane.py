@@ -20,9 +20,9 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.decision import Decision, LaneState
 from relaygr_stream.trigger.signals import NOT_REPORTED, LaneContext, LaneSignals, described
 from relaygr_stream.wire.behaviours import check_times
-from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.codec import decode_record
 from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace
-from relaygr_stream.wire.records import Record, kind_of
+from relaygr_stream.wire.records import Record, held_bytes, kind_of
 from relaygr_stream.wire.refusals import Refusal
 from relaygr_stream.wire.topic_files import TopicSet, lane_of
 
@@ -55,7 +55,7 @@ class LaneTrigger:
     def put(self, record: Record) -> None:
         """Enqueue an event."""
         self._events.append((time.monotonic(), record))
-        self.backlog_bytes += len(record.value or b"")
+        self.backlog_bytes += held_bytes(record)
         self._arrived.set()
 
     def skip_stale(self, now_s: float) -> None:
@@ -123,7 +123,7 @@ class LaneTrigger:
 
     def _next(self) -> Record:
         _, record = self._events.popleft()
-        self.backlog_bytes -= len(record.value or b"")
+        self.backlog_bytes -= held_bytes(record)
         return record
 
     def _read(self, record: Record) -> RequestEvent | None:
@@ -188,7 +188,7 @@ def read_event(shape: type[RequestEvent], record: Record, topics: TopicSet) -> R
     """The event of a record of `retrieval`; None: the record is of a kind of a later release. Raises DecodeError."""
     if kind_of(record.headers):
         return None
-    event = decode(shape, record.value, topics.retrieval.max_message_bytes)
+    event = decode_record(shape, record, topics.retrieval.max_message_bytes)
     check_times(event.prefix, "prefix")  # else the worker would dead-letter its signal
     lane = lane_of(event.user_id, topics.lanes)
     if lane != record.lane:  # bounds are per lane, and its signal goes there
