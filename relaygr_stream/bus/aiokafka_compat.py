@@ -38,6 +38,9 @@ METADATA_MS: Final = 10_000
 
 #: The time limit of one wait for records: the period of an idle loop.
 WAIT_MS: Final = 1000
+#: Most records of one read; the rest waits as bytes. An answer to a fetch may hold half a million tiny records, which
+#: would be 1 GB of objects; bounds on what waits are checked between reads.
+MOST_AT_ONCE: Final = 1000
 
 _NOT_GRANTED: Final = (
     TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError
@@ -180,8 +183,8 @@ def client_options(kafka: Kafka, client_id: str) -> dict[str, Any]:
 
 
 async def read(consumer: Any) -> list[Record]:
-    """The records that an AIOKafkaConsumer has within WAIT_MS. Raises aiokafka's errors."""
-    batches = await consumer.getmany(timeout_ms=WAIT_MS)
+    """The records that an AIOKafkaConsumer has within WAIT_MS, at most MOST_AT_ONCE. Raises aiokafka's errors."""
+    batches = await consumer.getmany(timeout_ms=WAIT_MS, max_records=MOST_AT_ONCE)
     return [as_record(message) for messages in batches.values() for message in messages]
 
 

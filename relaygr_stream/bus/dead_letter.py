@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import structlog
@@ -25,7 +26,9 @@ from relaygr_stream.wire.records import (
     HEADER_ORIGIN_PARTITION,
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
+    MOST_HEADERS,
     Record,
+    held_bytes,
 )
 from relaygr_stream.wire.topic_files import Topic, TopicSet
 
@@ -41,9 +44,12 @@ KEPT_BYTES: Final = 1024
 RETRY_S: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 #: Readiness reports a dead letter that waits this long: the pauses without the last, and a broker's restart.
 FAILING_S: Final = 8.0
-#: With this many waiting dead letters the process counts as stuck, and loses its lanes after
-#: kafka.max_poll_interval_ms. Each holds a message of up to 1 MiB, and bad messages arrive as fast as good ones.
+#: With this many waiting dead letters, or WAITING_BYTES of records in them, the process counts as stuck, and loses its
+#: lanes after kafka.max_poll_interval_ms: bad messages arrive as fast as good ones.
 WAITING_LIMIT: Final = 1000
+WAITING_BYTES: Final = 64 << 20
+#: Headers that a dead letter and its replay add to the original's; with more than MOST_HEADERS it could not be read.
+OWN_HEADERS: Final = 8
 
 
 class DeadLetters:
@@ -71,6 +77,7 @@ class DeadLetters:
         self._waiting = waiting
         self._keep_values = keep_values
         self._tasks: dict[asyncio.Task[None], float] = {}  # sending task → its start, oldest first
+        self._nbytes = 0  # of records in dead letters that wait
         self._refused = ""
 
     @property
@@ -80,8 +87,8 @@ class DeadLetters:
 
     @property
     def full(self) -> bool:
-        """Whether WAITING_LIMIT dead letters wait, so that the process should read no more records."""
-        return self.waiting >= WAITING_LIMIT
+        """Whether WAITING_LIMIT dead letters or WAITING_BYTES wait, so that the process should read no more records."""
+        return self.waiting >= WAITING_LIMIT or self._nbytes >= WAITING_BYTES
 
     def why_not_taken(self) -> str | None:
         """The reason for readiness if a dead letter has waited for FAILING_S; None if not."""
@@ -92,11 +99,18 @@ class DeadLetters:
 
     def send(self, record: Record, error: DecodeError) -> None:
         """Start to send a record's dead letter; returns at once, and retries until it is acknowledged."""
+        whole = self._keep_values and fits(record, self._topic.max_message_bytes)
+        letter = (whole_dead_letter if whole else digest_dead_letter)(record, error)
+        error = DecodeError(error.reason, _detail(error))  # without its traceback, which keeps what was read with it
+        if not whole:
+            record = record._replace(key=None, value=None, headers=())  # a thousand may wait, a megabyte each
+        nbytes = held_bytes(record)
         # A defect in the task ends the process, since it would block the lane's commits for ever.
-        task = self._background.start(self._deliver(record, error))
+        task = self._background.start(self._deliver(record, error, letter, whole=whole))
         self._tasks[task] = time.monotonic()
+        self._nbytes += nbytes
         self._waiting.set(self.waiting)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(partial(self._ended, nbytes))
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until all dead letters are acknowledged, at most timeout_s."""
@@ -108,12 +122,8 @@ class DeadLetters:
         for task in self._tasks:
             task.cancel()
 
-    async def _deliver(self, record: Record, error: DecodeError) -> None:
-        whole = self._keep_values and fits(record, self._topic.max_message_bytes)
-        key, value, headers = (whole_dead_letter if whole else digest_dead_letter)(record, error)
-        error = DecodeError(error.reason, error.detail)  # without its traceback, which keeps what was read with it
-        if not whole:
-            record = record._replace(value=None, headers=())  # a thousand letters may wait, a megabyte each
+    async def _deliver(self, record: Record, error: DecodeError, letter: DeadLetter, *, whole: bool) -> None:
+        key, value, headers = letter
         for pause in endless(RETRY_S):
             try:
                 await self._producer.send_and_wait(self._topic.name, value, key=key, headers=headers)
@@ -133,8 +143,9 @@ class DeadLetters:
                 )
             await asyncio.sleep(pause)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, nbytes: int, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
+        self._nbytes -= nbytes
         self._waiting.set(self.waiting)
 
 
@@ -155,14 +166,14 @@ def digest_dead_letter(record: Record, error: DecodeError) -> DeadLetter:
         f"key {len(key)} bytes sha256 {hashlib.sha256(key).hexdigest()}, {len(record.headers)} headers {size} bytes"
     )
     ours, theirs = dead_letter_headers(record._replace(headers=()), error), record.headers
-    kept = list(theirs) if size <= KEPT_BYTES else []
+    kept = list(theirs) if size <= KEPT_BYTES and len(theirs) + OWN_HEADERS <= MOST_HEADERS else []
     return (record.key if len(key) <= KEPT_BYTES else None), b"", [*ours, (HEADER_DIGEST, digest.encode()), *kept]
 
 
 def fits(record: Record, most_bytes: int) -> bool:
-    """Whether a dead letter with the whole record fits into most_bytes."""
+    """Whether a dead letter with the whole record fits into most_bytes, and can be read."""
     size = len(record.key or b"") + len(record.value or b"") + _size(record.headers)
-    return size + DEAD_LETTER_HEADERS_BYTES <= most_bytes
+    return size + DEAD_LETTER_HEADERS_BYTES <= most_bytes and len(record.headers) + OWN_HEADERS <= MOST_HEADERS
 
 
 def _size(headers: tuple[tuple[str, bytes], ...]) -> int:
@@ -174,12 +185,16 @@ def dead_letter_headers(record: Record, error: DecodeError) -> list[tuple[str, b
     """The headers of a dead letter: reason and origin, then the original's headers."""
     return [
         (HEADER_REASON, error.reason.encode()),
-        (HEADER_DETAIL, error.detail.encode(errors="backslashreplace")[:MAX_DETAIL_BYTES]),
+        (HEADER_DETAIL, _detail(error).encode(errors="backslashreplace")[:MAX_DETAIL_BYTES]),
         (HEADER_ORIGIN_TOPIC, record.topic.encode()),
         (HEADER_ORIGIN_PARTITION, str(record.lane).encode()),
         (HEADER_ORIGIN_OFFSET, str(record.offset).encode()),
         *record.headers,
     ]
+
+
+def _detail(error: DecodeError) -> str:
+    return error.detail[:MAX_DETAIL_BYTES]
 
 
 def check_dead_letters_fit(topics: TopicSet) -> None:

@@ -2,14 +2,15 @@
 
 A producer or a broker's failing disk can make batches that aiokafka cannot read: with an unknown codec, of gigabytes
 when unpacked, with a header name that is not UTF-8, with a flipped bit. aiokafka raises at such a batch again and
-again, or in its own task. This module therefore replaces its unpacking, for this package's consumers only. A stand-in
-has no value, so consumers send it to `dead-letter` as any bad message.
+again, or in its own task. This module therefore replaces its unpacking, for this package's consumers only. A record
+with too many headers (record_walk.py) is replaced, too. A stand-in has no value, so consumers send it to `dead-letter`
+as any bad message.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import zip_longest
 from types import FunctionType, MethodType
@@ -22,14 +23,13 @@ from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.consumer import fetcher as aiokafka_fetcher
 from aiokafka.record.default_records import DefaultRecordBatch
 
+from relaygr_stream.bus.record_walk import Refused, walk
 from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.wire.records import HEADER_UNREADABLE
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
-#: Header of a stand-in, and of its dead letter: why the record could not be read. The record itself stays in the log,
-#: at the origin that the dead letter names.
-HEADER_UNREADABLE: Final = "relaygr-unreadable"
 #: Largest number of stand-ins for one batch; the last one names all records that follow it.
 STAND_INS: Final = 1000
 #: Largest unpacked batch: 16 times the default size limit of a topic, since texts shrink to a third or a tenth. Larger
@@ -64,6 +64,8 @@ class Batch(NamedTuple):
 
     span: Span
     records: Any  # DefaultRecordBatch
+    refused: Mapping[int, Refused]  # by index: records with too many headers, which `records` has without them
+    whole: bool  # False: a malformed record follows these
     dense: bool  # whether its records have the offsets base, base + 1, …
     control: bool  # whether it is a transaction's marker, which is not handed out
 
@@ -112,11 +114,14 @@ def read_batch(batch: memoryview, position: int, end: int, check_crc: bool) -> B
         raise Unreadable(f"its batch claims the offsets {base}…{base + last} of a partition that ends at {end}")
     if count > MOST_RECORDS:
         raise Unreadable(f"its batch has {count} records, at most {MOST_RECORDS} are read")
-    if codec:
+    content = _unpack(codec, batch[HEADER.size :]) if codec else batch[HEADER.size :]
+    found = walk(content, count)
+    if codec or found.refused or not found.whole:
         plain = bytearray(batch[: HEADER.size])
         struct.pack_into(">h", plain, 21, attributes & ~_CODEC)
-        read = DefaultRecordBatch(bytes(plain) + _unpack(codec, batch[HEADER.size :]))
-    return Batch(Span(base, base + last + 1), read, dense, control)
+        struct.pack_into(">i", plain, HEADER.size - 4, found.records)
+        read = DefaultRecordBatch(bytes(plain) + found.content)
+    return Batch(Span(base, base + last + 1), read, found.refused, found.whole, dense, control)
 
 
 def _unpack(codec: int, packed: memoryview) -> bytes:
@@ -197,7 +202,7 @@ class _Records(aiokafka_fetcher.PartitionRecords):  # type: ignore[misc]  # unty
                 if follower and span_of(follower).base < batch.span.end:
                     raise Unreadable(f"its batch claims offsets up to {batch.span.end - 1}, and so does the next one")
                 if not batch.control:
-                    yield from self._read(batch.records, batch.span.base if batch.dense else None, batch.span.end)
+                    yield from self._read(batch)
             except Exception as error:  # hostile bytes may make a decoder raise any exception
                 yield from self._stand_ins(self._end_of_bad(data, follower), error)
                 break  # its length may be wrong too, so reading continues with the next fetch
@@ -206,15 +211,19 @@ class _Records(aiokafka_fetcher.PartitionRecords):  # type: ignore[misc]  # unty
             # Otherwise the same bytes would arrive again, for ever.
             yield from self._stand_ins(began_at + 1, Unreadable("the broker's answer holds no whole batch behind it"))
 
-    def _read(self, records: Any, base: int | None, end: int) -> Iterator[ConsumerRecord]:
-        """The records of a batch that ends at `end`. base: its first offset if the offsets have no gaps, else None."""
-        for index, record in enumerate(records):
+    def _read(self, batch: Batch) -> Iterator[ConsumerRecord]:
+        """The records of a batch, a stand-in for each refused one. Raises Unreadable at a malformed one."""
+        index = -1
+        for index, record in enumerate(batch.records):
             offset = record.offset
-            if offset >= end or (base is not None and offset != base + index):
+            if offset >= batch.span.end or (batch.dense and offset != batch.span.base + index):
                 raise Unreadable(f"record {index} of its batch claims the offset {offset}")
             if offset >= self.next_fetch_offset:  # a fetch from within a batch returns the whole batch
                 self.next_fetch_offset = offset + 1
-                yield self._consumer_record(self._tp, record)
+                refused = batch.refused.get(index)
+                yield self._consumer_record(self._tp, record) if refused is None else self._stand_in(offset, *refused)
+        if not batch.whole:
+            raise Unreadable(f"record {index + 1} of its batch is malformed")
 
     def _end_of_bad(self, batch: memoryview, follower: memoryview | None) -> int:
         """The offset at which reading continues after a bad batch.
@@ -237,8 +246,11 @@ class _Records(aiokafka_fetcher.PartitionRecords):  # type: ignore[misc]  # unty
             rest = end - offset if offset == at + STAND_INS - 1 else 1
             self.next_fetch_offset = offset + rest
             detail = why if rest == 1 else f"{rest} records from here on: {why}"
-            limited(log.warning, "unreadable")(
-                "record unreadable", topic=self._tp.topic, lane=self._tp.partition, offset=offset, detail=detail
-            )
-            headers = ((HEADER_UNREADABLE, detail.encode()),)
-            yield ConsumerRecord(self._tp.topic, self._tp.partition, offset, 0, 0, None, None, None, -1, -1, headers)
+            yield self._stand_in(offset, detail)
+
+    def _stand_in(self, offset: int, detail: str, kept: tuple[tuple[str, bytes], ...] = ()) -> ConsumerRecord:
+        limited(log.warning, "unreadable")(
+            "record unreadable", topic=self._tp.topic, lane=self._tp.partition, offset=offset, detail=detail
+        )
+        headers = ((HEADER_UNREADABLE, detail.encode()), *kept)
+        return ConsumerRecord(self._tp.topic, self._tp.partition, offset, 0, 0, None, None, None, -1, -1, headers)

@@ -45,6 +45,7 @@ from relaygr_stream.engine.queue import RecentIds, Waiters, WorkQueue
 from relaygr_stream.engine.rankings import Rankings
 from relaygr_stream.engine.signals import Signals
 from relaygr_stream.errors import CacheCorruption, DeviceError
+from relaygr_stream.models.api import unknown_items
 from relaygr_stream.wire.messages import MISSES
 
 log = structlog.get_logger(__name__)
@@ -226,7 +227,7 @@ class Scheduler:
             **vars(self.time),
             "device_failures": float(self._executor.failures),
             "out_of_memory": float(self._executor.out_of_memory),
-            "unknown_items": float(getattr(self._executor.model, "unknown_items", 0)),
+            "unknown_items": unknown_items(self._executor.model),
             "audits": float(self.auditor.done),
             "audit_deviation": self.auditor.worst,
             "audit_deviation_int8": self.auditor.worst_rounded,

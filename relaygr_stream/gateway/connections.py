@@ -1,7 +1,7 @@
-"""HTTP connections of the gateway: uvicorn's protocol on sockets of telemetry/listener.py, bounded in every way.
+"""HTTP connections of the gateway: uvicorn's protocol (connection.py) on sockets of telemetry/listener.py.
 
-uvicorn bounds neither a request's head nor the time of a client that reads or writes slowly. An application says
-through `state.known(tenant)` that a client is no stranger; False: its tenant has too many connections already.
+An application says through `state.known(tenant)` that a client is no stranger; False: its tenant has too many
+connections already.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections import Counter
 from typing import Any, Final
 
 import structlog
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.gateway.connection import Connection, Tenants
+from relaygr_stream.settings.inputs import check_regular
 from relaygr_stream.settings.schema import Gateway
 from relaygr_stream.telemetry.listener import Known, Listener
 
@@ -30,125 +30,8 @@ GRACE_S: Final = 0.5
 #: Connections of one tenant, for each of the requests that it may have under way: pools keep as many idle ones, too.
 #: A further one stays a stranger.
 CONNECTIONS_PER_REQUEST: Final = 2
-#: Bytes of a request line with its headers; a token and a user id take some hundred. The same of what comes behind a
-#: body in chunks, its trailers.
-MAX_HEAD_BYTES: Final = 16 << 10
 #: A connection without a request is closed after this: longer than the pause between two requests of a pool.
 KEEP_ALIVE_S: Final = 75
-_TOO_LONG: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-
-
-class Tenants:
-    """How many connections each tenant has. most: of one tenant."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._open: Counter[str] = Counter()
-
-    def enter(self, tenant: str) -> bool:
-        """Count one more, unless the tenant has all that it may have."""
-        if self._open[tenant] >= self._most:
-            return False
-        self._open[tenant] += 1
-        return True
-
-    def leave(self, tenant: str) -> None:
-        """Count one less."""
-        self._open[tenant] -= 1
-
-
-class Connection(HttpToolsProtocol):
-    """One client. read_s: time for a request's head, and for the client to take up what it was sent."""
-
-    def __init__(self, config: Config, state: ServerState, known: Known, read_s: float, tenants: Tenants) -> None:
-        super().__init__(config, state, {"known": self._known_as})
-        self.closed: asyncio.Future[None] = self.loop.create_future()
-        self._known = known
-        self._tenants = tenants
-        self._tenant: str | None = None  # of the first request with a valid token
-        self._read_s = read_s
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._fields_bytes = 0  # since the last part of a body
-        self._in_head = True
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """asyncio: the head is awaited from now on."""
-        super().connection_made(transport)
-        if self.scheme == "http":  # pause_writing is called whenever anything is not taken up; TLS takes 0 for always
-            transport.set_write_buffer_limits(high=0)
-        self._arm("head")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio: nothing is awaited any more."""
-        for timer in self._timers.values():
-            timer.cancel()
-        self._unset_keepalive_if_required()  # uvicorn does so only where the client closed in order
-        super().connection_lost(exc)
-        if not self.closed.done():
-            self.closed.set_result(None)
-        if self._tenant is not None:
-            self._tenants.leave(self._tenant)
-
-    def data_received(self, data: bytes) -> None:
-        """asyncio: refuse fields that are too long, and do not wait for the rest of a body that nobody reads."""
-        in_body = not self._in_head
-        if self._in_head:
-            self._arm("head")
-        self._fields_bytes += len(data)
-        super().data_received(data)
-        if self._fields_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            if self._in_head:
-                self.transport.write(_TOO_LONG)
-            self.transport.close()
-        if in_body and self.cycle.response_complete:  # uvicorn's own timer ended with these data
-            self._arm("head")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """httptools: a field of the head, or a trailer, which nobody reads."""
-        if self._in_head:
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        """httptools: the head is here."""
-        self._in_head, self._fields_bytes = False, 0
-        self._disarm("head")
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        """httptools: a part of a body, whose length the application bounds."""
-        self._fields_bytes = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        """httptools: what comes next is the head of another request."""
-        self._in_head = True
-        super().on_message_complete()
-
-    def pause_writing(self) -> None:
-        """asyncio: the client takes up its answer more slowly than we write it."""
-        self._arm("taking up the answer")
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        """asyncio: it took up all of it."""
-        self._disarm("taking up the answer")
-        super().resume_writing()
-
-    def _known_as(self, tenant: str) -> bool:
-        if self._tenant is None and not self.closed.done():
-            if not self._tenants.enter(tenant):
-                return False
-            self._tenant = tenant
-            self._known()
-        return True
-
-    def _arm(self, what: str) -> None:
-        if what not in self._timers:
-            self._timers[what] = self.loop.call_later(self._read_s, self.transport.abort)
-
-    def _disarm(self, what: str) -> None:
-        if (timer := self._timers.pop(what, None)) is not None:
-            timer.cancel()
 
 
 class Connections:
@@ -205,6 +88,8 @@ def _tls(settings: Gateway) -> ssl.SSLContext | None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
+        for file in filter(None, (settings.tls_certificate, settings.tls_key)):
+            check_regular(file)  # OpenSSL waits for a pipe
         context.load_cert_chain(settings.tls_certificate, settings.tls_key or None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"gateway.tls_certificate {settings.tls_certificate}: {error}") from error

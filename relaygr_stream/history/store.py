@@ -39,7 +39,8 @@ class HistoryStore(Protocol):
         ...
 
     async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:
-        """The behaviours start:stop, oldest first, of this version or a later one; fewer where the store has fewer.
+        """The behaviours start:stop, oldest first, of this version or a later one; fewer where the store has fewer,
+        none where start is not below stop.
 
         Their columns are those that the model reads of each behaviour (wire/features.py).
         """
@@ -58,8 +59,9 @@ class WritableStore(HistoryStore, Protocol):
         """Append behaviours, at least one, and return what the history is now.
 
         most: a history that would be longer loses its oldest quarter and what is above; 0: no limit. It then begins
-        elsewhere, so prefix KV of before do not serve it. Raises InputError for behaviours that are older than the
-        last, or have other columns.
+        elsewhere, so prefix KV of before do not serve it. Writers of one user at the same time wait for each other.
+        Raises InputError for behaviours that are older than the last, or have other columns; HistoryMismatch where the
+        store has lost rows of what it has.
         """
         ...
 

@@ -20,10 +20,12 @@ Kind = Literal["internal", "client", "producer", "consumer"]
 
 
 def trace_headers(headers: Headers) -> list[tuple[str, bytes]]:
-    """The trace context among a record's headers, to be passed on as it came."""
-    return [
-        (name, value) for name, value in headers if name in TRACE_HEADERS and value and len(value) <= MAX_HEADER_BYTES
-    ]
+    """The trace context among a record's headers, to be passed on as it came; the first header of each name counts."""
+    found: dict[str, bytes] = {}
+    for name, value in headers:
+        if name in TRACE_HEADERS and value and len(value) <= MAX_HEADER_BYTES:
+            found.setdefault(name, value)
+    return list(found.items())
 
 
 class Received(Protocol):

@@ -28,10 +28,14 @@ from relaygr_stream.wire.messages import (
     Status,
     WorkerStatus,
 )
+from relaygr_stream.wire.records import HEADER_UNREADABLE, Record, header
 from relaygr_stream.wire.versions import OpenEnum, VersionedDecoder
 
 Message = RequestEvent | PreInferSignal | RankingRequest | Cancel | ScoreReply | WorkerStatus
 M = TypeVar("M", RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus)
+
+#: Bytes of the reason on a record that could not be read: our readers write less, and anyone may send the header.
+MAX_WHY_BYTES: Final = 500
 
 _encoder = msgspec.msgpack.Encoder()
 #: A reference of another form, beside a prefix, is ignored.
@@ -80,6 +84,13 @@ def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES
         _check_unknown(message, len(data))
     message.validate()
     return message
+
+
+def decode_record(kind: type[M], record: Record, max_bytes: int) -> M:
+    """As `decode`, for a record's value. The error for a record that could not be read says why."""
+    if record.value is None and (why := header(record.headers, HEADER_UNREADABLE)):
+        raise DecodeError("malformed", why[:MAX_WHY_BYTES].decode("utf-8", "replace"))
+    return decode(kind, record.value, max_bytes)
 
 
 def validated(message: M) -> M:

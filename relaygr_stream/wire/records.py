@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
@@ -24,11 +25,20 @@ HEADER_ORIGIN_TOPIC: Final = "relaygr-origin-topic"
 HEADER_ORIGIN_PARTITION: Final = "relaygr-origin-partition"
 HEADER_ORIGIN_OFFSET: Final = "relaygr-origin-offset"
 
+# On a stand-in (bus/unreadable.py) and its dead letter: why the record could not be read. It stays in the log.
+HEADER_UNREADABLE: Final = "relaygr-unreadable"
+
 # On a replayed message: how often it was replayed. On the marker in the dead-letter topic: which dead letter it was.
 HEADER_REPLAYS: Final = "relaygr-replays"  # ASCII decimal
 HEADER_REPLAY_OF: Final = "relaygr-replay-of"  # PARTITION:OFFSET of the dead letter
 
 MAX_CORRELATION_BYTES: Final = 64
+#: Most headers of a record that a reader takes, of any topic. The relay writes at most eight; tracing adds a few.
+MOST_HEADERS: Final = 100
+#: Memory of a record without its bytes: the tuples of record and headers, numbers, and the object that aiokafka makes.
+BYTES_OF_A_RECORD: Final = 512
+#: Memory of a header without its bytes: a tuple, its place in another, and what a text has beside its characters.
+BYTES_OF_A_HEADER: Final = 100
 
 Headers = Iterable[tuple[str, bytes | None]]  # Kafka allows null for a header's value
 
@@ -53,6 +63,12 @@ class Record(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes], ...]
+
+
+def held_bytes(record: Record) -> int:
+    """Bytes of memory that a record holds: objects, key, value, headers. Every account of records counts these."""
+    headers = sum(BYTES_OF_A_HEADER + sys.getsizeof(name) + len(value or b"") for name, value in record.headers)
+    return BYTES_OF_A_RECORD + len(record.key or b"") + len(record.value or b"") + headers
 
 
 def as_record(message: Any) -> Record:

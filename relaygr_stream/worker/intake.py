@@ -22,7 +22,7 @@ from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.telemetry.tracing import Trace
 from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, check_times
-from relaygr_stream.wire.codec import check_features, decode
+from relaygr_stream.wire.codec import check_features, decode_record
 from relaygr_stream.wire.features import NO_FEATURES, NO_TABLES, FeatureSchema
 from relaygr_stream.wire.messages import SCORE_DTYPE, Cancel, PreInferSignal, RankingRequest, prefix_length, tenant_key
 from relaygr_stream.wire.records import (
@@ -30,12 +30,13 @@ from relaygr_stream.wire.records import (
     HEADER_REPLY_PARTITION,
     MAX_CORRELATION_BYTES,
     Record,
+    held_bytes,
     kind_of,
 )
 
 #: Decimal digits of the largest partition number (int32).
 MAX_PARTITION_DIGITS: Final = 10
-#: Python's objects around a waiting ranking: task, record, headers, arrays, entries of heaps and tables.
+#: Python's objects around a waiting ranking: task, arrays, entries of heaps and tables.
 OBJECT_BYTES: Final = 4096
 #: An answer's way to its client counts as at most this share of the timeout.
 REPLY_SHARE: Final = 0.2
@@ -109,7 +110,7 @@ class Intake:
 
     def signal(self, record: Record) -> PrefillTask:
         """A pre-infer signal as a task, also of one on another worker's behalf. Raises DecodeError."""
-        signal = decode(PreInferSignal, record.value, self._max_bytes)
+        signal = decode_record(PreInferSignal, record, self._max_bytes)
         length = prefix_length(signal)
         if beyond := self._relay.beyond(prefix=length):
             raise DecodeError("invalid", beyond)
@@ -166,7 +167,7 @@ class Intake:
 
     def ranking(self, record: Record, origin: Origin) -> RankTask:
         """A ranking record as a task. Raises DecodeError or TooMuch."""
-        request = decode(RankingRequest, record.value, self._max_bytes)
+        request = decode_record(RankingRequest, record, self._max_bytes)
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
         beyond = self._relay.beyond(prefix=prefix_length(request), suffix=len(request.suffix), candidates=candidates)
         if beyond:
@@ -207,20 +208,18 @@ class Intake:
 
     def cancelled(self, record: Record) -> str:
         """The request (Keys.request_key) that a cancel record names. Raises DecodeError."""
-        cancel = decode(Cancel, record.value, self._max_bytes)
+        cancel = decode_record(Cancel, record, self._max_bytes)
         return tenant_key(cancel.tenant, cancel.request_id)
 
     def _nbytes(self, record: Record, request: RankingRequest) -> int:
         """Bytes of a ranking: as it came, decoded, and its scores (twice, while they are written)."""
-        headers = sum(len(name) + len(value or b"") for name, value in record.headers)
-        came = len(record.value or b"") + len(record.key or b"") + headers
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
         scores = 2 * SCORE_DTYPE.itemsize * self._score_columns
         tokens = self._features.context_tokens + prefix_length(request) + len(request.suffix)
         decoded = self._token_bytes * tokens + (8 + scores) * candidates
         if request.columns:
             decoded += request.columns.nbytes()  # copied from the record; the task keeps the candidates'
-        return OBJECT_BYTES + came + decoded
+        return OBJECT_BYTES + held_bytes(record) + decoded
 
     def sure_age_ms(self, record: Record) -> float:
         """The part of a record's age, by its timestamp, that the log's order proves: clocks differ."""

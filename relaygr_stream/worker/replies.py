@@ -44,6 +44,8 @@ MOST_S: Final = 60.0
 #: With this many refusals under way the process counts as stuck, as with many dead letters: they hold none of
 #: worker.max_waiting_bytes, and while `scores` is away each record that is read may add one. 50 MB.
 REFUSALS_LIMIT: Final = 10_000
+#: Bytes of a key that are kept and logged: an id has 256 characters of up to 4 bytes.
+MAX_ID_BYTES: Final = 1024
 #: What an answer has beside scores, their columns' names and the model's version: an id (256 characters of up to
 #: 4 bytes), the worker's name, headers, the record batch's own.
 REST_BYTES: Final = 2048
@@ -330,9 +332,10 @@ def check_answers_fit(topics: TopicSet, candidates: int, model: RankingModel) ->
 
 def _without_request(origin: Origin) -> Origin:
     """What an answer needs of it: a request may be a megabyte, and answers wait for brokers that are away."""
-    return replace(origin, record=origin.record._replace(value=None))
+    key, headers = (origin.record.key or b"")[:MAX_ID_BYTES], tuple(trace_headers(origin.record.headers))
+    return replace(origin, record=origin.record._replace(key=key, value=None, headers=headers))
 
 
 def user_of(record: Record) -> str:
     """The user id that a record's key states, for a log line."""
-    return (record.key or b"").decode("utf-8", errors="replace")
+    return (record.key or b"")[:MAX_ID_BYTES].decode("utf-8", errors="replace")

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from relaygr_stream.bus.aiokafka_compat import MOST_AT_ONCE
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.tail import RELAXED_MS, TopicTail
+from relaygr_stream.bus.tail import RELAXED_MS, TopicTail, read_back
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.ops.brokers.local import LocalBroker, local_broker
@@ -42,6 +43,37 @@ async def test_earliest_on_an_empty_topic_starts_at_once(kafka_settings: Kafka) 
     read: list[Record] = []
     async with TopicTail(kafka_settings, topic, [0], "earliest", read.extend):
         assert read == []
+
+
+async def test_recent_has_the_newest_and_follows_however_long_the_log(
+    kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relaygr_stream.bus.tail.RECENT_RECORDS", 5)
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).worker_status.name
+    read: list[Record] = []
+    async with Producer(kafka_settings, client_id="test") as producer:
+        async with TopicTail(kafka_settings, topic, [0], "recent", read.extend):
+            assert read == []
+        for number in range(20):
+            await producer.send_and_wait(topic, str(number).encode(), key=b"worker")
+        async with TopicTail(kafka_settings, topic, [0], "recent", read.extend):
+            assert [record.offset for record in read] == list(range(15, 20))
+            await producer.send_and_wait(topic, None, key=b"worker")
+            await until(lambda: len(read) == 6, "followed")
+            assert read[-1].value is None
+
+
+async def test_a_log_is_read_back_in_growing_chunks(kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relaygr_stream.bus.tail.RECENT_RECORDS", 5)
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).worker_status.name
+    assert [chunk async for chunk in read_back(kafka_settings, topic)] == []
+    async with Producer(kafka_settings, client_id="test") as producer:
+        for number in range(20):
+            await producer.send_and_wait(topic, str(number).encode(), key=b"worker")
+    chunks = [[record.offset for record in chunk] async for chunk in read_back(kafka_settings, topic)]
+    assert chunks == [list(range(15, 20)), list(range(5, 15)), list(range(5))]
 
 
 async def test_latest_has_what_comes_after_the_start_and_only_its_partitions(kafka_settings: Kafka) -> None:
@@ -136,3 +168,17 @@ async def test_an_exception_in_the_callback_is_seen_and_raised_by_who_catches_up
         await producer.send_and_wait(topic, b"1", partition=0)  # which nobody will read
         with pytest.raises(ArithmeticError):
             await asyncio.wait_for(tail.catch_up(), 30)
+
+
+async def test_many_tiny_records_are_handed_out_in_bounded_numbers(kafka_settings: Kafka) -> None:
+    """The rest waits as bytes: half a million in one answer to a fetch would be a gigabyte of objects."""
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).ranking.name
+    at_once: list[int] = []
+    count = 3 * MOST_AT_ONCE
+    async with Producer(kafka_settings, client_id="test") as producer:
+        sent = [await producer.send(topic, b"", partition=0) for _ in range(count)]
+        await asyncio.gather(*sent)
+    async with TopicTail(kafka_settings, topic, [0], "earliest", lambda records: at_once.append(len(records))):
+        await until(lambda: sum(at_once) == count, "all read")
+    assert max(at_once) <= MOST_AT_ONCE

@@ -22,10 +22,9 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
-from relaygr_stream.bus.unreadable import HEADER_UNREADABLE
 from relaygr_stream.ops.brokers.local import LocalBroker
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.records import HEADER_UNREADABLE, Record
 from relaygr_stream.wire.topic_files import load_topics
 from tests.bus.members import Member, shared_out
 from tests.conftest import AnyBroker, Brokers

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import struct
+import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,19 +20,21 @@ from aiokafka import TopicPartition
 from aiokafka.consumer import fetcher
 from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.consumer.subscription_state import SubscriptionState
-from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
+from aiokafka.errors import CorruptRecordException
+from aiokafka.record.default_records import DefaultRecordBatch, _DefaultRecordBatchBuilderPy
 from aiokafka.record.util import calc_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.bus.record_walk import walk
 from relaygr_stream.bus.unreadable import (
     HEADER,
-    HEADER_UNREADABLE,
     MOST_RECORDS,
     STAND_INS,
     UNPACKED_BYTES,
     pass_unreadable,
 )
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, HEADER_UNREADABLE, MOST_HEADERS
 
 HERE = TopicPartition("t", 0)
 #: Fetches after which a reader that has not come to the end goes round in circles.
@@ -231,3 +235,79 @@ def test_other_consumers_of_the_process_are_left_alone() -> None:
     before = dict(vars(fetcher))
     everything(log_of(FIRST))
     assert vars(fetcher) == before
+
+
+# ---- records with many headers ----
+
+Headers = list[tuple[str, bytes | None]]
+FLOOD: Headers = [("", None)] * 400_000
+ADDRESS: Headers = [(HEADER_CORRELATION, b"call"), (HEADER_REPLY_PARTITION, b"3")]
+
+
+def records_of(*records: tuple[bytes | None, bytes | None, Headers], codec: int = 0) -> Log:
+    builder = _DefaultRecordBatchBuilderPy(2, codec, 0, -1, -1, -1, 1 << 30)
+    for offset, (key, value, headers) in enumerate(records):
+        builder.append(offset, 1_700_000_000_000, key, value, headers)
+    return log_of(bytes(builder.build()))
+
+
+@pytest.mark.parametrize("codec", [0, 1, 4])
+def test_a_record_of_many_headers_is_refused_alone_and_keeps_where_to_answer(codec: int) -> None:
+    log = records_of(
+        (b"k", b"first", [("h", b"v")]),
+        (b"k" * 300, b"x" * 300, [*ADDRESS, *FLOOD]),
+        (None, b"last", []),
+        codec=codec,
+    )
+    first, refused, last = everything(log)
+    assert (first.value, first.headers, last.key, last.value) == (b"first", (("h", b"v"),), None, b"last")
+    assert (refused.offset, refused.key, refused.value) == (1, None, None)
+    assert refused.headers[1:] == tuple(ADDRESS)
+    assert "has 400002 headers" in dict(refused.headers)[HEADER_UNREADABLE].decode()
+
+
+def test_headers_of_a_refused_record_never_become_objects() -> None:
+    log = records_of(*[(b"k", b"v", FLOOD)] * 4)
+    tracemalloc.start()
+    try:
+        found = everything(log)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [record.value for record in found] == [None] * 4
+    assert peak < 4 * 3 * len(log.batches[0][1]), "a few copies of the bytes, not 56 bytes for each of two"
+
+
+@pytest.mark.parametrize(("more", "read"), [(0, True), (1, False)])
+def test_the_bound_on_headers_is_exact(more: int, read: bool) -> None:
+    (record,) = everything(records_of((b"k", b"v", [("h", None)] * (MOST_HEADERS + more))))
+    assert (record.value == b"v") is read
+
+
+sizes = st.none() | st.binary(max_size=3) | st.integers(60, 20_000).map(bytes)
+
+
+@given(st.lists(st.tuples(sizes, sizes, st.integers(0, MOST_HEADERS + 3)), min_size=1, max_size=4))
+def test_what_is_within_the_bound_is_read_as_it_was_sent(sent: list[tuple[bytes | None, bytes | None, int]]) -> None:
+    headers: Headers = [("h", b"v")]
+    found = everything(records_of(*((key, value, headers * count) for key, value, count in sent)))
+    expected = [(key, value, count) if count <= MOST_HEADERS else (None, None, 1) for key, value, count in sent]
+    assert [(record.key, record.value, len(record.headers)) for record in found] == expected
+
+
+@given(st.binary(max_size=80), st.integers(-1, 5), st.data())
+def test_a_decoder_reads_only_what_was_walked(content: bytes, count: int, data: st.DataObject) -> None:
+    """Whatever the bytes: no record beyond the bound reaches the decoder, and what it gets it can read or refuse."""
+    good = bytes(record_bytes(b"k", b"v", 2))
+    at = data.draw(st.integers(0, len(good)))
+    mixed = good + good[:at] + content
+    found = walk(mixed, count + 1)
+    batch = bytearray(FIRST[: HEADER.size])
+    struct.pack_into(">i", batch, HEADER.size - 4, found.records)
+    with suppress(CorruptRecordException, UnicodeDecodeError):
+        for record in DefaultRecordBatch(bytes(batch) + bytes(found.content)):
+            assert len(record.headers) <= MOST_HEADERS
+
+
+def record_bytes(key: bytes, value: bytes, headers: int) -> bytes:
+    return records_of((key, value, [("h", b"v")] * headers)).batches[0][1][HEADER.size :]

@@ -301,3 +301,22 @@ def test_size_is_checked_before_decoding() -> None:
         Desk().ranking(record(b"x" * 10_001), NOWHERE)
     with pytest.raises(DecodeError, match="no value"):
         Desk().signal(record(None))
+
+
+def test_every_byte_that_a_waiting_ranking_holds_is_counted() -> None:
+    """Names, keys and objects: an empty header is a hundred bytes, and a name may have four bytes a character."""
+    value = encode(request())
+    plain = record(value)
+    counted = [
+        Desk().ranking(one, Origin(one, 0, b"c")).nbytes
+        for one in (
+            plain,
+            plain._replace(headers=(*ROUTE, *[("", b"")] * 90)),
+            plain._replace(headers=(*ROUTE, ("n" * 100_000 + "\U0001f3c3", b"v"))),
+            plain._replace(key=b"k" * 100_000),
+        )
+    ]
+    more = [nbytes - counted[0] for nbytes in counted[1:]]
+    assert more[0] >= 90 * 100
+    assert more[1] >= 400_000
+    assert more[2] >= 99_000

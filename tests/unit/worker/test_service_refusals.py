@@ -26,7 +26,7 @@ from relaygr_stream.wire.messages import RankingRequest
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_ORIGIN_TOPIC, HEADER_REASON, HEADER_REPLY_PARTITION
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker.replies import check_answers_fit
-from tests.unit.worker.services import MIB, Peer, committed, owned, worker_on, worker_settings
+from tests.unit.worker.services import MIB, REPLY_PARTITION, Peer, committed, owned, worker_on, worker_settings
 from tests.waiting import until
 
 
@@ -83,6 +83,19 @@ async def test_messages_that_would_end_a_worker_do_not(embedded_settings: Kafka)
         assert {"request_id", "user_id", "lane", "outcome"} <= line.keys()
     assert {line["user_id"] for line in about_requests} == {"u", "user-7", "user-8"}
     assert [line["request_id"] for line in about_requests if line["event"] == "refused"] == ["too-much"]
+
+
+async def test_a_ranking_of_many_headers_is_refused_and_told_why(embedded_settings: Kafka) -> None:
+    """An empty header has two bytes in Kafka and a hundred here: 460,000 in a record were 45 MB, counted as none."""
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
+        address = [(HEADER_CORRELATION, b"flood"), (HEADER_REPLY_PARTITION, str(REPLY_PARTITION).encode())]
+        await peer.send_ranking(b"x" * 1000, headers=[*address, *[("", b"")] * 200_000])
+        reply = await peer.reply(b"flood")
+        assert (reply.status, "200002 headers" in reply.detail) == ("rejected", True)
+        await until(lambda: len(peer.dead) == 1)
+        assert len(peer.dead[0].headers) < 12
+        assert (await peer.reply(await peer.rank("fine", "u", 20))).status == "ok"
+        assert w.worker.requests.held.nbytes == 0
 
 
 async def test_what_is_larger_than_dead_letters_may_be_holds_up_no_lane(embedded_settings: Kafka) -> None:
