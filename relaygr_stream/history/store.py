@@ -79,6 +79,8 @@ async def looked_up(store: HistoryStore, user_id: str, tenant: str, within_s: fl
     found: object = await in_time(lambda: store.reference(user_id, tenant), within_s)
     if found is not None and not isinstance(found, HistoryReference):
         raise HistoryUnavailable(f"the history store answers with {type(found).__name__}, not with a HistoryReference")
+    if found is not None:
+        _check(found, HistoryReference)
     return found
 
 
@@ -94,7 +96,19 @@ async def rows_of(
     columns: object = rows.columns
     if not isinstance(columns, dict | msgspec.UnsetType) or {type(part) for part in rows.parts()} != {bytes}:
         raise HistoryUnavailable("the history store answers with Behaviours that are not made of bytes")
+    _check(rows, Behaviours)
     return rows
+
+
+def _check(found: msgspec.Struct, kind: type[msgspec.Struct]) -> None:
+    """Raise HistoryUnavailable, naming the field, unless what a store answered could come in a message."""
+    try:
+        fields = msgspec.structs.asdict(found)
+        msgspec.convert(fields, kind)
+        for key in fields.get("columns") or {}:
+            key.encode()
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise HistoryUnavailable(f"the history store answers with no valid {kind.__name__}: {error}") from error
 
 
 async def in_time(call: Callable[[], Awaitable[T]], within_s: float) -> T:
