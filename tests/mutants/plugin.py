@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Over the profile that tests/conftest.py has loaded by now."""
     settings.register_profile("mutants", settings(), derandomize=True, phases=(Phase.explicit, Phase.generate))
     settings.load_profile("mutants")
-    if "MUTANTS_TRACE" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+    if "MUTANTS_TRACE" in os.environ:
         config.pluginmanager.register(_Lines())
 
 
