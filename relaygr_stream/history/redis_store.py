@@ -98,8 +98,8 @@ class RedisStore(PackedStore):
 
     async def _rows(self, user: str, start: int, stop: int) -> tuple[Head | None, Behaviours]:
         keys = self._keys(user)
+        columns = self._columns
         while True:
-            columns = self._columns
             async with _errors(), self._redis.pipeline(transaction=True) as together:
                 together.get(keys[0])
                 for key, size in zip(keys[1:], widths(columns), strict=False):
@@ -110,7 +110,7 @@ class RedisStore(PackedStore):
             head = decode_head(found)
             if head.columns == columns:
                 return head, unpack(groups, columns)
-            self._columns = head.columns  # so the ranges were not those of its rows: once more
+            columns = self._columns = head.columns  # so the ranges were not those of its rows: once more
 
     async def _write(self, user: str, write: Write) -> bool:
         before = b"" if write.before is None else encode_head(write.before)
