@@ -135,6 +135,11 @@ def _check_together(settings: Settings) -> None:
                 f"`kafka.{name}` = {wait} is not below `kafka.request_timeout_ms` = {kafka.request_timeout_ms}: each "
                 f"fetch without messages would end the connection; lower the former, or raise the latter"
             )
+    if settings.trigger.group == settings.worker.group:
+        raise ConfigError(
+            f"`trigger.group` and `worker.group` are both {settings.trigger.group!r}: triggers and workers would take "
+            f"each other's lanes; give the groups different names"
+        )
     interval = settings.worker.status_interval_ms
     for key, bound in (
         ("client.silence_ms", settings.client.silence_ms),
