@@ -211,7 +211,7 @@ def _repeats(*columns: npt.NDArray[Any]) -> int:
     same = (np.diff(columns[0]) == 0) & (np.diff(columns[1]) == 0)
     tied = np.concatenate([[False], same]) | np.concatenate([same, [False]])
     rows = np.stack([column[tied].astype(np.int64) for column in columns])
-    return rows.shape[1] - np.unique(rows, axis=1).shape[1]
+    return int(rows.shape[1] - np.unique(rows, axis=1).shape[1])
 
 
 def _first_line(start: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import lzma
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.unit.workload.logs_for_tests import interactions
 AT = 1_400_327_202  # seconds; 2014-05-17
 
 
-def log_of(tmp_path: Path, rows: list[tuple[object, ...]], name: str = "log.csv") -> Path:
+def log_of(tmp_path: Path, rows: Sequence[tuple[object, ...]], name: str = "log.csv") -> Path:
     path = tmp_path / name
     path.write_text("user,item,time\n" + "".join(",".join(map(str, row)) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -139,7 +140,7 @@ def test_repeated_events_are_counted_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", [b"x\n", b"\n", b"1,2,1400327202\n", b"x"])
 def test_a_small_file_does_not_keep_a_reader_busy(tmp_path: Path, pack: type[bytes], line: bytes) -> None:
     path = tmp_path / "log.csv.gz"
-    path.write_bytes(pack(b"user,item,time\n1,2,1400327202\n" + line * (40_000_000 // len(line))))  # type: ignore[call-overload]
+    path.write_bytes(pack(b"user,item,time\n1,2,1400327202\n" + line * (40_000_000 // len(line))))
     with pytest.raises(InputError, match=r"unpack to more than|lines cannot be read"):
         read_log(path)
 
