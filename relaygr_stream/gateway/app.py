@@ -21,7 +21,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET
-from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -51,9 +50,9 @@ from relaygr_stream.gateway.tokens import Refused, Tokens
 from relaygr_stream.history.store import HistoryStore, looked_up
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
+from relaygr_stream.telemetry.exposition import Exposition
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.telemetry.server import readable_accept
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import with_version
 
@@ -96,6 +95,7 @@ class Door:
         self._tokens = tokens
         self._open: Counter[str] = Counter()  # requests by tenant
         self.metrics = Metrics(context.registry)
+        self._exposition = Exposition(context.registry)
         self._details = Details(context.settings.kafka.prefix)
         self._document = msgspec.json.encode(document())
         self._rates = Rates(self._limits.max_rate)
@@ -106,7 +106,7 @@ class Door:
                 self._api("POST", "/v1/rank", self._rank),
                 self._api("DELETE", "/v1/requests/{request_id:path}", self._cancel),
                 self._page("/", self._fleet, closed=True),
-                self._page("/metrics", self._exposition, closed=True),
+                self._page("/metrics", self._scraped, closed=True),
                 self._page("/healthz", lambda _: self._check(context.why_not_live())),
                 self._page("/readyz", lambda _: self._check(context.why_not_ready())),
                 self._page("/openapi.json", lambda _: Response(self._document, media_type=JSON.media)),
@@ -267,9 +267,9 @@ class Door:
         text = await asyncio.to_thread(render_plain, render(self._view), 100)
         return Response(_FLEET.format(html.escape(text)), media_type="text/html")
 
-    def _exposition(self, http: Request) -> Response:
-        encode, media = choose_encoder(readable_accept(http.headers.get("accept", "")))
-        return Response(encode(self._context.registry), headers={"content-type": media})
+    def _scraped(self, http: Request) -> Response:
+        status, headers, body = self._exposition.page("", http.headers.get("accept", ""), "")
+        return Response(body, int(status[:3]), dict(headers))
 
     def _check(self, why_not: str | None) -> Response:
         found = {"status": "unavailable", "reason": self._details.public(why_not)} if why_not else {"status": "ok"}
