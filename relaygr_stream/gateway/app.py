@@ -51,6 +51,7 @@ from relaygr_stream.history.store import HistoryStore, looked_up
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.telemetry.exposition import Exposition
+from relaygr_stream.telemetry.listener import source_of
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.behaviours import Behaviours
@@ -119,7 +120,7 @@ class Door:
         """ASGI: strangers within their rate, and tenants, whose rate is that of their requests."""
         http = Request(scope, receive)
         if self._tokens.known(http) is None:
-            address = str(scope["client"][0]) if scope.get("client") else ""
+            address = source_of(scope["client"]) if scope.get("client") else ""
             if wait_s := self._strangers_rates.wait_s(address):
                 await asyncio.sleep(STRANGERS_PAUSE_S)
                 error = _beyond("this address, without a valid token,", self._limits.max_rate / STRANGERS_PART, wait_s)
