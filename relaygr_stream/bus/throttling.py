@@ -59,6 +59,11 @@ async def do(self: Any, node_id: int) -> None:
 AIOKafkaConnection.send, SendProduceReqHandler.do = send, do
 
 
+def throttled_ms() -> float:
+    """Milliseconds for which brokers have throttled clients of this process, as its status states them."""
+    return 1e3 * sum(throttled_s.values())
+
+
 def throttled_for(client: Any, node_id: int | None) -> float:
     """For how many seconds from now the broker reads nothing from this AIOKafkaClient. 0: it reads."""
     now = time.monotonic()
