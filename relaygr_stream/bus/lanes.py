@@ -110,8 +110,9 @@ class LaneConsumer:
 
     @property
     def trouble(self) -> str | None:
-        """The part that has ended and is being replaced; no lane is read meanwhile. None if all is well."""
-        return self._reader.trouble
+        """Why lanes are not read as they should be: the reader is being replaced, or the group has members that are not
+        of this program. None if all is well."""
+        return self._reader.trouble or self._membership.strangers or None
 
     @property
     def healthy(self) -> bool:
@@ -155,7 +156,7 @@ class LaneConsumer:
         except BaseException:
             await self.stop()
             raise
-        works = [self._reader.run, self._membership.poll, self._membership.commit]
+        works = [self._reader.run, self._membership.poll, self._membership.commit, self._membership.look]
         if self._suspects is not None:
             works.append(self._suspects.hand_out)
         for work in works:

@@ -33,7 +33,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing
 from relaygr_stream.telemetry.tracing import Headers as TraceContext
-from relaygr_stream.wire.behaviours import ITEM_DTYPE
+from relaygr_stream.wire.behaviours import ITEM_DTYPE, check_times
 from relaygr_stream.wire.codec import check_features, encode, validated
 from relaygr_stream.wire.features import FeatureSchema
 from relaygr_stream.wire.fleet import OwnerDirectory
@@ -254,6 +254,9 @@ class MessageClient:
         """A message and its trace context. Raises Rejected if a receiver would refuse it."""
         try:
             value, key = encode(validated(message)), message.user_id.encode()
+            check_times(message.prefix, "prefix")  # else trigger and worker would dead-letter it
+            if isinstance(message, RankingRequest):
+                check_times(message.suffix, "suffix")
             if self._features is not None:
                 check_features(message, self._features)
         except (DecodeError, TypeError, ValueError, OverflowError) as error:

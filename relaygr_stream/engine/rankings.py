@@ -148,7 +148,7 @@ class Rankings:
                 ms = self._executor.failed_ms
                 spent_ms += ms
                 for task in batch:
-                    _charge(task, ms / len(batch))
+                    admission.charge(task, ms / len(batch))
                 if len(batch) > 1:
                     batches.extend([task] for task in reversed(batch))
                 else:
@@ -171,7 +171,7 @@ class Rankings:
 
     def _answer_scored(self, task: RankTask, scores: npt.NDArray[np.float32], batch_ms: float, batch: int) -> None:
         task.score_ms = batch_ms
-        _charge(task, batch_ms / batch)
+        self._admission.charge(task, batch_ms / batch)
         if np.isfinite(scores).all():
             task.approximate = task.entry is not None and task.entry.approximate
             self._auditor.consider(task, scores)
@@ -191,21 +191,21 @@ class Rankings:
         """Delay until the device takes a ranking: the mean since the last call, or the longest wait if that is more."""
         total, number = self._delays
         self._delays = (0.0, 0)
-        oldest = next((task for task in self._admission.waiting if not task.started), None)
+        oldest = next((task for task in self._admission.waiting.values() if not task.started), None)
         waited = 0.0 if oldest is None else now - oldest.arrived - oldest.waited_s
         return max(total / number if number else 0.0, waited) * 1e3
 
     def holds(self) -> Counter[Entry]:
         """How often each entry is pinned from here."""
-        return Counter(task.entry for task in self._admission.waiting if task.entry is not None)
+        return Counter(task.entry for task in self._admission.waiting.values() if task.entry is not None)
 
     def users(self) -> set[str]:
         """The users whose rankings wait for an answer."""
-        return {task.user_key for task in self._admission.waiting}
+        return {task.user_key for task in self._admission.waiting.values()}
 
     def leave_nothing(self, users: Set[str]) -> None:
         """These users were erased: rankings that look again, after a reload, would bring entries of theirs back."""
-        for task in self._admission.waiting:
+        for task in self._admission.waiting.values():
             task.full = task.full or task.user_key in users
 
     # ---- answering ----
@@ -223,16 +223,13 @@ class Rankings:
         self.answers.append(Answer(task, status, scores, detail))
 
 
-def _charge(task: RankTask, ms: float) -> None:
-    """Count device time as the ranking's and as its client's."""
-    task.device_ms += ms
-    task.account.served_ms += ms
-
-
 def _score_input(task: RankTask) -> ScoreInput:
-    """What the region lacks of the prefix, a few behaviours (worker.max_stale_tokens), comes before the suffix."""
+    """What the region lacks of the whole sequence: perhaps the end of the prefix (worker.max_stale_tokens), the suffix
+    unless it was inferred with the prefix."""
     assert task.region is not None
-    suffix, there = task.suffix, task.region.length
-    if there < len(task.tokens):
-        suffix = task.tokens.slice(there, len(task.tokens)).followed_by(suffix)
+    suffix, there, prefix = task.suffix, task.region.length, len(task.tokens)
+    if there < prefix:
+        suffix = task.tokens.slice(there, prefix).followed_by(suffix)
+    elif there > prefix:
+        suffix = suffix.slice(there - prefix, len(suffix))
     return ScoreInput(task.region, suffix, task.candidates, task.features)

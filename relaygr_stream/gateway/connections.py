@@ -19,6 +19,7 @@ from uvicorn.server import ServerState
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.gateway.connection import Connection, Tenants
+from relaygr_stream.settings.inputs import check_regular
 from relaygr_stream.settings.schema import Gateway
 from relaygr_stream.telemetry.listener import Known, Listener
 
@@ -87,6 +88,8 @@ def _tls(settings: Gateway) -> ssl.SSLContext | None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
+        for file in filter(None, (settings.tls_certificate, settings.tls_key)):
+            check_regular(file)  # OpenSSL waits for a pipe
         context.load_cert_chain(settings.tls_certificate, settings.tls_key or None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"gateway.tls_certificate {settings.tls_certificate}: {error}") from error
