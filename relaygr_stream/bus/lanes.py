@@ -145,7 +145,7 @@ class LaneConsumer:
 
     def position(self, topic: str, lane: int) -> int:
         """The next offset to read of an owned lane. Raises KeyError for another lane."""
-        return self._reader.ledgers[topic, lane].position
+        return self._reader.ledger(topic, lane).position
 
     async def start(self) -> None:
         """Join the group; returns with the first assignment. Raises BrokerUnavailable, BrokerError, ConfigError."""
@@ -247,8 +247,11 @@ class LaneConsumer:
     def _committable(self, leaving: bool) -> dict[tuple[str, int], tuple[int, str]]:
         suspects, leaving = self._suspects, leaving and self._in_order
         return {
-            each: (ledger.committable, "" if suspects is None else suspects.note(*each, leaving=leaving))
-            for each, ledger in self._reader.ledgers.items()
+            each: (
+                self._reader.ledger(*each).committable,
+                "" if suspects is None else suspects.note(*each, leaving=leaving),
+            )
+            for each in self._reader.ledgers
         }
 
     def _drop(self, lanes: frozenset[int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self
@@ -93,8 +94,10 @@ class TopicTail:
         ends = self._ends
         try:
             with typed_errors(self._kafka, f"read {self._partitions[0].topic}"):
+                progress = _Progress(self._kafka, self._partitions[0].topic)
                 while await self._behind(ends):
                     consumer = await self._renewed.present()
+                    progress.note([await consumer.position(partition) for partition in self._partitions])
                     if not await self._read(consumer):  # a log made anew meanwhile ends earlier
                         now = await consumer.end_offsets(self._partitions)
                         ends = {partition: min(end, now[partition]) for partition, end in ends.items()}
@@ -190,6 +193,27 @@ class TopicTail:
         self._turned.set()
 
 
+class _Progress:
+    """Gives up reading what exists when its brokers send nothing: `note` raises BrokerUnavailable once positions have
+    stood still for a request timeout."""
+
+    def __init__(self, kafka: Kafka, topic: str) -> None:
+        self._kafka = kafka
+        self._topic = topic
+        self._positions: list[int] = []
+        self._moved_s = 0.0
+
+    def note(self, positions: list[int]) -> None:
+        now_s = time.monotonic()
+        if positions != self._positions:
+            self._positions, self._moved_s = positions, now_s
+        elif now_s - self._moved_s > self._kafka.request_timeout_ms / 1e3:
+            raise BrokerUnavailable(
+                f"cannot read {self._topic}: its brokers have sent nothing for {self._kafka.request_timeout_ms} ms, "
+                f"though more is there; check that they run, and the quotas of this client"
+            )
+
+
 async def read_all(kafka: Kafka, topic: str, partitions: Sequence[int]) -> list[Record]:
     """Every record that is in these partitions now, in order within each. Raises as TopicTail.start does."""
     records: list[Record] = []
@@ -219,7 +243,9 @@ async def read_back(kafka: Kafka, topic: str, partition: int = 0) -> AsyncGenera
                 start, back = max(begin, end - back), 2 * back
                 consumer.seek(one, start)
                 chunk: list[Record] = []
-                while await consumer.position(one) < end:
+                progress = _Progress(kafka, topic)
+                while (position := await consumer.position(one)) < end:
+                    progress.note([position])
                     chunk += [record for record in await read(consumer) if record.offset < end]
                 yield chunk
                 end = start

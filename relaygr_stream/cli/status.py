@@ -31,12 +31,15 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
     It listens for some seconds, joins no group and writes nothing. hits: share of rankings that found their prefix KV,
     while it listened or, without rankings, since the worker's start. lag: unread records of the worker's lanes.
     """
+    from relaygr_stream.ops.looking import look
+    from relaygr_stream.ops.status.overview import LISTEN_S
+
     if forget is not None:
-        asyncio.run(_forget(settings, forget))
+        look(settings.kafka, _forget(settings, forget))
     elif watch:
         run_until_stopped(_show(settings, watch, as_json_line), line="stopped", exit_code=0)
     else:
-        asyncio.run(_show(settings, watch, as_json_line))
+        look(settings.kafka, _show(settings, watch, as_json_line), LISTEN_S)
 
 
 async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from itertools import count
 from typing import Final
 
-from sortedcontainers import SortedDict
+from sortedcontainers import SortedKeyList
 
 from relaygr_stream.cache.entry import Coverage, Found
 from relaygr_stream.engine.clients import Clients
@@ -55,7 +55,7 @@ class Admission:
         self._nbytes = nbytes
         self._least = truncate_min_tokens
         self.clients = clients
-        self.waiting: SortedDict[int, RankTask] = SortedDict()  # by number: in the order they came
+        self.waiting: SortedKeyList[RankTask] = SortedKeyList(key=lambda task: task.number)  # in the order they came
         self._numbers = count()
         #: When a ranking was last admitted, by whether it needs inference.
         self._admitted_s: dict[bool, float] = {}
@@ -138,14 +138,14 @@ class Admission:
 
     def add(self, task: RankTask) -> None:
         """Count a booked ranking as waiting; one that was removed comes back to its place."""
-        self.waiting[task.number] = task
+        self.waiting.add(task)
         self.clients.add(task)
         self._forecast.add(task)
 
     def remove(self, task: RankTask) -> None:
         """Stop counting a ranking that has its answer; one that was never added is no error."""
-        if self.waiting.get(task.number) is task:
-            del self.waiting[task.number]
+        if task in self.waiting:
+            self.waiting.remove(task)
             self.clients.remove(task)
             self._forecast.remove(task)
 
@@ -153,7 +153,7 @@ class Admission:
         """Count device time as the ranking's and as its client's. of: rankings that it was for together."""
         task.device_ms += ms
         task.account.served_ms += ms / of
-        if task.number in self.waiting:
+        if task in self.waiting:
             self._forecast.worked(task)
 
     def score_ms(self, task: RankTask) -> float:

@@ -191,21 +191,21 @@ class Rankings:
         """Delay until the device takes a ranking: the mean since the last call, or the longest wait if that is more."""
         total, number = self._delays
         self._delays = (0.0, 0)
-        oldest = next((task for task in self._admission.waiting.values() if not task.started), None)
+        oldest = next((task for task in self._admission.waiting if not task.started), None)
         waited = 0.0 if oldest is None else now - oldest.arrived - oldest.waited_s
         return max(total / number if number else 0.0, waited) * 1e3
 
     def holds(self) -> Counter[Entry]:
         """How often each entry is pinned from here."""
-        return Counter(task.entry for task in self._admission.waiting.values() if task.entry is not None)
+        return Counter(task.entry for task in self._admission.waiting if task.entry is not None)
 
     def users(self) -> set[str]:
         """The users whose rankings wait for an answer."""
-        return {task.user_key for task in self._admission.waiting.values()}
+        return {task.user_key for task in self._admission.waiting}
 
     def leave_nothing(self, users: Set[str]) -> None:
         """These users were erased: rankings that look again, after a reload, would bring entries of theirs back."""
-        for task in self._admission.waiting.values():
+        for task in self._admission.waiting:
             task.full = task.full or task.user_key in users
 
     # ---- answering ----

@@ -236,7 +236,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise CacheCorruption where cache, pins and requests disagree. Takes time in proportion to the entries."""
         self.cache.check_integrity()
-        self.admission.clients.check(list(self.admission.waiting.values()))
+        self.admission.clients.check(list(self.admission.waiting))
         holds = self.pins.holds() + self.rankings.holds()
         for entry, pins in self.cache.pins().items():
             if holds.pop(entry, 0) != pins:

@@ -23,7 +23,8 @@ from relaygr_stream.settings.inputs import check_regular
 from relaygr_stream.settings.schema import Gateway
 from relaygr_stream.telemetry.listener import Known, Listener
 
-#: Connections that have not yet sent a request with a valid token. A further one takes the place of the oldest.
+#: Connections that have not yet sent a request with a valid token, a quarter of them of one address. A further one
+#: takes the place of the oldest.
 MAX_STRANGERS: Final = 256
 #: A stranger younger than this does not give way: an honest one has sent its request by then.
 GRACE_S: Final = 0.5
@@ -40,7 +41,8 @@ class Connections:
     def __init__(self, application: Any, settings: Gateway) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a client's broken request is not ours to report
         self._config = Config(
-            application, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
+            application, http=Connection, interface="asgi3", ws="none", lifespan="off", log_config=None,
+            access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S, server_header=False, date_header=False, proxy_headers=False,
         )  # fmt: skip
         self._config.load()
@@ -48,7 +50,9 @@ class Connections:
         self._tenants = Tenants(CONNECTIONS_PER_REQUEST * settings.max_requests)
         self._read_s = settings.read_ms / 1e3
         self._tls = _tls(settings)
-        self._listener = Listener("gateway", settings.host, settings.port, self._serve, MAX_STRANGERS, GRACE_S)
+        self._listener = Listener(
+            "gateway", settings.host, settings.port, self._serve, MAX_STRANGERS, GRACE_S, self._read_s
+        )
         self.port: Final = self._listener.port
         self.run = self._listener.run
 

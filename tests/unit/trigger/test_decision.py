@@ -100,6 +100,14 @@ def test_a_lane_without_an_owner_gets_no_admissions() -> None:
     assert lane.decide(event(25)).reason == "no_owner"
 
 
+def test_a_lane_knows_who_owned_it_last() -> None:
+    assert LaneState(POLICY, log_end=0, keep_s=60.0, now_s=100.0).owner == ""
+    lane = OneLane(name="w7")
+    assert lane.state.owner == "w7"
+    lane.state.observe(None, lane.now)
+    assert lane.state.owner == "w7", "a silent owner may come back"
+
+
 def test_risk_is_full_inference_with_the_candidates_and_the_owners_queue() -> None:
     assert OneLane().decide(event(10)).reason == "not_at_risk"
     assert OneLane().decide(event(11)).admit
