@@ -14,6 +14,7 @@ import click
 
 from relaygr_stream.cli.options import settings_options
 from relaygr_stream.lab.workload.formats import FORMATS
+from relaygr_stream.lab.workload.values import UNITS
 from relaygr_stream.settings.schema import Settings
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def _tenant(settings: Settings, given: str | None) -> str:
 def _log_options(command: F) -> F:
     for option in (
         _tenant_option("The users' tenant."),
-        click.option("--time-unit", type=click.Choice(["s", "ms", "iso"]), help="Unit of times. [by magnitude]"),
+        click.option("--time-unit", type=click.Choice(UNITS), help="Unit of times. [by magnitude]"),
         click.option(
             "--features", type=click.Path(path_type=Path), help="As in `relaygr replay`: the model's columns."
         ),

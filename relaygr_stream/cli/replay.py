@@ -17,6 +17,7 @@ from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.lab.workload.publish import LogOptions, PublishOptions, publish
 from relaygr_stream.lab.workload.replay import ReplayOptions
 from relaygr_stream.lab.workload.report import PublishReport, print_report
+from relaygr_stream.lab.workload.values import UNITS
 from relaygr_stream.settings.files import check_writable, write_private
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext, run_process
@@ -80,7 +81,7 @@ GENERATOR_FLAGS = (
     help="JSON file with the list `features` that the model reads, such as its checkpoint's config.json. Generated "
     "requests have values of 0. [none]",
 )
-@click.option("--time-unit", type=click.Choice(["s", "ms", "iso"]), help="Unit of the log's times. [by magnitude]")
+@click.option("--time-unit", type=click.Choice(UNITS), help="Unit of the log's times. [by magnitude]")
 @click.option(
     "--item-ids", type=click.Choice(["number", "name"]), help="number: keep item ids; name: number them anew."
 )

@@ -23,12 +23,14 @@ from relaygr_stream.lab.workload import logfile
 from relaygr_stream.lab.workload.formats import ALIASES, usual_names
 from relaygr_stream.lab.workload.logfile import BrokenLine, TextLog
 from relaygr_stream.lab.workload.logs import read_log
-from relaygr_stream.lab.workload.values import FIRST_MILLISECONDS, MAX_TIME_MS, BadValue, is_number, parse_time, short
+from relaygr_stream.lab.workload.values import LATEST_MS, BadValue, is_number, parse_time, short, unit_by_size
 
 EXPECTED: Final = (
     "expected an interaction log (user, item, time), a trace of prompts (JSON Lines with `timestamp` in ms and "
     "`hash_ids`), or delimited text with a header that names a column of times"
 )
+#: A unit's length as a part of a second.
+PER_SECOND: Final = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 #: Fewer arrivals have no rate.
 LEAST_ARRIVALS: Final = 2
 
@@ -108,7 +110,7 @@ def _has_prompts(line: str) -> bool:
 
 def _of_interactions(path: Path) -> ArrivalLog:
     try:
-        log = read_log(path)
+        log = read_log(path, plausible=False)
     except InputError as error:
         told = str(error).removesuffix(". Name the format with --format")  # which arrivals do not need
         raise InputError(f"{told}; {EXPECTED}") from error
@@ -131,7 +133,7 @@ def _of_prompts(path: Path) -> ArrivalLog:
             raise _bad(path, line, f"not JSON: {error}") from error
         stamp = record.get("timestamp") if isinstance(record, dict) else None
         ids = record.get("hash_ids") if isinstance(record, dict) else None
-        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < MAX_TIME_MS:
+        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < LATEST_MS:
             raise _bad(path, line, f"`timestamp` is {short(str(stamp))}, not a number of milliseconds")
         if not isinstance(ids, list) or not ids or not all(isinstance(block, int | str) for block in ids):
             raise _bad(path, line, f"`hash_ids` is {short(str(ids))}, not a list of block ids")
@@ -167,7 +169,7 @@ def _of_times(path: Path, delimiter: str, names: list[str], time: int) -> Arriva
             elif float(stamp) < 0:
                 raise BadValue(f"time {short(stamp)} is negative")
             else:
-                times.append(float(stamp) / (1e3 if float(stamp) >= FIRST_MILLISECONDS else 1.0))
+                times.append(float(stamp) / PER_SECOND[unit_by_size(float(stamp))])
         except BadValue as reason:
             raise _bad(path, line, f"column `{names[time]}`: {reason}") from reason
         if user is not None:

@@ -20,7 +20,7 @@ import msgspec
 from relaygr_stream.errors import InputError
 from relaygr_stream.lab.workload.columns import ColumnMap, Row
 from relaygr_stream.lab.workload.log_features import FeatureReader
-from relaygr_stream.lab.workload.logfile import BrokenLine, TextLog
+from relaygr_stream.lab.workload.logfile import MAX_LINE_BYTES, BrokenLine, TextLog
 from relaygr_stream.lab.workload.values import BadValue, is_time
 from relaygr_stream.wire.versions import NOT_DECODED
 
@@ -47,6 +47,7 @@ _NAMES: Final[tuple[tuple[str, Format], ...]] = (
     (r"\.(jsonl|ndjson|json)$", "jsonl"),
 )
 SNIFF_LINES: Final = 50
+csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process: a line's own bound holds for its fields
 
 
 def recognise(path: Path, start: bytes) -> Format | None:

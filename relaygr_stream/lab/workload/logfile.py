@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from types import TracebackType
 from typing import IO, Final
 
 from relaygr_stream.errors import InputError
+from relaygr_stream.settings.inputs import is_pointer, open_regular, pointer_error
 
 #: Longer lines are broken lines. JSON events in public logs have a few KiB; a file without newlines must not be read
 #: into memory as one line.
@@ -24,6 +26,11 @@ MAX_LINE_BYTES: Final = 1 << 20
 SNIFF_BYTES: Final = 1 << 16
 #: Lines between two progress callbacks: about twenty a second at a million lines a second.
 PROGRESS_LINES: Final = 50_000
+
+#: A packed log has a tenth of its size, seldom a thirtieth. A file made to keep a reader busy has a thousandth.
+MOST_UNPACKED: Final = 200
+#: Of the unpacked bytes so many are always read: less than a second.
+FREE_UNPACKED_BYTES: Final = 16 << 20
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _XZ_MAGIC: Final = b"\xfd7zXZ\x00"
@@ -50,8 +57,9 @@ class TextLog:
         self.path = path
         self.lines = 0  # lines read so far, broken ones included
         self._progress = progress
-        self._size = path.stat().st_size
-        self._raw: IO[bytes] = path.open("rb")
+        self._raw: IO[bytes] = open_regular(path)
+        self._size = os.fstat(self._raw.fileno()).st_size
+        self._read = 0  # unpacked bytes
         magic = self._raw.read(len(_XZ_MAGIC))
         self._raw.seek(0)
         # BufferedReader around GzipFile: readline on a bare GzipFile is several times slower.
@@ -90,7 +98,7 @@ class TextLog:
 
     def _readline(self) -> bytes:
         try:
-            return self._stream.readline(MAX_LINE_BYTES)
+            data = self._stream.readline(MAX_LINE_BYTES)
         except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
             raise InputError(
                 f"{self.path}: the compressed data is damaged or cut off after line {self.lines} ({error}); "
@@ -98,10 +106,22 @@ class TextLog:
             ) from error
         except OSError as error:
             raise InputError(f"{self.path}: cannot be read after line {self.lines}: {error}") from error
+        self._read += len(data)
+        if self._read > most_unpacked(self._size):
+            raise InputError(
+                f"{self.path}: its {self._size} bytes unpack to more than {self._read >> 20} MiB, which no log does; "
+                f"unpack it yourself if it is one"
+            )
+        return data
 
     def _skip_to_line_end(self) -> None:
         while (data := self._readline()) and not data.endswith(b"\n"):
             pass
+
+
+def most_unpacked(size: int) -> int:
+    """The most bytes that a file of `size` bytes may unpack to."""
+    return FREE_UNPACKED_BYTES + MOST_UNPACKED * size
 
 
 def head(path: Path) -> bytes:
@@ -114,8 +134,10 @@ def head(path: Path) -> bytes:
             raise InputError(f"{path} is a directory; name the log file in it")
         if path.exists() and not path.is_file():
             raise InputError(f"{path} is no regular file; logs are read twice, which a pipe or a device does not allow")
-        with path.open("rb") as raw:
+        with open_regular(path) as raw:
             start = raw.read(SNIFF_BYTES)
+        if is_pointer(start):
+            raise InputError(f"{path} {pointer_error(path).strerror}")
         if start.startswith(_GZIP_MAGIC):
             with gzip.open(path) as unzipped:
                 start = unzipped.read(SNIFF_BYTES)
@@ -147,3 +169,5 @@ def refuse_binary(path: Path, start: bytes) -> None:
         raise InputError(
             f"{path} is a binary file (a zero byte at offset {start.index(0)}); expected text, gzipped text or Parquet"
         )
+    if b"\n" not in start and b"\r" in start.rstrip():
+        raise InputError(f"{path}: its lines end in carriage returns alone; convert them (tr '\\r' '\\n')")

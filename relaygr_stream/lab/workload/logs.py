@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from relaygr_stream.lab.workload.formats import FORMATS, Format, read_delimited,
 from relaygr_stream.lab.workload.log_features import FeatureReader
 from relaygr_stream.lab.workload.logfile import BrokenLine, Progress, TextLog
 from relaygr_stream.lab.workload.parquet import read_parquet
-from relaygr_stream.lab.workload.values import TimeUnit
+from relaygr_stream.lab.workload.values import UNIT_WORDS, TimeUnit, Unit
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
 
@@ -46,6 +47,8 @@ class InteractionLog:
     lines: int  # lines (or rows) of the file: usable, broken, blank and header
     broken: tuple[BrokenLine, ...]  # the first few
     broken_count: int
+    time_unit: Unit = "s"  # of the file
+    repeats: int = 0  # rows that an earlier row equals in all columns
     schema: FeatureSchema = NO_FEATURES
     features: Values = field(default_factory=dict)  # of the schema's columns: name → (n, width)
 
@@ -66,6 +69,12 @@ class InteractionLog:
         for code, user in enumerate(self.users):
             yield user, self.behaviours(int(self.offsets[code]), int(self.offsets[code + 1]))
 
+    def facts(self) -> str:
+        """What was found of its times, and its repeated events, in words."""
+        span = " to ".join(f"{np.datetime64(int(at), 'ms'):.10}" for at in (self.times.min(), self.times.max()))
+        repeats = f"; {self.repeats} events are repeated, and kept" if self.repeats else ""
+        return f"times in {UNIT_WORDS[self.time_unit]}, {span}{repeats}"
+
     def broken_text(self) -> str:
         """The first broken lines and the count of the others, one a line; empty if there are none."""
         shown = [f"{self.path}:{line.line}: {line.reason}; skipped" for line in self.broken]
@@ -83,13 +92,16 @@ def read_log(
     item_ids: IdKind = "auto",
     progress: Progress | None = None,
     features: FeatureSchema = NO_FEATURES,
+    plausible: bool = True,
 ) -> InteractionLog:
     """Read a log of interactions.
 
     format: None: recognised, by content first, then by name. columns: the columns' roles in CSV, JSON Lines and
     Parquet; with it, a file that looks like `u.data` is read as tab-separated text. item_ids: "number" keeps item ids,
     "name" numbers them from 1 in order of first appearance. progress: called from time to time with bytes read and
-    bytes in all. features: columns to read besides (log_features.py). Raises InputError if the file has no usable line.
+    bytes in all. features: columns to read besides (log_features.py). plausible: whether times must be dates, and not
+    count from a start of their own. Raises InputError if the file has no usable line, or more than MAX_BROKEN_SHARE
+    broken ones.
     """
     path = Path(path)
     start = logfile.head(path)
@@ -106,7 +118,7 @@ def read_log(
     extra = FeatureReader(features)
     if fixed:
         extra.wanted([], path)
-    reader = ColumnReader("number" if fixed else item_ids, "number" if fixed else "auto", time_unit, extra)
+    reader = ColumnReader(path, item_ids, "number" if fixed else "auto", time_unit, extra, plausible=plausible)
     if format == "parquet":
         lines = _consume(reader, read_parquet(path, columns, progress, extra))
     else:
@@ -164,31 +176,42 @@ _EXPECTED = {
 
 
 def _sorted(path: Path, name: Format, reader: ColumnReader, lines: int, start: bytes) -> InteractionLog:
-    users, items, actions, times = reader.finish(path)
+    columns = reader.finish()
+    users, items, times = columns.user, columns.items, columns.times
     if not len(items):
         why = f" ({reader.broken[0].reason})" if reader.broken else ""
         first = "" if name == "parquet" else f", first line {_first_line(start)}"
         raise InputError(f"{path}: no usable line{first}{why}; read as {name}, expected {_EXPECTED[name]}")
     order = np.lexsort((times, users))  # stable: ties stay as in the file
-    offsets = np.zeros(len(reader.users) + 1, np.int64)
-    np.cumsum(np.bincount(users, minlength=len(reader.users)), out=offsets[1:])
+    offsets = np.zeros(len(columns.users) + 1, np.int64)
+    np.cumsum(np.bincount(users, minlength=len(columns.users)), out=offsets[1:])
     return InteractionLog(
         path=path,
         format=name,
-        users=tuple(reader.users),
+        users=columns.users,
         offsets=offsets,
         items=items[order],
-        actions=actions[order],
+        actions=columns.actions[order],
         times=times[order],
-        item_names=tuple(reader.item_names),
-        action_names=tuple(reader.action_names),
-        halves=reader.halves,
+        item_names=columns.item_names,
+        action_names=columns.action_names,
+        halves=columns.halves,
+        time_unit=columns.time_unit,
+        repeats=_repeats(users[order], times[order], items[order], columns.actions[order]),
         lines=lines,
         broken=tuple(reader.broken),
         broken_count=reader.broken_count,
         schema=reader.features.schema,
-        features={name: values[order] for name, values in reader.features.finish().items()},
+        features={name: values[order] for name, values in columns.features.items()},
     )
+
+
+def _repeats(*columns: npt.NDArray[Any]) -> int:
+    """Rows of which there is an equal one before. columns: sorted by the first two, user and time."""
+    same = (np.diff(columns[0]) == 0) & (np.diff(columns[1]) == 0)
+    tied = np.concatenate([[False], same]) | np.concatenate([same, [False]])
+    rows = np.stack([column[tied].astype(np.int64) for column in columns])
+    return int(rows.shape[1] - np.unique(rows, axis=1).shape[1])
 
 
 def _first_line(start: bytes) -> str:

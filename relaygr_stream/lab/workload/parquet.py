@@ -10,9 +10,11 @@ from relaygr_stream.errors import InputError
 from relaygr_stream.lab.workload.columns import ColumnMap, Row
 from relaygr_stream.lab.workload.formats import named_columns, row_of
 from relaygr_stream.lab.workload.log_features import FeatureReader
-from relaygr_stream.lab.workload.logfile import BrokenLine, Progress
+from relaygr_stream.lab.workload.logfile import BrokenLine, Progress, most_unpacked
 
 BATCH_ROWS: Final = 65_536
+#: Bytes of a value in memory, at least.
+VALUE_BYTES: Final = 8
 
 
 def read_parquet(
@@ -31,10 +33,15 @@ def read_parquet(
     line = 0
     try:
         with parquet.ParquetFile(path) as file:
-            names = named_columns(file.schema_arrow.names, columns, path)
+            schema = file.schema_arrow
+        names = named_columns(schema.names, columns, path)
+        cells = features.wanted(schema.names, path, lists=True)
+        wanted = list(dict.fromkeys([*names.values(), *cells]))
+        texts = [name for name in wanted if _is_text(arrow, schema.field(name).type)]
+        # Texts stay in their dictionary: a long one that all rows name is otherwise copied for each.
+        with parquet.ParquetFile(path, read_dictionary=texts) as file:
+            _refuse_bomb(path, file.metadata, set(wanted), size)
             total = max(1, file.metadata.num_rows)
-            cells = features.wanted(file.schema_arrow.names, path, lists=True)
-            wanted = list(dict.fromkeys([*names.values(), *cells]))
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
                 values = {name: _plain(arrow, batch.column(name)) for name in wanted}
                 for row in zip(*values.values(), strict=True):
@@ -42,7 +49,7 @@ def read_parquet(
                     yield row_of(line, dict(zip(wanted, row, strict=True)), names, features)
                 if progress is not None:
                     progress(size * line // total, size)
-    except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
+    except (arrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise InputError(f"{path}: cannot be read as Parquet after row {line}: {error}") from error
 
 
@@ -54,5 +61,25 @@ def _plain(arrow: Any, column: Any) -> list[Any]:
     if arrow.types.is_timestamp(kind):
         stamps = column.cast(arrow.timestamp("ms", tz=kind.tz), safe=False)
         return [None if value is None else value.isoformat() for value in stamps.to_pylist()]
+    if arrow.types.is_dictionary(kind):
+        known = column.dictionary.to_pylist()
+        return [None if index is None else known[index] for index in column.indices.to_pylist()]
     values: list[Any] = column.to_pylist()
     return values
+
+
+def _is_text(arrow: Any, kind: Any) -> bool:
+    return any(test(kind) for test in (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_binary))
+
+
+def _refuse_bomb(path: Path, metadata: Any, wanted: set[str], size: int) -> None:
+    """Raise InputError where the columns, by the file's own account, take more than most_unpacked allows."""
+    unpacked = 0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if column.path_in_schema.partition(".")[0] in wanted:
+                unpacked += max(column.total_uncompressed_size, VALUE_BYTES * column.num_values)
+    if unpacked > most_unpacked(size):
+        raise InputError(
+            f"{path}: its {size} bytes unpack to {unpacked >> 20} MiB, which no log does; write it as CSV if it is one"
+        )

@@ -88,6 +88,7 @@ class Replay:
             [
                 f"{log.path.name} ({log.format}): {len(log)} interactions of {len(log.users)} users with "
                 f"{len(self._catalogue)} items; {log.broken_count} broken lines skipped",
+                log.facts(),
                 f"requests: the latest {len(self)} {kind} with at least {o.min_history} behaviours before; {pace}",
                 f"the last {o.suffix} behaviours as suffix; {o.candidates} candidates: the true next item and others "
                 f"drawn uniformly (seed {o.seed}), never one from the user's history",

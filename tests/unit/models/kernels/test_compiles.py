@@ -25,6 +25,7 @@ KERNELS = (
     "bfloat16:128:90:split",
     "float32:64:90:split",
 )
+pytestmark = pytest.mark.stack  # a compiler run of each kernel for each GPU: 16 s of a core
 
 
 @pytest.fixture(scope="module")
