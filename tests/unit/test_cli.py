@@ -10,13 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from relaygr_stream.cli.main import main
+from tests.waiting import WITHIN_S
 
 HEAVY = ("torch", "numpy", "aiokafka", "structlog", "prometheus_client")
 
 
 def test_finding_the_command_imports_nothing_heavy() -> None:
     program = f"import sys, relaygr_stream.cli.main; print([name for name in {HEAVY} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=WITHIN_S)
     assert done.stdout.strip() == "[]"
 
 
