@@ -16,8 +16,8 @@ from typing import Final, NamedTuple, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from relaygr_stream.lab.workload.values import parse_time, unit_by_size
 from relaygr_stream.settings.inputs import check_regular
+from relaygr_stream.workload.values import parse_time, unit_by_size
 
 Ints = npt.NDArray[np.int64]
 

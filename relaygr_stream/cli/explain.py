@@ -84,13 +84,13 @@ def _explain_events(
     workers: int,
     costs: str | None,
 ) -> list[Any]:
-    from relaygr_stream.lab.workload.explain_log import GRANULE_TOKENS, Fleet, built_in_bytes_per_token, explain_log
-    from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
-    from relaygr_stream.lab.workload.rows import read_log_for
     from relaygr_stream.ops.looking import look
     from relaygr_stream.trigger.explain import running_policy, stated_by_a_worker
     from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.wire.worker_status import FALLBACK_COSTS
+    from relaygr_stream.workload.explain_log import GRANULE_TOKENS, Fleet, built_in_bytes_per_token, explain_log
+    from relaygr_stream.workload.replay import Replay, ReplayOptions
+    from relaygr_stream.workload.rows import read_log_for
 
     check_pace(speed, rate)
     settings, policy = config.settings, None

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from relaygr_stream.cli.options import settings_options
-from relaygr_stream.lab.workload.formats import FORMATS
-from relaygr_stream.lab.workload.values import UNITS
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
+from relaygr_stream.workload.formats import FORMATS
+from relaygr_stream.workload.values import UNITS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from relaygr_stream.history.store import WritableStore
-    from relaygr_stream.lab.workload.logs import InteractionLog
     from relaygr_stream.wire.behaviours import Behaviours
+    from relaygr_stream.workload.logs import InteractionLog
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -210,9 +210,9 @@ def _time(ms: int) -> str:
 
 def _log(file: Path, model: Model, how: dict[str, Any]) -> InteractionLog:
     from relaygr_stream.errors import InputError
-    from relaygr_stream.lab.workload.columns import ColumnMap
-    from relaygr_stream.lab.workload.rows import read_log_for
     from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
+    from relaygr_stream.workload.columns import ColumnMap
+    from relaygr_stream.workload.rows import read_log_for
 
     log = read_log_for(
         file,

@@ -21,7 +21,7 @@ from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import load_topics
 from tests import needs
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 async def test_earliest_has_everything_when_started_and_follows(kafka_settings: Kafka) -> None:
@@ -162,12 +162,12 @@ async def test_an_exception_in_the_callback_is_seen_and_raised_by_who_catches_up
         TopicTail(kafka_settings, topic, [0], "latest", break_down) as tail,
     ):
         await producer.send_and_wait(topic, b"0", partition=0)
-        await asyncio.wait({tail.failed}, timeout=30)
+        await asyncio.wait({tail.failed}, timeout=WITHIN_S)
         with pytest.raises(ArithmeticError):
             tail.failed.result()
         await producer.send_and_wait(topic, b"1", partition=0)  # which nobody will read
         with pytest.raises(ArithmeticError):
-            await asyncio.wait_for(tail.catch_up(), 30)
+            await asyncio.wait_for(tail.catch_up(), WITHIN_S)
 
 
 async def test_many_tiny_records_are_handed_out_in_bounded_numbers(kafka_settings: Kafka) -> None:

@@ -118,7 +118,8 @@ async def test_cut_off_and_back(machines: Network, tmp_path: Path, machine: str)
             stage.witness.ledger.absences.append((time.time() - stage.since_fault(), time.time()))
         await stage.fleet.lanes_settled("w1", "w2")
         await stage.calm()
-        await stage.cost(f"{NAMES[machine]} cut off for {CUT_S:.0f} s (namespaces)", owned_s)
+        cost = await stage.cost(f"{NAMES[machine]} cut off for {CUT_S:.0f} s (namespaces)", owned_s)
+        assert cost.served if machine == "w1" else cost.recovered(7.7), cost
         nobody_restarted(stage)
 
 

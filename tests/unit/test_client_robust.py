@@ -29,7 +29,7 @@ from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.topic_files import load_topics
 from tests.bus import insides
 from tests.unit.client_peers import PATIENCE_S, client_on, event, request, responder_on
-from tests.waiting import Clock, until
+from tests.waiting import WITHIN_S, Clock, until
 
 
 def tails_of(relay: RelayClient, topic: str) -> list[AIOKafkaConsumer]:
@@ -59,7 +59,7 @@ async def test_a_refusal_ends_no_client(embedded_settings: Kafka, kind: str) -> 
         await relay.rank(request(0))
         (reader,) = tails_of(relay, topic)
         refused = refuse(reader, topic)
-        await asyncio.wait_for(refused.wait(), 30)
+        await asyncio.wait_for(refused.wait(), WITHIN_S)
         for number in range(1, 4):
             assert (await relay.rank(request(number))).outcome == "hbm"
         await until(lambda: tails_of(relay, topic) not in ([], [reader]), "read on by another")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.movielens.data import DataError, Histories, read_histories
-from relaygr_stream.lab.workload.logs import read_log
+from relaygr_stream.workload.logs import read_log
 
 U_DATA = "1\t20\t5\t40\n1\t10\t3\t10\n1\t30\t4\t20\n1\t10\t1\t30\n"
 

@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.lab.workload.publish import LogOptions, PublishOptions, prepare
-from relaygr_stream.lab.workload.replay import ReplayOptions
-from relaygr_stream.lab.workload.report import LiveLine
-from relaygr_stream.lab.workload.rows import ITEMS_FILE, read_log_for
 from relaygr_stream.models.loading import save_checkpoint
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
+from relaygr_stream.workload.publish import LogOptions, PublishOptions, prepare
+from relaygr_stream.workload.replay import ReplayOptions
+from relaygr_stream.workload.report import LiveLine
+from relaygr_stream.workload.rows import ITEMS_FILE, read_log_for
 from tests.unit.models.small_models import small_model
 
 NAMES = ["7", "07", "007", "B1", "900000"]
