@@ -10,18 +10,18 @@ from typing import Any
 import click
 
 from relaygr_stream.cli.options import check_pace, flag_of, head_start, settings_options, taken, traffic_options
-from relaygr_stream.lab.workload.columns import ColumnMap
-from relaygr_stream.lab.workload.formats import FORMATS
-from relaygr_stream.lab.workload.generator import GeneratorOptions
-from relaygr_stream.lab.workload.items import StageDelay
-from relaygr_stream.lab.workload.publish import LogOptions, PublishOptions, publish
-from relaygr_stream.lab.workload.replay import ReplayOptions
-from relaygr_stream.lab.workload.report import PublishReport, print_report
-from relaygr_stream.lab.workload.values import UNITS
 from relaygr_stream.settings.files import check_writable, write_private
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext, run_process
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
+from relaygr_stream.workload.columns import ColumnMap
+from relaygr_stream.workload.formats import FORMATS
+from relaygr_stream.workload.generator import GeneratorOptions
+from relaygr_stream.workload.items import StageDelay
+from relaygr_stream.workload.publish import LogOptions, PublishOptions, publish
+from relaygr_stream.workload.replay import ReplayOptions
+from relaygr_stream.workload.report import PublishReport, print_report
+from relaygr_stream.workload.values import UNITS
 
 #: Flags of one source only; given with the other one, they are refused.
 LOG_FLAGS = ("format", "columns", "time_unit", "item_ids", "speed", "which", "min_history")

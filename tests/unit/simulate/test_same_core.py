@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from relaygr_lab.simulate.costs import KV, DeviceCosts
+from relaygr_lab.simulate.device import META, SimulatedCopies, SimulatedModel
+from relaygr_lab.simulate.timeline import Clock
 
 from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.audit import Auditor
 from relaygr_stream.engine.executor import Executor
-from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
-from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedModel
-from relaygr_stream.lab.simulate.timeline import Clock
 from tests.unit.engine.worlds import CPU, GRANULE_BYTES, LIMITS, MAX_TOKENS, TOY, OpenScheduler, World
 
 COSTS = DeviceCosts(

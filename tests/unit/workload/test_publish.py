@@ -18,14 +18,14 @@ from structlog.testing import capture_logs
 
 from relaygr_stream.cli.replay import build_options, replay_command
 from relaygr_stream.errors import ConfigError, InputError, Overloaded
-from relaygr_stream.lab.workload.generator import GeneratorOptions
-from relaygr_stream.lab.workload.publish import LogOptions, PublishOptions, Workload, prepare, send
-from relaygr_stream.lab.workload.replay import ReplayOptions
-from relaygr_stream.lab.workload.report import LiveLine, PublishReport, print_report, render
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.messages import RankingRequest
+from relaygr_stream.workload.generator import GeneratorOptions
+from relaygr_stream.workload.publish import LogOptions, PublishOptions, Workload, prepare, send
+from relaygr_stream.workload.replay import ReplayOptions
+from relaygr_stream.workload.report import LiveLine, PublishReport, print_report, render
 from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
 from tests.unit.workload.recording_client import RecordingClient
 
