@@ -25,7 +25,15 @@ from relaygr_stream.settings.section import SECRET_SHOWN
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable, printable_json, printable_lines
 
-__all__ = ["LogLimiter", "configure_logging", "hash_user_ids", "hide_and_shorten", "print_plain_tracebacks", "request_log_fields", "writes_json"]
+__all__ = [
+    "LogLimiter",
+    "configure_logging",
+    "hash_user_ids",
+    "hide_and_shorten",
+    "print_plain_tracebacks",
+    "request_log_fields",
+    "writes_json",
+]
 
 #: Longest value of a field, in characters: a line about a bad message must not contain the message.
 MAX_VALUE: Final = 500
