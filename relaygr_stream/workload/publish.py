@@ -24,7 +24,7 @@ from relaygr_stream.workload.driver import DriveSummary, RankingClient, Result, 
 from relaygr_stream.workload.formats import Format
 from relaygr_stream.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.workload.items import WorkItem
-from relaygr_stream.workload.logs import InteractionLog, read_log
+from relaygr_stream.workload.logs import InteractionLog
 from relaygr_stream.workload.metrics import QualityMeter
 from relaygr_stream.workload.replay import Replay, ReplayOptions
 from relaygr_stream.workload.report import LIVE_EVERY_S, LiveLine, PublishReport, live_line, make_report
@@ -116,8 +116,11 @@ def prepare(options: PublishOptions, settings: Settings, line: LiveLine, stop: a
         if line.due():
             line.show(f"reading {source.path.name}: {done / max(1, total):.0%} of {total / 1e6:.0f} MB")
 
-    log = read_log(
+    from relaygr_stream.workload.rows import read_log_for  # noqa: PLC0415 - imports torch
+
+    log = read_log_for(
         source.path,
+        settings.model,
         format=source.format,
         columns=source.columns,
         time_unit=source.time_unit,
