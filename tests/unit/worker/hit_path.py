@@ -126,7 +126,7 @@ async def trace_hit() -> HitPath:
     try:
         runtime = await device.start(lambda: build(SETTINGS, lambda *_: False, device.wake))
     finally:
-        threading.setprofile(None)  # type: ignore[arg-type]  # its stub lacks None
+        threading.setprofile(None)
     topics, registry, scores = load_topics(SETTINGS.kafka), CollectorRegistry(), _Producer()
     background = Background()
     bus = Bus(topics, scores, _Producer(), None)  # type: ignore[arg-type]
