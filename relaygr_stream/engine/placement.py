@@ -1,21 +1,21 @@
 """Placement: what prefix KV a ranking is scored against, and what it waits for until they are there.
 
-    find ─► HBM: ready | computing: join | DRAM: load | shorter: prefill the rest, join | nothing: infer in full, join
+    acquire ─► ready: score | computed, or begun now: join | loaded: wait | no room in HBM: infer in the scratch region
 
-Full inference goes into the cache where it may stay, else into the scratch region. A ranking that was cut to its newest
-behaviours (Admission.truncate) is always inferred in scratch: they are not a prefix of the user's history.
+A ranking that was cut to its newest behaviours (Admission.truncate) is always inferred in scratch: they are not a
+prefix of the user's history.
 """
 
 from __future__ import annotations
 
-from relaygr_stream.cache.entry import Coverage, Entry, Found
+from relaygr_stream.cache.entry import Found
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.audit import Auditor
 from relaygr_stream.engine.executor import Executor
-from relaygr_stream.engine.pins import PinTable
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import TimerHeap, Waiters, WorkQueue
 from relaygr_stream.engine.ranking import Ranking
+from relaygr_stream.engine.residents import Residents
 from relaygr_stream.models.api import takes_suffix
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.wire.messages import Outcome
@@ -34,77 +34,55 @@ class Placement:
         jobs: PrefillJobs,
         waiters: Waiters,
         auditor: Auditor,
-        pins: PinTable,
+        residents: Residents,
     ) -> None:
         self._cache = cache
         self._queue = queue
         self._jobs = jobs
         self._waiters = waiters
         self._auditor = auditor
-        self._pins = pins
+        self._residents = residents
         self._scratch_wanted: TimerHeap[Ranking] = TimerHeap(lambda ranking: ranking.answered)
         self._takes_suffix = takes_suffix(executor.model)
         self._empty = KVRegion.new(executor.model.layout, 0, device=executor.device)
 
     def find(self, ranking: Ranking) -> Found:
-        """The user's entry and its coverage. If it is of no use, what the request's own signal pinned: a newer sequence
-        of the user may have replaced that."""
-        entry, coverage = self._cache.find(ranking.task.user_key, ranking.tokens)
-        if coverage is Coverage.NONE:
-            pinned = self._pins.entry(ranking.task.request_key)
-            if pinned is not None and self._serves(pinned, ranking):
-                return pinned, Coverage.COVERS
-        return entry, coverage
-
-    def is_here(self, ranking: Ranking, found: Found) -> bool:
-        """Whether a ranking whose prefix KV a delegate has can do without it. While they are computed here, for a later
-        request, it would wait for what the delegate has ready."""
-        entry, coverage = found
-        if entry is None or coverage is not Coverage.COVERS:
-            return False
-        return not entry.computing or self._cache.serves(entry, ranking.tokens)
+        """What there is for this ranking."""
+        return self._residents.find(ranking.task.user_key, ranking.tokens, ranking.task.request_key)
 
     def place(self, ranking: Ranking, found: Found) -> None:
         """Have it scored against what was found, or wait for what lacks; the ranking holds nothing yet."""
-        if len(ranking.tokens) == 0 and (len(ranking.suffix) == 0 or self._takes_suffix):
+        tokens, measured = ranking.tokens, ranking.measured
+        if len(tokens) == 0 and (len(ranking.suffix) == 0 or self._takes_suffix):
             self.ready(ranking, self._empty, "full")
             return
         if ranking.full or (len(ranking.suffix) and not self._takes_suffix):
-            self._full(ranking, in_cache=False)
+            self._infer_in_scratch(ranking)
             return
-        entry, coverage = found
-        if entry is None or coverage is Coverage.NONE:
-            self._full(ranking, in_cache=True)
-        elif coverage is Coverage.COVERS and entry.load is None and self._cache.serves(entry, ranking.tokens):
+        got = self._residents.acquire(found, ranking.task.user_key, tokens, ranking.deadline)
+        if (entry := got.entry) is None:
+            self._infer_in_scratch(ranking)
+            return
+        self._cache.pin(entry)
+        ranking.held.entry = entry
+        if got.way == "ready":
             assert entry.region is not None
-            self._hold(ranking, entry)
-            self.ready(ranking, _first(entry.region, len(ranking.tokens)), "hbm")
-        elif entry.computing:
-            ranking.measured.outcome = ranking.measured.outcome or "joined"
-            self._join(ranking, entry)
-        elif entry.load is not None or (entry.region is None and self._cache.load(entry)):
-            ranking.measured.outcome = ranking.measured.outcome or "dram"
-            self._hold(ranking, entry)
+            self.ready(ranking, _first(entry.region, len(tokens)), "hbm")
+        elif got.way in ("dram", "loading"):
+            measured.outcome = measured.outcome or "dram"
             self._waiters.add(entry, ranking)
-        elif entry.region is None:
-            self._full(ranking, in_cache=False)  # HBM is full of pinned entries: it cannot come back now
-        elif (grown := self._cache.extend(entry, ranking.tokens)) is not None:
-            ranking.measured.outcome = (
-                ranking.measured.outcome or "joined"
-            )  # not ready: what it lacks is computed first
-            assert grown.region is not None
-            ranking.measured.computed_tokens = len(ranking.tokens) - grown.region.length
-            self._jobs.start(grown, ranking.deadline)
-            self._join(ranking, grown)
         else:
-            self._full(ranking, in_cache=True)
+            measured.computed_tokens = got.missing or measured.computed_tokens
+            # What is shorter counts as joined: it is not ready, what it lacks is computed first.
+            measured.outcome = "full" if got.way == "nothing" else measured.outcome or "joined"
+            self._jobs.join(ranking, entry)
 
     def again(self, ranking: Ranking) -> None:
         """What the ranking waited for is over: place it anew. One that is answered by now stays so."""
         if ranking.answered:
             return
         held = ranking.held.entry
-        if held is not None and held.region is not None and held.ready and self._serves(held, ranking):
+        if held is not None and held.region is not None and held.ready and self._residents.serves(held, ranking.tokens):
             # Even if the user's entry is another by now: else two sequences of one user displace each other for ever.
             self.ready(ranking, _first(held.region, len(ranking.tokens)), "hbm")
         else:
@@ -138,30 +116,14 @@ class Placement:
 
     # ---- inside ----
 
-    def _full(self, ranking: Ranking, *, in_cache: bool) -> None:
-        """Infer the whole sequence for this ranking: into the cache where it may stay, else into scratch."""
+    def _infer_in_scratch(self, ranking: Ranking) -> None:
+        """Infer the whole sequence for this ranking alone."""
         ranking.measured.outcome = "truncated" if ranking.measured.truncated_to else "full"
-        if in_cache and (entry := self._cache.open(ranking.task.user_key, ranking.tokens)) is not None:
-            ranking.measured.computed_tokens = len(ranking.tokens)
-            self._jobs.start(entry, ranking.deadline)
-            self._join(ranking, entry)
-            return
         self._scratch_wanted.add(ranking.deadline, ranking)
         self.lend_scratch()  # to this one, unless another that waits is due before it
 
     def _scratch_free(self) -> bool:
         return self._cache.scratch.free or self._auditor.give_up_scratch(self._cache.scratch)
-
-    def _hold(self, ranking: Ranking, entry: Entry) -> None:
-        self._cache.pin(entry)
-        ranking.held.entry = entry
-
-    def _join(self, ranking: Ranking, entry: Entry) -> None:
-        self._hold(ranking, entry)
-        self._jobs.join(ranking, entry)
-
-    def _serves(self, entry: Entry, ranking: Ranking) -> bool:
-        return not entry.failed and self._cache.coverage(entry, ranking.tokens) is Coverage.COVERS
 
 
 def _first(region: KVRegion, tokens: int) -> KVRegion:

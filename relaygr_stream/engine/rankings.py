@@ -23,6 +23,7 @@ from relaygr_stream.engine.pins import PinTable
 from relaygr_stream.engine.placement import Placement
 from relaygr_stream.engine.queue import RecentIds, TimerHeap, WorkQueue
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
+from relaygr_stream.engine.residents import Residents
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.wire.messages import Status
 
@@ -40,6 +41,7 @@ class Rankings:
         admission: Admission,
         pins: PinTable,
         answered: RecentIds,
+        residents: Residents,
         *,
         most: int,
         max_delay_ms: float,
@@ -52,6 +54,7 @@ class Rankings:
         self._admission = admission
         self._pins = pins
         self._answered = answered
+        self._residents = residents
         self._most = most  # rankings scored together
         self._max_delay_ms = max_delay_ms
         self.answers: list[Answer] = []
@@ -77,7 +80,7 @@ class Rankings:
             return
         self._pins.ranked(rank.task.request_key, rank.task.arrived)
         found = self._placement.find(ranking)
-        if rank.pass_to is not None and not self._placement.is_here(ranking, found):
+        if rank.pass_to is not None and not self._residents.is_here(found, ranking.tokens):
             self._answer(ranking, "overloaded", "its prefix KV are with another worker")  # and go there (replies.py)
             return
         self._admission.book(ranking, found)
@@ -98,7 +101,8 @@ class Rankings:
             self._answer(loser, "overloaded", f"{full.reason}; {GAVE_WAY[full.measure]}")
         self._admission.add(ranking)
         self._deadlines.add(ranking.deadline, ranking)
-        self._placement.place(ranking, self._placement.find(ranking))
+        # A loser may have been a copy of this request, and released what was found by its pin.
+        self._placement.place(ranking, self._placement.find(ranking) if lost else found)
 
     def expire(self, now: float) -> None:
         """Answer those whose deadline has passed."""

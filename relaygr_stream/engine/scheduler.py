@@ -1,8 +1,8 @@
 """The worker's core, a state machine: commands go in by `handle`, `step` runs the most urgent work, answers come out.
 
-    Prefill ─► signals.py  ─► prefill.py ─────────────────┐
-    Rank    ─► rankings.py ─► placement.py ───────────────┴─► queue.py ─► executor.py ─► take_answers()
-                                └─ prefix KV: cache/
+    Prefill ─► signals.py ──────────────────┐
+    Rank    ─► rankings.py ─► placement.py ─┴─► residents.py ─► prefill.py ─► queue.py ─► executor.py ─► take_answers()
+                                                  └─ prefix KV: cache/
 
 Everything here runs on one thread and takes the time as an argument.
 """
@@ -42,6 +42,7 @@ from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import RecentIds, Waiters, WorkQueue
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
 from relaygr_stream.engine.rankings import Rankings
+from relaygr_stream.engine.residents import Residents
 from relaygr_stream.engine.signals import Signals
 from relaygr_stream.errors import CacheCorruption, DeviceError
 from relaygr_stream.models.api import unknown_items
@@ -127,16 +128,17 @@ class Scheduler:
         self.time = DeviceTime()
         self.demand = Demand(limits.averaging)
         self.pins = PinTable(cache)
+        residents = Residents(cache, self._jobs, self.pins)
         self.signals = Signals(
-            cache, self._jobs, self._waiters, self.pins, answered, self._placed,
+            cache, self._jobs, self._waiters, self.pins, answered, residents, self._placed,
             footprint=limits.pinned_bytes, delegated=limits.delegated_bytes,
         )  # fmt: skip
         self.admission = Admission(
             executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_min_tokens
         )
-        self._placement = Placement(executor, cache, self._queue, self._jobs, self._waiters, auditor, self.pins)
+        self._placement = Placement(executor, cache, self._queue, self._jobs, self._waiters, auditor, residents)
         self.rankings = Rankings(
-            executor, cache, self._queue, self._placement, auditor, self.admission, self.pins, answered,
+            executor, cache, self._queue, self._placement, auditor, self.admission, self.pins, answered, residents,
             most=limits.batch, max_delay_ms=limits.max_ranking_delay_ms,
         )  # fmt: skip
 
