@@ -16,6 +16,7 @@ import click
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
+from relaygr_stream.bus.refused import RefusalsCollector
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.cli.config_table import render_settings_markdown
 from relaygr_stream.cli.main import main
@@ -85,6 +86,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     _describe(made["Every process"], "trigger")
     export_readiness(made["Every process"], lambda: None)
     made["Every process"].register(RenewalsCollector())
+    made["Every process"].register(RefusalsCollector())
     WorkerMetrics(made["Worker"])
     HistoryMetrics(made["Worker"])
     HandoverMetrics(made["Worker"])

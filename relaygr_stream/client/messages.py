@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Outgoing
+from relaygr_stream.bus.refused import RefusalsCollector
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.client.answers import Answers, Ranking, ranking_of
 from relaygr_stream.client.connection import Connection, connected
@@ -79,6 +80,7 @@ class MessageClient:
         self._metrics = ClientMetrics(self.registry)
         with suppress(ValueError):  # the registry of a process has one already
             self.registry.register(RenewalsCollector())
+            self.registry.register(RefusalsCollector())
         relay = settings.relay
         if relay.accepted_answer_secret and not relay.answer_secret:
             raise ConfigError(
@@ -100,6 +102,11 @@ class MessageClient:
     def error(self) -> RelayError | None:
         """Why no call is possible: the client is not open, or its answers can no longer be read. None: it is open."""
         return self._ended if self._connection is None else self._connection.error
+
+    @property
+    def trouble(self) -> str | None:
+        """Why brokers take nothing that this client sends, such as a clock that is wrong; None if they do."""
+        return None if self._connection is None else self._connection.trouble
 
     @property
     def in_flight(self) -> int:

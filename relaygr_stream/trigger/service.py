@@ -22,6 +22,7 @@ from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import NO_LEADER, Producer
+from relaygr_stream.bus.refused import RefusalsCollector
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
@@ -87,6 +88,7 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     max_bytes = max(topic.max_message_bytes for topic in takes)
     metrics = TriggerMetrics(context.registry)
     context.registry.register(RenewalsCollector())
+    context.registry.register(RefusalsCollector())
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
     owners = OwnerDirectory(
