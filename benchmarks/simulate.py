@@ -59,18 +59,12 @@ SETTINGS = {
 }  # fmt: skip
 
 
-class _Busy:
-    """In place of the simulated model, where story_of looks for the device's time."""
-
-    busy_s = 0.0
-
-
 class LiveWorker:
     """The real core and model, stepped by the live timeline; stands where a SimulatedWorker does."""
 
     def __init__(self, name: str, settings: Settings, on_answers: Callable[[list[Answer], float], None]) -> None:
-        self.name, self.alive, self.most_pinned = name, True, 0
-        self.model = _Busy()
+        self.name, self.alive, self.most_pinned, self.most_held = name, True, 0, 0
+        self.busy_s = 0.0
         self._on_answers = on_answers
         self._inbox: deque[Submitted] = deque()
         self._runtime = build(settings, lambda *_: False, lambda: None)
@@ -107,10 +101,11 @@ class LiveWorker:
             if turn.error is not None:
                 raise turn.error
             for (positions, tell), taken in turn.replies:
-                self.most_pinned = max(self.most_pinned, taken.pinned_bytes)
+                self.most_pinned = max(self.most_pinned, sum(taken.lane_bytes.values()))
+                self.most_held = max(self.most_held, taken.pinned_bytes)
                 me = Identity(self.name, 1, "live", 1)
                 tell(self._statements.status(me, "serving", taken, positions, now, int(now * 1e3)), now)
-            self.model.busy_s = sum(vars(self.scheduler.time).values()) / 1e3
+            self.busy_s = sum(vars(self.scheduler.time).values()) / 1e3
             if turn.answers:
                 self._on_answers(turn.answers, clock())
         return turn.worked
@@ -158,12 +153,13 @@ class LiveFleet(Fleet):
 
 def live(scenario: Scenario) -> tuple[Story, LiveWorker]:
     fleet = LiveFleet(scenario, scenario.groups[0])
-    before: list[float] = []
+    busy: list[float] = []
     begin = fleet.start + scenario.warm_s
-    fleet.timeline.at(begin, lambda _: before.extend(worker.model.busy_s for worker in fleet.workers))
+    for at in (begin, begin + scenario.seconds):
+        fleet.timeline.at(at, lambda _: busy.append(fleet.live_worker.busy_s))
     started = time.perf_counter()
     fleet.run()
-    story = story_of(fleet, scenario, before, time.perf_counter() - started)
+    story = story_of(fleet, scenario, [busy[1] - busy[0]], time.perf_counter() - started)
     worker = fleet.live_worker
     worker.scheduler.close()
     return story, worker

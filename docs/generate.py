@@ -16,7 +16,6 @@ import click
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from relaygr_stream.bus.refused import RefusalsCollector
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.cli.config_table import render_settings_markdown
 from relaygr_stream.cli.main import main
@@ -86,7 +85,6 @@ def _registries() -> dict[str, CollectorRegistry]:
     _describe(made["Every process"], "trigger")
     export_readiness(made["Every process"], lambda: None)
     made["Every process"].register(RenewalsCollector())
-    made["Every process"].register(RefusalsCollector())
     WorkerMetrics(made["Worker"])
     HistoryMetrics(made["Worker"])
     HandoverMetrics(made["Worker"])

@@ -18,10 +18,12 @@ from aiokafka.errors import (
     GroupAuthorizationFailedError,
     KafkaConnectionError,
     KafkaError,
+    NodeNotReadyError,
     TopicAuthorizationFailedError,
 )
 
 from relaygr_stream.bus.aiokafka_patches import RETRY_BACKOFF_MS, ClientId
+from relaygr_stream.bus.broker_errors import unreachable
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.settings.section import MAX_PORT
@@ -199,14 +201,19 @@ def typed_errors(kafka: Kafka, doing: str) -> Iterator[None]:
 
 def broker_error(kafka: Kafka, doing: str, error: BaseException) -> BrokerError:
     """The error of this package for an error of aiokafka. doing: the failed operation, in words."""
+    away = unreachable()
+    if away and isinstance(error, NodeNotReadyError):  # a broker answered, and referred us to this one
+        return BrokerUnavailable(f"cannot {doing}: {away}")
+    also = away and f"; {away}"
     if isinstance(error, (KafkaConnectionError, OSError)):
         return BrokerUnavailable(
             f"cannot {doing}: no Kafka broker answers at {kafka.bootstrap}; start one there, or name another with "
-            f"kafka.bootstrap (RELAYGR_KAFKA_BOOTSTRAP)"
+            f"kafka.bootstrap (RELAYGR_KAFKA_BOOTSTRAP){also}"
         )
     if isinstance(error, _NOT_GRANTED):
         return AccessDenied(
             f"cannot {doing}: user {kafka.sasl_username or 'of this certificate or address'!r} lacks an ACL "
             f"({type(error).__name__}: {error}); docs/reference/security.md lists the grants of each process"
         )
-    return BrokerError(f"cannot {doing} (brokers at {kafka.bootstrap}): {error!r}")
+    also = also if isinstance(error, KafkaError) and error.retriable else ""
+    return BrokerError(f"cannot {doing} (brokers at {kafka.bootstrap}): {error!r}{also}")

@@ -112,14 +112,14 @@ def encode_claim(claim: MemberClaim) -> bytes:
     return msgspec.msgpack.encode(_UserData(claim.generation, sorted(claim.lanes), claim.capacity, claim.draining))
 
 
-def decode_claim(data: bytes | None) -> MemberClaim:
-    """The claim in a member's user data; an empty claim if the data cannot be decoded."""
+def claim_of(data: bytes | None) -> MemberClaim | None:
+    """The claim in a member's user data; None if it is none: the member is not of this program."""
     if not data or len(data) > MAX_USER_DATA_BYTES:
-        return MemberClaim()
+        return None
     try:
         claim = _decode_claim(data)
     except NOT_DECODED:
-        return MemberClaim()
+        return None
     return MemberClaim(frozenset(claim.lanes), claim.generation, claim.capacity, claim.draining)
 
 
@@ -148,15 +148,22 @@ class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # ai
         return ConsumerProtocolMemberMetadata(PROTOCOL_VERSION, sorted(topics), encode_claim(claim))
 
     def assign(self, cluster: Any, members: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole group's assignment; called on the member that leads it."""
-        claims = {member: decode_claim(metadata.user_data) for member, metadata in members.items()}
-        topics = {member: sorted(set(metadata.subscription)) for member, metadata in members.items()}
-        counts = [len(cluster.partitions_for_topic(topic) or ()) for topic in set().union(*topics.values())]
-        # Unequal counts are refused at start; while one topic is being enlarged, only common lanes can be assigned.
-        lanes = assign_lanes(min(counts, default=0), claims)
+        """The whole group's assignment; called on the member that leads it.
+
+        Members that read the same topics share their lanes. One without a claim, which is not of this program, gets
+        none (group_members.py tells of it, and of members that read other topics).
+        """
+        topics = {member: tuple(sorted(set(metadata.subscription))) for member, metadata in members.items()}
+        lanes: dict[str, frozenset[int]] = {}
+        for read in set(topics.values()):
+            found = {member: claim_of(metadata.user_data) for member, metadata in members.items()}
+            claims = {member: claim for member, claim in found.items() if claim is not None and topics[member] == read}
+            # Unequal counts are refused at start; while one topic is being enlarged, only common lanes can be assigned.
+            counts = [len(cluster.partitions_for_topic(topic) or ()) for topic in read]
+            lanes |= assign_lanes(min(counts, default=0), claims)
         return {
             member: ConsumerProtocolMemberAssignment(
-                PROTOCOL_VERSION, [(topic, sorted(lanes[member])) for topic in topics[member]], b""
+                PROTOCOL_VERSION, [(topic, sorted(lanes.get(member, ()))) for topic in topics[member]], b""
             )
             for member in members
         }

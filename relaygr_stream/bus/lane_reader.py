@@ -81,6 +81,10 @@ class OffsetLedger:
         self._undone[offset] = None
         return True
 
+    def passed(self, position: int) -> None:
+        """No record to hand out is below this position: a transaction's marker, or a gap, may be."""
+        self._position = max(self._position, position)
+
     def done(self, offset: int) -> bool:
         """Mark a record as done. Returns False if it was not read by this owner, or is done already."""
         if offset not in self._undone:
@@ -154,6 +158,22 @@ class LaneReader:
         """The number of offsets read and not committable, over all lanes: one record that is not done holds back all
         behind it."""
         return sum(ledger.position - ledger.committable for ledger in self.ledgers.values())
+
+    def ledger(self, topic: str, lane: int) -> OffsetLedger:
+        """The ledger of an owned partition, as far as its log was read. Raises KeyError for another lane.
+
+        A log that ends with the marker of a transaction has no record there: without the consumer's own position, the
+        lane would lag behind such an end for ever.
+        """
+        ledger, partition = self.ledgers[topic, lane], TopicPartition(topic, lane)
+        if self.trouble is None and not self._halted:
+            # aiokafka's public method awaits. What `read` returned was handed out at once, so nothing is in between.
+            read = self.client._subscription.subscription
+            if read is not None and read.assignment is not None and partition in read.assignment.tps:
+                state = read.assignment.state_value(partition)
+                if state.has_valid_position and not state.paused:
+                    ledger.passed(state.position)
+        return ledger
 
     async def start(self) -> None:
         """Connect, without lanes. Raises BrokerUnavailable, BrokerError."""

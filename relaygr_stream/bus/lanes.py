@@ -110,8 +110,9 @@ class LaneConsumer:
 
     @property
     def trouble(self) -> str | None:
-        """The part that has ended and is being replaced; no lane is read meanwhile. None if all is well."""
-        return self._reader.trouble
+        """Why lanes are not read as they should be: the reader is being replaced, or the group has members that are not
+        of this program. None if all is well."""
+        return self._reader.trouble or self._membership.strangers or None
 
     @property
     def healthy(self) -> bool:
@@ -144,7 +145,7 @@ class LaneConsumer:
 
     def position(self, topic: str, lane: int) -> int:
         """The next offset to read of an owned lane. Raises KeyError for another lane."""
-        return self._reader.ledgers[topic, lane].position
+        return self._reader.ledger(topic, lane).position
 
     async def start(self) -> None:
         """Join the group; returns with the first assignment. Raises BrokerUnavailable, BrokerError, ConfigError."""
@@ -155,7 +156,7 @@ class LaneConsumer:
         except BaseException:
             await self.stop()
             raise
-        works = [self._reader.run, self._membership.poll, self._membership.commit]
+        works = [self._reader.run, self._membership.poll, self._membership.commit, self._membership.look]
         if self._suspects is not None:
             works.append(self._suspects.hand_out)
         for work in works:
@@ -246,8 +247,11 @@ class LaneConsumer:
     def _committable(self, leaving: bool) -> dict[tuple[str, int], tuple[int, str]]:
         suspects, leaving = self._suspects, leaving and self._in_order
         return {
-            each: (ledger.committable, "" if suspects is None else suspects.note(*each, leaving=leaving))
-            for each, ledger in self._reader.ledgers.items()
+            each: (
+                self._reader.ledger(*each).committable,
+                "" if suspects is None else suspects.note(*each, leaving=leaving),
+            )
+            for each in self._reader.ledgers
         }
 
     def _drop(self, lanes: frozenset[int]) -> None:

@@ -26,6 +26,7 @@ from aiokafka.errors import (
 from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, end_client
 from relaygr_stream.bus.aiokafka_patches import RETRY_BACKOFF_MS
 from relaygr_stream.bus.assignor import StickyLaneAssignor
+from relaygr_stream.bus.group_members import GroupWatch
 from relaygr_stream.bus.renewed import watch
 from relaygr_stream.errors import BrokerError, ConfigError
 from relaygr_stream.settings.schema import Kafka
@@ -80,12 +81,18 @@ class Membership:
         self._progressing = progressing
         self._assignor = StickyLaneAssignor(capacity, self._on_assignment)
         self._consumer: Any = None
+        self._watch = GroupWatch(kafka, group, member, topics)
         self._ended: str | None = None  # the background task of aiokafka that has ended
         self._polled = 0.0
         self._gate_open = False
         self._commit_lock = asyncio.Lock()
         self._last_commit: asyncio.Task[None] | None = None
         self._committed: dict[tuple[str, int], tuple[int, str]] = {}
+
+    @property
+    def strangers(self) -> str:
+        """Who is in the group and is not of this program, for readiness; "" while nobody is."""
+        return self._watch.strangers
 
     async def start(self) -> None:
         """Join the group; returns with the first assignment. Raises BrokerUnavailable, BrokerError, ConfigError."""
@@ -108,6 +115,8 @@ class Membership:
         try:
             await self._consumer.start()
         except (KafkaError, OSError) as error:
+            if isinstance(error, InconsistentGroupProtocolError):
+                await self._watch.who_refuses(self._consumer)
             await end_client("the membership", self._consumer)
             raise self._typed(error) from error
         except BaseException:
@@ -147,6 +156,10 @@ class Membership:
                     )
                 self._polled = time.monotonic()
             await asyncio.sleep(POLL_S)
+
+    async def look(self) -> None:
+        """Ask for ever who is in the group; sets `strangers`."""
+        await self._watch.run(self._consumer)
 
     async def commit(self) -> None:
         """Commit changed offsets every commit_interval_ms, for ever, but not while the group rebalances."""
@@ -198,6 +211,7 @@ class Membership:
             self._committed.clear()
         self._on_assigned(self._assignor.lanes, self._assignor.continuous)
         self._gate_open = True
+        self._watch.assigned.set()
 
     async def _commit_last(self) -> None:
         """Commit once more before the lanes may move, so that their next owners re-read few records."""
@@ -254,8 +268,9 @@ class Membership:
             )
         if isinstance(error, InconsistentGroupProtocolError):
             return BrokerError(
-                f"group {self._group} has members with another assignment protocol than this program; choose another "
-                f"group name, or stop them"
+                self.strangers
+                or f"group {self._group} has members with another assignment protocol than this program; choose "
+                f"another group name, or stop them"
             )
         return broker_error(self._kafka, f"take part in group {self._group}", error)
 

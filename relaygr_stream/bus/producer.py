@@ -25,8 +25,10 @@ from aiokafka.errors import (
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from relaygr_stream.bus.aiokafka_compat import CLOSE_S, broker_error, client_options, typed_errors
+from relaygr_stream.bus.broker_errors import unreachable
 from relaygr_stream.bus.refused import Refused
 from relaygr_stream.bus.renewed import Renewed
+from relaygr_stream.bus.throttling import throttled_for
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, MessageTooLarge, TopicError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.topic_files import partition_of
@@ -118,6 +120,11 @@ class Producer:
             None if client is None else client.client.cluster.leader_for_partition(TopicPartition(topic, partition))
         )
         return None if leader is None else int(leader)
+
+    def throttled_s(self, topic: str, partition: int) -> float:
+        """For how many seconds from now the partition's broker takes nothing, because of a quota; 0: it takes."""
+        client = self._renewed.client
+        return 0.0 if client is None else throttled_for(client.client, self.broker_of(topic, partition))
 
     async def send(
         self,
@@ -299,9 +306,10 @@ class Producer:
             return broker_error(self._kafka, doing, error)
         # Retriable: aiokafka tried until the timeout, for example while the partition had no leader.
         if isinstance(error, KafkaTimeoutError) or (isinstance(error, KafkaError) and error.retriable):
+            away = unreachable()
             return BrokerUnavailable(
                 f"cannot {doing}: no acknowledgement from {self._kafka.bootstrap} within "
-                f"{self._kafka.request_timeout_ms} ms ({type(error).__name__})"
+                f"{self._kafka.request_timeout_ms} ms ({type(error).__name__}){away and f'; {away}'}"
             )
         return broker_error(self._kafka, doing, error)
 

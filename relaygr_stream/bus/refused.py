@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 import structlog
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
 
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, TopicError
 
@@ -52,22 +50,3 @@ class Refused:
         """Record a send that succeeded."""
         if self._last and self._last.pop(topic, None) is not None:
             log.info("sends are taken again", topic=topic)
-
-
-class RefusalsCollector(Collector):
-    """`refusals` for Prometheus. It covers the whole process, so register it once."""
-
-    def describe(self) -> Iterable[CounterMetricFamily]:
-        """The family without values; a registry finds duplicates by it."""
-        yield CounterMetricFamily(
-            "relaygr_sends_refused",
-            "Messages and batches that a broker refused for good, by topic; the log and readiness have the cause.",
-            labels=["topic"],
-        )
-
-    def collect(self) -> Iterable[CounterMetricFamily]:
-        """The family with its present values."""
-        for family in self.describe():
-            for topic, count in sorted(refusals.items()):
-                family.add_metric([topic], count)
-            yield family

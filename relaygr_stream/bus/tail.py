@@ -6,7 +6,9 @@ It commits nothing, and every reader gets all records.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
@@ -14,7 +16,7 @@ import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, read, typed_errors
+from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, end_client, read, typed_errors
 from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.errors import BrokerUnavailable
@@ -28,6 +30,9 @@ log = structlog.get_logger(__name__)
 #: process half a millisecond of a core each.
 RELAXED_MS: Final = 300
 RELAXED_BYTES: Final = 256 * 1024
+#: How many records of a partition "recent" goes back. Living workers state themselves four times a second: of 200,
+#: these are the last 12 s; of two, the last 20 minutes. Ten minutes of 200 are 480,000 records, 20 s of processor.
+RECENT_RECORDS: Final = 10_000
 #: Pause after a read of `worker-status`: a fetch for each status takes a quarter of a core with 200 workers
 #: (docs/explanation/decisions.md). A relaxed tail would be too late, and fetch as often from a small fleet.
 STATUS_PAUSE_S: Final = 0.005
@@ -36,7 +41,8 @@ STATUS_PAUSE_S: Final = 0.005
 class TopicTail:
     """Follows some partitions of one topic, across broker restarts.
 
-    start: "earliest", or "latest" for records produced after start() returns. on_records(records): gets records in
+    start: "earliest"; "recent" for the last RECENT_RECORDS offsets of each partition, however long its log; or "latest"
+    for records produced after start() returns. on_records(records): gets records in
     order per partition (`Record.lane`); it runs on the loop and must be quick. relaxed: records may arrive RELAXED_MS
     late, many at a time. pause_s: after each read; records come up to two pauses later, many at a time.
 
@@ -50,7 +56,7 @@ class TopicTail:
         kafka: Kafka,
         topic: str,
         partitions: Sequence[int],
-        start: Literal["earliest", "latest"],
+        start: Literal["earliest", "recent", "latest"],
         on_records: Callable[[list[Record]], None],
         *,
         relaxed: bool = False,
@@ -80,7 +86,7 @@ class TopicTail:
         return self._renewed.trouble
 
     async def start(self) -> None:
-        """Connect. With "earliest", hand out all existing records before returning.
+        """Connect. With "earliest" and "recent", hand out the existing records before returning.
 
         Raises BrokerUnavailable, BrokerError.
         """
@@ -88,8 +94,10 @@ class TopicTail:
         ends = self._ends
         try:
             with typed_errors(self._kafka, f"read {self._partitions[0].topic}"):
+                progress = _Progress(self._kafka, self._partitions[0].topic)
                 while await self._behind(ends):
                     consumer = await self._renewed.present()
+                    progress.note([await consumer.position(partition) for partition in self._partitions])
                     if not await self._read(consumer):  # a log made anew meanwhile ends earlier
                         now = await consumer.end_offsets(self._partitions)
                         ends = {partition: min(end, now[partition]) for partition, end in ends.items()}
@@ -116,8 +124,11 @@ class TopicTail:
             await consumer._client._wait_on_metadata(self._partitions[0].topic)
             # Before the first fetch: a request waits behind a fetch that waits for records on the same connection.
             self._ends = await consumer.end_offsets(self._partitions)
-            earliest = self._start == "earliest"
-            self._next = dict(await consumer.beginning_offsets(self._partitions) if earliest else self._ends)
+            self._next = dict(self._ends)
+            if self._start != "latest":
+                begins = await consumer.beginning_offsets(self._partitions)
+                back = RECENT_RECORDS if self._start == "recent" else math.inf
+                self._next = {each: int(max(begin, self._ends[each] - back)) for each, begin in begins.items()}
         consumer.assign(self._partitions)
         for partition, offset in self._next.items():
             consumer.seek(partition, offset)
@@ -182,8 +193,61 @@ class TopicTail:
         self._turned.set()
 
 
+class _Progress:
+    """Gives up reading what exists when its brokers send nothing: `note` raises BrokerUnavailable once positions have
+    stood still for a request timeout."""
+
+    def __init__(self, kafka: Kafka, topic: str) -> None:
+        self._kafka = kafka
+        self._topic = topic
+        self._positions: list[int] = []
+        self._moved_s = 0.0
+
+    def note(self, positions: list[int]) -> None:
+        now_s = time.monotonic()
+        if positions != self._positions:
+            self._positions, self._moved_s = positions, now_s
+        elif now_s - self._moved_s > self._kafka.request_timeout_ms / 1e3:
+            raise BrokerUnavailable(
+                f"cannot read {self._topic}: its brokers have sent nothing for {self._kafka.request_timeout_ms} ms, "
+                f"though more is there; check that they run, and the quotas of this client"
+            )
+
+
 async def read_all(kafka: Kafka, topic: str, partitions: Sequence[int]) -> list[Record]:
     """Every record that is in these partitions now, in order within each. Raises as TopicTail.start does."""
     records: list[Record] = []
     async with TopicTail(kafka, topic, partitions, "earliest", records.extend):
         return records
+
+
+async def read_back(kafka: Kafka, topic: str, partition: int = 0) -> AsyncGenerator[list[Record], None]:
+    """The partition's records from its end to its beginning, in chunks, each in order; the newest chunk comes first.
+
+    For who looks for one record of a long log, and stops where it is found. Each chunk covers twice the offsets of the
+    one before, since compaction leaves few records in the old ones. Raises as TopicTail.start does.
+    """
+    one = TopicPartition(topic, partition)
+    options = client_options(kafka, f"relaygr-back-{topic}")
+    consumer = AIOKafkaConsumer(**options, group_id=None, enable_auto_commit=False)
+    try:
+        with typed_errors(kafka, f"read {topic}"):
+            await consumer.start()
+            pass_unreadable(consumer)
+            await consumer._client._wait_on_metadata(topic)  # see TopicTail._begin
+            end = (await consumer.end_offsets([one]))[one]
+            begin = (await consumer.beginning_offsets([one]))[one]
+            consumer.assign([one])
+            back = RECENT_RECORDS
+            while end > begin:
+                start, back = max(begin, end - back), 2 * back
+                consumer.seek(one, start)
+                chunk: list[Record] = []
+                progress = _Progress(kafka, topic)
+                while (position := await consumer.position(one)) < end:
+                    progress.note([position])
+                    chunk += [record for record in await read(consumer) if record.offset < end]
+                yield chunk
+                end = start
+    finally:
+        await end_client("the reader of a log's end", consumer)

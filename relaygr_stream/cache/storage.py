@@ -116,7 +116,9 @@ class Int8:
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
-        self._rows_per_token = 2 * layout.layers * layout.heads
+        # A model may have no keys, or no values: there is no scale of a row without elements.
+        self._widths = tuple(width for width in (layout.dqk, layout.dv) if width)
+        self._rows_per_token = len(self._widths) * layout.layers * layout.heads
 
     def nbytes(self, capacity: int) -> int:
         """One byte per element of K and V and four per scale; times and a state as in HBM."""
@@ -159,7 +161,7 @@ class Int8:
         all_scales, all_kept = stored[:scale_bytes].view(torch.float32), stored[scale_bytes:].view(torch.int8)
         most = CPU_PIECE if region.device.type == "cpu" else DEVICE_PIECE
         element = row = 0
-        for width in (layout.dqk, layout.dv) * layout.layers:
+        for width in self._widths * layout.layers:
             last = row + layout.heads * capacity
             while row < last:
                 n = min(last - row, max(1, most // width))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,11 +57,12 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
         for name in flags:
             if source(name) is ParameterSource.COMMANDLINE:
                 raise click.UsageError(f"{flag_of(name)} goes with --events only")
+        from relaygr_stream.ops.looking import look
         from relaygr_stream.trigger.explain import explain_live, running_policy
 
-        policy, whose = asyncio.run(running_policy(config.settings))
+        policy, whose = look(config.settings.kafka, running_policy(config.settings))
         click.echo(whose, err=True)
-        rows = asyncio.run(explain_live(config.settings, policy, seconds))
+        rows = look(config.settings.kafka, explain_live(config.settings, policy, seconds), seconds)
     else:
         rows = _explain_events(config, **flags)
     shown = [row for row in rows if only is None or row.reason == only]
@@ -87,6 +87,7 @@ def _explain_events(
     from relaygr_stream.lab.workload.explain_log import GRANULE_TOKENS, Fleet, built_in_bytes_per_token, explain_log
     from relaygr_stream.lab.workload.logs import read_log
     from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
+    from relaygr_stream.ops.looking import look
     from relaygr_stream.trigger.explain import running_policy, stated_by_a_worker
     from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.wire.worker_status import FALLBACK_COSTS
@@ -96,10 +97,10 @@ def _explain_events(
     model, per_token, queue_ms = FALLBACK_COSTS, built_in_bytes_per_token(settings), 0.0
     alloc = GRANULE_TOKENS * per_token
     if any(value.field.key == "kafka.bootstrap" and value.source != "default" for value in config.values):
-        status = asyncio.run(stated_by_a_worker(settings))
+        status = look(settings.kafka, stated_by_a_worker(settings))
         if status is None:
             raise ConfigError(f"no worker runs at {settings.kafka.bootstrap}: start one, or leave out --bootstrap")
-        policy, whose = asyncio.run(running_policy(settings))
+        policy, whose = look(settings.kafka, running_policy(settings))
         click.echo(whose, err=True)
         model, per_token, alloc, queue_ms = status.costs, status.bytes_per_token, status.alloc_bytes, status.queue_ms
     if costs is not None:

@@ -237,7 +237,7 @@ def _write_all(settings: Settings, log: InteractionLog, done: str, write: Callab
     """Write every user of the log, so many at a time as history.max_reads says, and say what became of them."""
     from rich.progress import Progress
 
-    from relaygr_stream.errors import HistoryUnavailable, InputError
+    from relaygr_stream.errors import HistoryMismatch, HistoryUnavailable, InputError
     from relaygr_stream.telemetry.printable import SafeConsole, printable
 
     if broken := log.broken_text():
@@ -255,7 +255,7 @@ def _write_all(settings: Settings, log: InteractionLog, done: str, write: Callab
                         try:
                             async with asyncio.timeout(10 * settings.history.timeout_ms / 1e3):
                                 await write(store, user, behaviours)
-                        except InputError as error:
+                        except (InputError, HistoryMismatch) as error:
                             failed.append(f"{printable(user)}: {error}")
                         except TimeoutError as error:
                             raise HistoryUnavailable("the history store does not answer in time") from error

@@ -185,8 +185,9 @@ def apply(settings: Settings, alter: bool) -> None:
 def verify(settings: Settings) -> None:
     """Check that every topic exists and that every setting matches its file; name each difference."""
     from relaygr_stream.bus.topics import verify_topics
+    from relaygr_stream.ops.looking import look
 
-    rows = asyncio.run(verify_topics(settings.kafka, strict=True))
+    rows = look(settings.kafka, verify_topics(settings.kafka, strict=True))
     click.echo(f"all {len(rows)} topics match their files")
 
 
@@ -196,9 +197,10 @@ def show(settings: Settings) -> None:
     """Show each topic's file beside the cluster's values."""
     from relaygr_stream.bus.topics import describe_topics
     from relaygr_stream.cli.topics_table import render_topics
+    from relaygr_stream.ops.looking import look
     from relaygr_stream.telemetry.printable import print_table
 
-    print_table(render_topics(asyncio.run(describe_topics(settings.kafka))))
+    print_table(render_topics(look(settings.kafka, describe_topics(settings.kafka))))
 
 
 @main.group(name="config")

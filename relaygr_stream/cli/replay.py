@@ -17,7 +17,7 @@ from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.lab.workload.publish import LogOptions, PublishOptions, publish
 from relaygr_stream.lab.workload.replay import ReplayOptions
 from relaygr_stream.lab.workload.report import PublishReport, print_report
-from relaygr_stream.settings.files import check_writable
+from relaygr_stream.settings.files import check_writable, write_private
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext, run_process
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
@@ -120,7 +120,7 @@ def replay_command(settings: Settings, json_path: Path | None, **flags: Any) -> 
     for report in reports:
         print_report(report)
         if json_path is not None:
-            json_path.write_bytes(report.json())
+            write_private(json_path, report.json())
         code = code or int(not report.complete)
     sys.exit(code)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from contextlib import suppress
+from contextlib import aclosing, suppress
 
 import click
 
@@ -31,12 +31,15 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
     It listens for some seconds, joins no group and writes nothing. hits: share of rankings that found their prefix KV,
     while it listened or, without rankings, since the worker's start. lag: unread records of the worker's lanes.
     """
+    from relaygr_stream.ops.looking import look
+    from relaygr_stream.ops.status.overview import LISTEN_S
+
     if forget is not None:
-        asyncio.run(_forget(settings, forget))
+        look(settings.kafka, _forget(settings, forget))
     elif watch:
         run_until_stopped(_show(settings, watch, as_json_line), line="stopped", exit_code=0)
     else:
-        asyncio.run(_show(settings, watch, as_json_line))
+        look(settings.kafka, _show(settings, watch, as_json_line), LISTEN_S)
 
 
 async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
@@ -56,7 +59,7 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     await reader.prepare()
     view = Overview(settings, topics, reader)
     status = topics.worker_status.name
-    tail = TopicTail(settings.kafka, status, [0], "earliest", view.on_records, pause_s=STATUS_PAUSE_S)
+    tail = TopicTail(settings.kafka, status, [0], "recent", view.on_records, pause_s=STATUS_PAUSE_S)
     console = SafeConsole()
     async with tail:
         view.live = True
@@ -83,12 +86,12 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
 async def _forget(settings: Settings, name: str) -> None:
     """Write a tombstone for the name's latest record."""
     from relaygr_stream.bus.producer import Producer
-    from relaygr_stream.bus.tail import read_all
+    from relaygr_stream.bus.tail import read_back
     from relaygr_stream.bus.topics import verify_topics
     from relaygr_stream.errors import DecodeError
     from relaygr_stream.wire.codec import decode
     from relaygr_stream.wire.messages import WorkerStatus
-    from relaygr_stream.wire.records import HEADER_KIND
+    from relaygr_stream.wire.records import HEADER_KIND, Record
     from relaygr_stream.wire.signature import Signer
     from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND
@@ -96,7 +99,12 @@ async def _forget(settings: Settings, name: str) -> None:
 
     await verify_topics(settings.kafka)
     topic, key = load_topics(settings.kafka).worker_status.name, name.encode()
-    found = [record for record in await read_all(settings.kafka, topic, [0]) if record.key == key]
+    found: list[Record] = []
+    async with aclosing(read_back(settings.kafka, topic)) as chunks:
+        async for chunk in chunks:
+            found = [record for record in chunk if record.key == key]
+            if found:
+                break
     if not found or found[-1].value is None:
         raise click.UsageError(
             f"--forget {name}: worker-status has no record of that name; `relaygr status` lists names"

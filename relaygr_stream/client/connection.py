@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from functools import partial
+from typing import Final
 
 import structlog
 
@@ -24,8 +25,8 @@ from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Announcements, Sender
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DeadlineExceeded, RelayError, TopicError
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.telemetry.background import Background
-from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.background import Background, periodically
+from relaygr_stream.telemetry.limiter import LogLimiter, flush_limiters, library_lines
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL, Record
@@ -33,6 +34,9 @@ from relaygr_stream.wire.topic_files import TopicSet, lane_of
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
+
+#: How often lines that a limit held back are counted in the log; a process of the relay does so itself.
+FLUSH_LOGS_S: Final = 1.0
 
 
 @asynccontextmanager
@@ -51,6 +55,7 @@ async def connected(
     TopicError, CoPartitionError, ConfigError.
     """
     kafka, client = settings.kafka, settings.client
+    library_lines.attach("aiokafka")  # in an outage it writes 150 lines a second
     async with AsyncExitStack() as stack:
         rows = await verify_topics(kafka, optional=(topics.worker_status.name,))
         max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
@@ -78,6 +83,7 @@ async def connected(
         sender = Sender(await stack.enter_async_context(producer), kafka.bootstrap)
         counts = PartitionCounts(topics, producer, route.counted)
         background.start(counts.run())
+        background.start(periodically(FLUSH_LOGS_S, _flush_logs, "write what log lines were held back"))
         connection = Connection(
             settings,
             topics,
@@ -220,6 +226,10 @@ async def _listen(
         log.warning("requests are not hedged: worker statuses cannot be read", topic=name, error=str(error))
         return False
     return True
+
+
+async def _flush_logs() -> None:
+    flush_limiters()
 
 
 def _tell(on_failure: Callable[[RelayError], None], failed: asyncio.Future[None]) -> None:

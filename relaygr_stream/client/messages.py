@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Outgoing
-from relaygr_stream.bus.refused import RefusalsCollector
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.client.answers import Answers, Ranking, ranking_of
 from relaygr_stream.client.connection import Connection, connected
@@ -34,7 +33,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing
 from relaygr_stream.telemetry.tracing import Headers as TraceContext
-from relaygr_stream.wire.behaviours import ITEM_DTYPE
+from relaygr_stream.wire.behaviours import ITEM_DTYPE, check_times
 from relaygr_stream.wire.codec import check_features, encode, validated
 from relaygr_stream.wire.features import FeatureSchema
 from relaygr_stream.wire.fleet import OwnerDirectory
@@ -80,7 +79,6 @@ class MessageClient:
         self._metrics = ClientMetrics(self.registry)
         with suppress(ValueError):  # the registry of a process has one already
             self.registry.register(RenewalsCollector())
-            self.registry.register(RefusalsCollector())
         relay = settings.relay
         if relay.accepted_answer_secret and not relay.answer_secret:
             raise ConfigError(
@@ -261,6 +259,9 @@ class MessageClient:
         """A message and its trace context. Raises Rejected if a receiver would refuse it."""
         try:
             value, key = encode(validated(message)), message.user_id.encode()
+            check_times(message.prefix, "prefix")  # else trigger and worker would dead-letter it
+            if isinstance(message, RankingRequest):
+                check_times(message.suffix, "suffix")
             if self._features is not None:
                 check_features(message, self._features)
         except (DecodeError, TypeError, ValueError, OverflowError) as error:

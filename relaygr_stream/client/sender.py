@@ -24,6 +24,12 @@ from relaygr_stream.errors import BrokerError, BrokerUnavailable
 #: milliseconds; a broker's clean stop delays it by 1.1 s at most. A caller whose timeout is longer than the silence so
 #: far may still see its end, so its send passes.
 SILENT_S: Final = 1.5
+#: While a broker throttles this client, a message that may leave within this share of the time its caller waits is kept
+#: for that; what remains is for the answer. Everything kept leaves at once, and the throttling that follows is for its
+#: bytes: at twice the quota, half of the callers find it short enough. Messages that nobody waits for (events, cancels)
+#: have LEAVE_S: without them, more rankings leave, each in full.
+LEAVE_SHARE: Final = 0.5
+LEAVE_S: Final = 0.1
 #: After this long without a send the silence is unknown and is measured anew. While calls are made, one passes every
 #: SILENT_S.
 SILENCE_EXPIRES_S: Final = 3 * SILENT_S
@@ -60,6 +66,8 @@ class Sender:
         broker = self._producer.broker_of(topic, partition)
         if broker == NO_LEADER:
             return math.inf
+        if self._producer.throttled_s(topic, partition) > 0:  # it is there, and would throttle a copy, too
+            return 0.0
         now, due, silence = self._clock(), self._due.get((topic, partition)), self._silences[broker]
         waiting_s = now - next(iter(due.values())) if due else 0.0
         if silence.since_s is not None and now - silence.tried_s <= SILENCE_EXPIRES_S:
@@ -67,14 +75,22 @@ class Sender:
         return waiting_s
 
     def check(self, topic: str, partition: int, patience_s: float = 0.0) -> None:
-        """Raise BrokerUnavailable while the partition's broker is away. One call every SILENT_S passes as a probe: a
-        caller that passes must send.
+        """Raise BrokerUnavailable while the partition's broker is away, or throttles this client for so long that the
+        message would be late. One call every SILENT_S passes a broker that is away, as a probe: a caller that passes
+        must send.
 
         patience_s: how long the caller would wait for the broker.
         """
         now = self._clock()
         broker = self._producer.broker_of(topic, partition)
         silence = self._silences[broker]
+        if throttled_s := self._producer.throttled_s(topic, partition):
+            silence.since_s = None
+            if throttled_s > max(LEAVE_S, LEAVE_SHARE * patience_s):
+                raise BrokerUnavailable(
+                    f"broker {broker} throttles this client by a quota, and takes nothing for another "
+                    f"{throttled_s:.1f} s: send less, or raise producer_byte_rate of its client id or user"
+                )
         if silence.since_s is None or now - silence.tried_s > SILENCE_EXPIRES_S:
             silence.since_s = now
         silent_s = now - silence.since_s

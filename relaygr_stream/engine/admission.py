@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from itertools import count
 from typing import Final
+
+from sortedcontainers import SortedKeyList
 
 from relaygr_stream.cache.entry import Coverage, Found
 from relaygr_stream.engine.clients import Clients
@@ -52,14 +55,16 @@ class Admission:
         self._nbytes = nbytes
         self._least = truncate_min_tokens
         self.clients = clients
-        self.waiting: dict[RankTask, None] = {}  # in the order they came
+        self.waiting: SortedKeyList[RankTask] = SortedKeyList(key=lambda task: task.number)  # in the order they came
+        self._numbers = count()
         #: When a ranking was last admitted, by whether it needs inference.
         self._admitted_s: dict[bool, float] = {}
         self._forecast = Forecast(clients)
         self.calibration = Calibration()  # of scoring, in the batches that come
 
     def book(self, task: RankTask, found: Found) -> None:
-        """Set the task's client account and its predicted device time. found: what the cache has for it."""
+        """Set the task's number, client account and predicted device time. found: what the cache has for it."""
+        task.number = next(self._numbers)
         task.account = self.clients.account(task.client)
         task.guest = bool(task.hops) and found[1] is Coverage.NONE
         score_ms, infer_ms = self.score_ms(task) * self.calibration.factor, self._infer_ms(task, found)
@@ -132,17 +137,24 @@ class Admission:
         return None if account is None else self._forecast.latest(account, full.before)
 
     def add(self, task: RankTask) -> None:
-        """Count an admitted ranking as waiting."""
-        self.waiting[task] = None
+        """Count a booked ranking as waiting; one that was removed comes back to its place."""
+        self.waiting.add(task)
         self.clients.add(task)
         self._forecast.add(task)
 
     def remove(self, task: RankTask) -> None:
         """Stop counting a ranking that has its answer; one that was never added is no error."""
         if task in self.waiting:
-            del self.waiting[task]
+            self.waiting.remove(task)
             self.clients.remove(task)
             self._forecast.remove(task)
+
+    def charge(self, task: RankTask, ms: float, *, of: int = 1) -> None:
+        """Count device time as the ranking's and as its client's. of: rankings that it was for together."""
+        task.device_ms += ms
+        task.account.served_ms += ms / of
+        if task in self.waiting:
+            self._forecast.worked(task)
 
     def score_ms(self, task: RankTask) -> float:
         """Predicted device time of scoring it alone, uncorrected."""

@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,7 +24,7 @@ from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.storage import Scratch, Storage
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.engine.commands import RankTask
-from relaygr_stream.engine.executor import Executor, PrefillRun, describe
+from relaygr_stream.engine.executor import UNHURRIED_MS, Executor, PrefillRun, describe
 from relaygr_stream.errors import ConfigError, DeviceError, ModelError
 from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation, schema_of
 from relaygr_stream.models.kv import KVRegion
@@ -41,8 +41,6 @@ PROBE_TOKENS: Final = (64, 256, 1024)
 PROBE_CANDIDATES: Final = 64
 #: Ids in the probe are below this, so that a small vocabulary has them too.
 PROBE_IDS: Final = 1000
-#: No ranking waits yet, so a chunk of the probe may take any time.
-UNHURRIED_MS: Final = 1e5
 
 
 def check_rounding(
@@ -162,14 +160,24 @@ class Auditor:
         self.worst_rounded = 0.0  # and where it was
 
     def consider(self, task: RankTask, relayed: npt.NDArray[np.float32]) -> None:
-        """Choose this answered ranking for an audit, or not."""
-        if task.outcome in MISSES or not self._share or self._random.random() >= self._share:
+        """Choose this answered ranking for an audit, or not; never one that is to leave nothing."""
+        if task.full or task.outcome in MISSES or not self._share or self._random.random() >= self._share:
             return
         if len(self._waiting) >= MAX_WAITING:
             if self._waiting[0].run is not None:
                 return  # the oldest is running and holds the scratch region: it must stay
             self._waiting.popleft()
         self._waiting.append(Audit(task, relayed))
+
+    def users(self) -> set[str]:
+        """The users whose rankings wait for their audit."""
+        return {audit.task.user_key for audit in self._waiting}
+
+    def erase_users(self, users: Set[str], scratch: Scratch) -> None:
+        """Drop the audits of these users, one under way too."""
+        if self._waiting and self._waiting[0].task.user_key in users:
+            self.give_up_scratch(scratch)
+        self._waiting = deque(audit for audit in self._waiting if audit.task.user_key not in users)
 
     def step(self, executor: Executor, scratch: Scratch, budget_ms: float) -> bool:
         """A slice of an audit; False if there is none or the scratch is lent. An audit that fails is dropped."""

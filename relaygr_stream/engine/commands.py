@@ -90,6 +90,7 @@ class RankTask(Keys):
     tenant: str = ""
     client: str = ""  # who asks, as the request says
     nbytes: int = 0  # memory from when it was read until its answer has left
+    number: int = -1  # the order in which rankings came, from when it is booked
     account: Account = UNBOOKED  # the client's books, once it was admitted
     cost_ms: float = 0.0  # device time, predicted when it came
     infers: bool = False  # some of that is inference of its prefix
@@ -116,6 +117,15 @@ class RankTask(Keys):
     truncated_to: int = 0  # behaviours that it was cut to, since all would be late; 0: it was not
     referred: Referred | None = None  # until its tokens are there
     answered: bool = False
+
+    def afresh(self, waited_s: float) -> RankTask:
+        """The request as it came, to be ranked here after all. waited_s: seconds spent on passing it on."""
+        return RankTask(
+            self.request_id, self.user_id, self.lane, self.tokens, self.suffix, self.candidates, self.arrived,
+            self.deadline, self.full, self.tenant, self.client, self.nbytes, waited_s=self.waited_s + waited_s,
+            hops=self.hops, origin=self.origin, age_ms=self.age_ms, inbound_ms=self.inbound_ms,
+            timeout_ms=self.timeout_ms, features=self.features, referred=self.referred,
+        )  # fmt: skip
 
     def keep_newest(self, size: int) -> None:
         """Rank with the newest `size` ≥ 1 behaviours alone, as a history of their own, apart from all prefix KV.

@@ -38,6 +38,8 @@ WARMUP_TOKENS: Final = (64, 256, 512, 1024)
 #: Fewer candidates at a time cost about the same: the prefix KV is read for each time.
 MIN_ROWS: Final = 8
 WARMUP_ROWS: Final = (16, 64, 128)
+#: Where no ranking waits for it, a chunk may take any time.
+UNHURRIED_MS: Final = 1e5
 #: After the device ran out of memory at a chunk, chunks are half as long; so much later, and again, they may double:
 #: memory that others took is free again, or one more retry is paid.
 CALM_S: Final = 1.0
@@ -111,6 +113,23 @@ class Executor:
             best = min(timings, key=lambda timing: timing.ms)
             learn = self.costs.scored if best.scored else self.costs.prefilled
             learn(best.behind, best.tokens, best.ms)
+
+    def works(self, region: KVRegion) -> bool:
+        """Whether the device can prefill and score input as that of the warm-up, with `region` as scratch."""
+        schema = schema_of(self.model)
+        tokens = Tokens.zeros(min(WARMUP_TOKENS[0], region.capacity), schema)
+        candidates, features = np.zeros(WARMUP_ROWS[0], np.int64), schema.zeros("candidate", WARMUP_ROWS[0])
+        region.length = 0
+        run = self.prefill(region, tokens)
+        try:
+            while not run.done:
+                run.advance(UNHURRIED_MS)
+            self.score([ScoreInput(region, tokens.slice(0, 0), candidates, features)])
+        except Exception:  # logged, and counted as a failure; the caller decides
+            return False
+        finally:
+            region.length = 0
+        return True
 
     # ---- predictions ----
 

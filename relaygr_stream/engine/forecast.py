@@ -5,14 +5,12 @@ All times are milliseconds of device time, predicted and then corrected by how e
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import defaultdict
 from dataclasses import dataclass
-from itertools import count
 from typing import Final
 
 from relaygr_stream.engine.clients import Account, Clients, Measure
 from relaygr_stream.engine.commands import RankTask
+from relaygr_stream.engine.work_tree import WorkTree
 
 #: Comparisons of predictions with measurements before a prediction may refuse anything.
 MIN_SAMPLES: Final = 20
@@ -71,36 +69,41 @@ class Full:
 class Forecast:
     """Rankings that are to be answered in time, by deadline, and whether another one can be.
 
-    `full` takes time in proportion to the rankings that wait, unless all of them have time to spare.
+    `full` takes O(log n) for n waiting rankings, for each client that has some.
     """
 
     def __init__(self, clients: Clients | None = None) -> None:
         self._clients = Clients() if clients is None else clients
-        self._order: list[tuple[float, int, RankTask]] = []
-        self._keys: dict[RankTask, tuple[float, int]] = {}
-        self._numbers = count()
-        self._expected_ms = 0.0  # of all of them together, as predicted when they were added
+        self._all: WorkTree[RankTask] = WorkTree()
+        self._by_client: dict[Account, WorkTree[RankTask]] = {}
 
     def add(self, task: RankTask) -> None:
-        """Count a waiting ranking, whose expected_ms is known."""
-        key = (task.deadline, next(self._numbers))
-        self._keys[task] = key
-        insort(self._order, (*key, task))
-        self._expected_ms += task.expected_ms
+        """Count a waiting ranking, whose expected_ms and number are known."""
+        key, work_ms = _key(task), _work_ms(task)
+        self._all.add(key, work_ms, task)
+        own = self._by_client.get(task.account)
+        if own is None:
+            own = self._by_client[task.account] = WorkTree()
+        own.add(key, work_ms, task)
 
     def remove(self, task: RankTask) -> None:
-        """Stop counting a ranking that has its answer; one that was never added is no error."""
-        key = self._keys.pop(task, None)
-        if key is not None:
-            del self._order[bisect_left(self._order, key)]
-            self._expected_ms = self._expected_ms - task.expected_ms if self._order else 0.0
+        """Stop counting a ranking that was added."""
+        key, own = _key(task), self._by_client[task.account]
+        self._all.remove(key)
+        own.remove(key)
+        if not own:
+            del self._by_client[task.account]
+
+    def worked(self, task: RankTask) -> None:
+        """The device has worked for a ranking that was added: its device_ms has changed."""
+        key, work_ms = _key(task), _work_ms(task)
+        self._all.change(key, work_ms)
+        self._by_client[task.account].change(key, work_ms)
 
     def latest(self, account: Account, before: float) -> RankTask | None:
         """The client's ranking with the latest deadline up to `before` that the device has not started."""
-        for deadline, _, task in reversed(self._order):
-            if deadline <= before and task.account is account and not task.started:
-                return task
-        return None
+        own = self._by_client.get(account)
+        return None if own is None else next((task for task in own.backwards(before) if not task.started), None)
 
     def full(
         self, task: RankTask, now: float, own: float | None = None, *, alone: float = ALONE_DEADLINE_FACTOR
@@ -110,24 +113,17 @@ class Forecast:
         own: its milliseconds; None: its expected_ms. alone: the share of its time that it may take if nothing waits.
         """
         left, own = (task.deadline - now) * 1e3, task.expected_ms if own is None else own
-        if not self._order:
+        if not self._all:
             reason = f"it takes {own:.0f} ms, and {left:.0f} ms are left"
             return Full("ms", reason, hopeless=True) if own > alone * left else None
         sure = left * (FORWARDED_DEADLINE_FRACTION if task.guest else QUEUED_DEADLINE_FRACTION)
-        if self._expected_ms + own <= min(sure, (self._order[0][0] - now) * 1e3):
+        if self._all.total_ms + own <= min(sure, (self._all.first() - now) * 1e3):
             return None
-        before: defaultdict[Account, float] = defaultdict(float)  # work with an earlier deadline, by client
-        ahead = behind = 0.0
-        for deadline, _, waiting in self._order:
-            theirs = max(0.0, waiting.expected_ms - waiting.device_ms)
-            if deadline <= task.deadline:
-                ahead += theirs
-                before[waiting.account] += theirs
-                continue
-            behind += theirs
-            spare = (deadline - now) * 1e3 - ahead - behind
-            if 0.0 <= spare < own:  # one that is late anyway does not count
-                return Full("ms", f"its {own:.0f} ms would make a ranking late that was accepted before it", deadline)
+        # One that is late anyway does not count: it ends before now.
+        hurt = self._all.first_within(task.deadline, now * 1e3, now * 1e3 + own)
+        if hurt is not None:
+            return Full("ms", f"its {own:.0f} ms would make a ranking late that was accepted before it", hurt)
+        before = {account: work.until(task.deadline) for account, work in self._by_client.items()}
         mine = before.pop(task.account, 0.0)
         ahead = mine + self._in_turn(task.account, mine + own, before)
         if ahead + own > (sure if ahead else alone * left):
@@ -140,6 +136,15 @@ class Forecast:
         served = max(account.served_ms, self._clients.floor_ms)
         until = served + ms + self._clients.slack_ms
         return sum(min(work, max(0.0, until - other.served_ms)) for other, work in others.items())
+
+
+def _key(task: RankTask) -> tuple[float, int]:
+    return task.deadline, task.number
+
+
+def _work_ms(task: RankTask) -> float:
+    """Device time that it still takes, as predicted when it was booked."""
+    return max(0.0, task.expected_ms - task.device_ms)
 
 
 # ---- whether rankings are better scored together or one after the other ----

@@ -119,10 +119,8 @@ class Placement:
         """Start the full inference that is due first of those that need the scratch region, if it is free."""
         while self._scratch_wanted.first() is not None and self._scratch_free():
             task = self._scratch_wanted.pop()
-            tokens = task.tokens
-            if not self._takes_suffix and len(task.suffix):
-                tokens = task.tokens.followed_by(task.suffix)
-                task.suffix = task.suffix.slice(0, 0)
+            # _score_input scores it without the suffix then, since that is there.
+            tokens = task.tokens if self._takes_suffix else task.tokens.followed_by(task.suffix)
             task.computed_tokens = len(tokens)
             self._jobs.start_in_scratch(task, tokens)
 

@@ -148,7 +148,7 @@ class Rankings:
                 ms = self._executor.failed_ms
                 spent_ms += ms
                 for task in batch:
-                    _charge(task, ms / len(batch))
+                    admission.charge(task, ms / len(batch))
                 if len(batch) > 1:
                     batches.extend([task] for task in reversed(batch))
                 else:
@@ -171,7 +171,7 @@ class Rankings:
 
     def _answer_scored(self, task: RankTask, scores: npt.NDArray[np.float32], batch_ms: float, batch: int) -> None:
         task.score_ms = batch_ms
-        _charge(task, batch_ms / batch)
+        self._admission.charge(task, batch_ms / batch)
         if np.isfinite(scores).all():
             task.approximate = task.entry is not None and task.entry.approximate
             self._auditor.consider(task, scores)
@@ -223,16 +223,13 @@ class Rankings:
         self.answers.append(Answer(task, status, scores, detail))
 
 
-def _charge(task: RankTask, ms: float) -> None:
-    """Count device time as the ranking's and as its client's."""
-    task.device_ms += ms
-    task.account.served_ms += ms
-
-
 def _score_input(task: RankTask) -> ScoreInput:
-    """What the region lacks of the prefix, a few behaviours (worker.max_stale_tokens), comes before the suffix."""
+    """What the region lacks of the whole sequence: perhaps the end of the prefix (worker.max_stale_tokens), the suffix
+    unless it was inferred with the prefix."""
     assert task.region is not None
-    suffix, there = task.suffix, task.region.length
-    if there < len(task.tokens):
-        suffix = task.tokens.slice(there, len(task.tokens)).followed_by(suffix)
+    suffix, there, prefix = task.suffix, task.region.length, len(task.tokens)
+    if there < prefix:
+        suffix = task.tokens.slice(there, prefix).followed_by(suffix)
+    elif there > prefix:
+        suffix = suffix.slice(there - prefix, len(suffix))
     return ScoreInput(task.region, suffix, task.candidates, task.features)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+import structlog
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
@@ -44,13 +45,17 @@ from relaygr_stream.engine.queue import RecentIds, Waiters, WorkQueue
 from relaygr_stream.engine.rankings import Rankings
 from relaygr_stream.engine.signals import Signals
 from relaygr_stream.errors import CacheCorruption, DeviceError
+from relaygr_stream.models.api import unknown_items
 from relaygr_stream.wire.messages import MISSES
+
+log = structlog.get_logger(__name__)
 
 #: Answered requests remembered, so that a signal behind its ranking is not computed: some seconds of traffic.
 RECENT_ANSWERS: Final = 4096
-#: Operations of the device that fail with none succeeding in between, at which it is given up; a batch and its rankings
-#: alone count once. These are eight batches in a row and nothing else, or a device that fails whatever it is given,
-#: which at 100 operations a second shows within 0.1 s.
+#: Operations of the device that fail with none succeeding in between, at which it is probed with input that it took at
+#: the start, and given up if it fails; a batch and its rankings alone count once. A device that fails whatever it is
+#: given shows within 0.1 s at 100 operations a second. Where the probe succeeds, the input was bad, of one user or of
+#: many: the next probe is due at twice as many failures.
 GIVE_UP_AFTER: Final = 8
 
 
@@ -119,6 +124,7 @@ class Scheduler:
         self._waiters = Waiters()
         self._placed: list[Placed] = []
         self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms, self._placed)
+        self._probe_after = GIVE_UP_AFTER
         self.time = DeviceTime()
         self.demand = Demand(limits.averaging)
         self.pins = PinTable(cache)
@@ -177,7 +183,7 @@ class Scheduler:
 
         Rankings come first, with what they wait for; then pre-inference by due time, and audits, but not with
         rankings_only: more commands wait, which may be rankings. Raises DeviceError when the device fails whatever it
-        is given; what was being worked on has its answer.
+        is given, also what it took at the start; what was being worked on has its answer.
         """
         self.pins.expire(now)
         self.rankings.expire(now)
@@ -198,11 +204,7 @@ class Scheduler:
             self._evict_deviating()
         else:
             return False
-        if self._executor.failed_in_a_row >= GIVE_UP_AFTER:
-            raise DeviceError(
-                f"{self._executor.device} failed {GIVE_UP_AFTER} times in a row, at last with "
-                f"{self._executor.last_error}; the worker gives it up"
-            )
+        self._check_device()
         return True
 
     def next_timer(self) -> float | None:
@@ -225,7 +227,7 @@ class Scheduler:
             **vars(self.time),
             "device_failures": float(self._executor.failures),
             "out_of_memory": float(self._executor.out_of_memory),
-            "unknown_items": float(getattr(self._executor.model, "unknown_items", 0)),
+            "unknown_items": unknown_items(self._executor.model),
             "audits": float(self.auditor.done),
             "audit_deviation": self.auditor.worst,
             "audit_deviation_int8": self.auditor.worst_rounded,
@@ -248,6 +250,25 @@ class Scheduler:
         self.check_integrity()
 
     # ---- inside ----
+
+    def _check_device(self) -> None:
+        """After many failures in a row, tell a bad device from bad input. Raises DeviceError where it is the device."""
+        executor, scratch = self._executor, self.cache.scratch
+        failed = executor.failed_in_a_row
+        if failed < GIVE_UP_AFTER:
+            self._probe_after = GIVE_UP_AFTER
+        elif failed >= self._probe_after and (scratch.free or self.auditor.give_up_scratch(scratch)):
+            region = scratch.borrow()
+            works = executor.works(region)
+            scratch.give_back(region)
+            if not works:
+                raise DeviceError(
+                    f"{executor.device} failed {failed} times in a row, at last with {executor.last_error}, for input "
+                    f"that it took when the worker started; the worker gives it up"
+                )
+            executor.failed_in_a_row = failed
+            self._probe_after = 2 * failed
+            log.warning("rankings fail one after the other on a device that works", failed=failed)
 
     def _cancel(self, request_key: str, now: float) -> None:
         self._end_unwanted(now)  # what others left: it counts as starved
@@ -292,8 +313,7 @@ class Scheduler:
         ms = self._jobs.advance(job, now)
         full = False
         for task in job.waiters:
-            task.device_ms += ms
-            task.account.served_ms += ms / len(job.waiters)
+            self.admission.charge(task, ms, of=len(job.waiters))
             full = full or task.outcome in MISSES
         if full:
             self.time.full_ms += ms
@@ -317,8 +337,10 @@ class Scheduler:
     def _erase(self, erase: EraseUser) -> int:
         """Drop the users' entries and pins. Rankings in progress keep what they hold until they are answered, and leave
         nothing."""
-        users = set(erase.among({*self.cache.transit.users(), *self.rankings.users()}))
+        known = {*self.cache.transit.users(), *self.rankings.users(), *self.auditor.users()}
+        users = set(erase.among(known))
         self.rankings.leave_nothing(users)
+        self.auditor.erase_users(users, self.cache.scratch)
         entries = self.cache.erase_users(users)
         for entry in entries:
             self.pins.release_entry(entry)

@@ -22,7 +22,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import prometheus_client
 from msgspec import UNSET
-from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -30,6 +29,7 @@ from starlette.routing import Route
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Rejected, RelayError
+from relaygr_stream.gateway.details import Details
 from relaygr_stream.gateway.http import (
     RETRY_AFTER_S,
     answer,
@@ -47,15 +47,15 @@ from relaygr_stream.gateway.tokens import Refused, Tokens
 from relaygr_stream.history.store import HistoryStore, looked_up
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
+from relaygr_stream.telemetry.exposition import Exposition
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.telemetry.server import readable_accept
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import with_version
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 #: An id that a gateway made. It ends with the user's lane, by which any gateway finds it for a DELETE.
-_LANE: Final = re.compile(r"[0-9a-f]{16}-(\d{1,5})")
+_LANE: Final = re.compile(r"[0-9a-f]{16}-([0-9]{1,5})")
 _TRACKED: Final = re.compile(r"[\x21-\x7e]{1,128}")
 PAGE: Final = Path(__file__).with_name("docs.html")
 
@@ -108,6 +108,8 @@ class Door:
         self._tokens = tokens
         self._open: Counter[str] = Counter()  # requests by tenant
         self.metrics = Metrics(context.registry)
+        self._exposition = Exposition(context.registry)
+        self._details = Details(context.settings.kafka.prefix)
         self._document = msgspec.json.encode(document())
         self.application = Starlette(
             routes=[
@@ -115,25 +117,26 @@ class Door:
                 self._api("POST", "/v1/rank", self._rank),
                 self._api("DELETE", "/v1/requests/{request_id:path}", self._cancel),
                 self._page("/", self._fleet, closed=True),
-                self._page("/metrics", self._exposition, closed=True),
+                self._page("/metrics", self._scraped, closed=True),
                 self._page("/healthz", lambda _: self._check(context.why_not_live())),
                 self._page("/readyz", lambda _: self._check(context.why_not_ready())),
                 self._page("/openapi.json", lambda _: Response(self._document, media_type=JSON.media)),
                 self._page("/docs", lambda _: Response(PAGE.read_bytes(), media_type="text/html")),
             ]
         )
+        self.application.router.redirect_slashes = False  # such an answer names the host that the request names
 
     # ---- the relay's three verbs ----
 
     async def _announce(self, asked: Asked) -> Response:
-        body: Announce = await read_body(asked.http, Announce, self._limits)
+        body = await read_body(asked.http, Announce, self._limits, self._settings.relay)
         request_id = self._request_id(body.request_id, body.user_id)
         event = body.event(request_id, asked.tenant, await self._prefix(body, asked.tenant))
         await self._relay.announce(event, within=trace_context(asked.http))
         return answer(202, asked.reply, Announced(request_id=request_id))
 
     async def _rank(self, asked: Asked) -> Response:
-        body: Rank = await read_body(asked.http, Rank, self._limits)
+        body = await read_body(asked.http, Rank, self._limits, self._settings.relay)
         request_id, prefix = self._request_id(body.request_id, body.user_id), await self._prefix(body, asked.tenant)
         request = body.request(request_id, asked.tenant, prefix)
         left = None if asked.deadline_s is None else asked.deadline_s - time.monotonic()
@@ -180,7 +183,7 @@ class Door:
             except Refused as error:
                 response = await self._refusal(http, error, reply)
             except RelayError as error:
-                response = failure(error, reply, http.url.path)
+                response = failure(error, reply, http.url.path, self._details)
             except ClientDisconnect:
                 response = Response(status_code=499)  # the client has left
             finally:
@@ -248,12 +251,12 @@ class Door:
         text = await asyncio.to_thread(render_plain, render(self._view), 100)
         return Response(_FLEET.format(html.escape(text)), media_type="text/html")
 
-    def _exposition(self, http: Request) -> Response:
-        encode, media = choose_encoder(readable_accept(http.headers.get("accept", "")))
-        return Response(encode(self._context.registry), headers={"content-type": media})
+    def _scraped(self, http: Request) -> Response:
+        status, headers, body = self._exposition.page("", http.headers.get("accept", ""), "")
+        return Response(body, int(status[:3]), dict(headers))
 
     def _check(self, why_not: str | None) -> Response:
-        found = {"status": "unavailable", "reason": why_not} if why_not else {"status": "ok"}
+        found = {"status": "unavailable", "reason": self._details.public(why_not)} if why_not else {"status": "ok"}
         return Response(msgspec.json.encode(found), 503 if why_not else 200, media_type=JSON.media)
 
 

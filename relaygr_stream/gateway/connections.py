@@ -19,10 +19,12 @@ from uvicorn.server import ServerState
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.gateway.connection import Connection, Tenants
+from relaygr_stream.settings.inputs import check_regular
 from relaygr_stream.settings.schema import Gateway
 from relaygr_stream.telemetry.listener import Known, Listener
 
-#: Connections that have not yet sent a request with a valid token. A further one takes the place of the oldest.
+#: Connections that have not yet sent a request with a valid token, a quarter of them of one address. A further one
+#: takes the place of the oldest.
 MAX_STRANGERS: Final = 256
 #: A stranger younger than this does not give way: an honest one has sent its request by then.
 GRACE_S: Final = 0.5
@@ -47,7 +49,9 @@ class Connections:
         self._tenants = Tenants(CONNECTIONS_PER_REQUEST * settings.max_requests)
         self._read_s = settings.read_ms / 1e3
         self._tls = _tls(settings)
-        self._listener = Listener("gateway", settings.host, settings.port, self._serve, MAX_STRANGERS, GRACE_S)
+        self._listener = Listener(
+            "gateway", settings.host, settings.port, self._serve, MAX_STRANGERS, GRACE_S, self._read_s
+        )
         self.port: Final = self._listener.port
         self.run = self._listener.run
 
@@ -87,6 +91,8 @@ def _tls(settings: Gateway) -> ssl.SSLContext | None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
+        for file in filter(None, (settings.tls_certificate, settings.tls_key)):
+            check_regular(file)  # OpenSSL waits for a pipe
         context.load_cert_chain(settings.tls_certificate, settings.tls_key or None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"gateway.tls_certificate {settings.tls_certificate}: {error}") from error

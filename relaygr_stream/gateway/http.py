@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Final, TypeVar
@@ -21,9 +22,11 @@ from relaygr_stream.errors import (
     RelayError,
     WorkerFailed,
 )
+from relaygr_stream.gateway.bodies import B, decoded
+from relaygr_stream.gateway.details import Details
 from relaygr_stream.gateway.messages import FORMATS, JSON, Format, Problem
 from relaygr_stream.gateway.tokens import Refused
-from relaygr_stream.settings.schema import Gateway
+from relaygr_stream.settings.schema import Gateway, Relay
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
@@ -36,6 +39,8 @@ limited = LogLimiter().limited
 
 #: Milliseconds within which the client wants the answer.
 TIMEOUT_HEADER: Final = "relaygr-timeout-ms"
+#: Python's float() takes more than a number in decimal: 1_0, inf, digits of other scripts.
+_NUMBER: Final = re.compile(r"[0-9]{1,16}(\.[0-9]{1,16})?")
 #: Seconds after which an overloaded relay is asked again: its queues are shorter than a deadline.
 RETRY_AFTER_S: Final = "1"
 #: The status of each error; the first that fits.
@@ -51,8 +56,8 @@ STATUSES: Final[tuple[tuple[type[RelayError], int, str], ...]] = (
 _AGAIN: Final = (429, 503)
 
 
-async def read_body(http: Request, kind: type[Any], limits: Gateway) -> Any:
-    """The decoded body. Raises Refused."""
+async def read_body(http: Request, kind: type[B], limits: Gateway, relay: Relay) -> B:
+    """The decoded body. Raises Refused, Rejected."""
     media = http.headers.get("content-type", JSON.media).partition(";")[0].strip().lower()
     form, most = FORMATS.get(media), limits.max_body_bytes
     if form is None or http.headers.get("content-encoding", "identity") != "identity":
@@ -66,7 +71,7 @@ async def read_body(http: Request, kind: type[Any], limits: Gateway) -> Any:
                     if len(data) > most:
                         break
                 else:
-                    return form.decoders[kind](data)
+                    return decoded(data, form, kind, relay)
     except TimeoutError:
         took = f"the body did not come within {limits.read_ms:g} ms (gateway.read_ms)"
         raise Refused(408, "slow", took) from None
@@ -96,7 +101,7 @@ async def discarded(http: Request, limits: Gateway) -> bool:
 def _stated_length(http: Request) -> int:
     """Bytes of the body by its head; 0: it does not say."""
     length = http.headers.get("content-length", "")
-    return int(length) if length.isdigit() and len(length) < 16 else 0
+    return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0
 
 
 async def while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -121,7 +126,7 @@ async def _left(http: Request) -> None:
         pass
 
 
-def failure(error: RelayError, reply: Format, path: str) -> Response:
+def failure(error: RelayError, reply: Format, path: str, details: Details) -> Response:
     """The answer to a request that ended with this error; the relay's own failures are logged."""
     if isinstance(error, DecodeError):
         error = Rejected(error.detail)
@@ -129,7 +134,7 @@ def failure(error: RelayError, reply: Format, path: str) -> Response:
     if status >= 500 and status != 504:
         limited(log.warning, name)("a request failed", path=path, outcome=name, detail=str(error))
     headers = {"retry-after": RETRY_AFTER_S} if status in _AGAIN else {}
-    return answer(status, reply, Problem(error=name, detail=str(error)), headers)
+    return answer(status, reply, Problem(error=name, detail=details.of(error)), headers)
 
 
 def answer(status: int, form: Format, body: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:
@@ -151,10 +156,7 @@ def deadline(http: Request, started: float) -> float | None:
     stated = http.headers.get(TIMEOUT_HEADER)
     if stated is None:
         return None
-    try:
-        milliseconds = float(stated)
-    except ValueError:
-        milliseconds = -1.0
+    milliseconds = float(stated) if _NUMBER.fullmatch(stated) else -1.0
     if not 0 < milliseconds <= 3.6e6:
         raise Refused(
             400,

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Final
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.client.answers import Ranking
-from relaygr_stream.errors import Rejected
-from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, Behaviours, pack_items
+from relaygr_stream.errors import DecodeError, Rejected
+from relaygr_stream.wire.behaviours import Behaviours, check_times
 from relaygr_stream.wire.features import FeatureTables
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import Id, Millis, Mode, Outcome, RankingRequest, RequestEvent, Timings
@@ -34,19 +33,16 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) = UNSET
 
     def behaviours(self, what: str) -> Behaviours:
-        """As they travel. Raises Rejected, naming `what`."""
-        parts = (self.items, self.actions, self.times)
-        if not isinstance(self.items, list) and not isinstance(self.actions, list) and not isinstance(self.times, list):
-            return Behaviours(self.items, self.actions, self.times, self.columns)
-        dtypes: tuple[np.dtype[Any], ...] = (ITEM_DTYPE, ACTION_DTYPE, TIME_DTYPE)
+        """As they travel; the arrays are packed (bodies.py). Raises Rejected, naming `what`."""
+        assert isinstance(self.items, bytes) and isinstance(self.actions, bytes) and isinstance(self.times, bytes)
         try:
-            arrays = [
-                part if isinstance(part, list) else np.frombuffer(part, dtype)
-                for part, dtype in zip(parts, dtypes, strict=True)
-            ]
-            return msgspec.structs.replace(Behaviours.of(*arrays), columns=self.columns)
+            behaviours = Behaviours(self.items, self.actions, self.times, self.columns).checked(ValueError)
+            check_times(behaviours, what)
         except ValueError as error:
             raise Rejected(f"{what}: {error}") from error
+        except DecodeError as error:
+            raise Rejected(error.detail) from error
+        return behaviours
 
 
 class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,18 +87,13 @@ class Rank(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
     columns: Annotated[FeatureTables, Meta(description="features of the user and the candidates")] | UnsetType = UNSET
 
     def request(self, request_id: str, tenant: str, prefix: dict[str, Any]) -> RankingRequest:
-        """As it travels. prefix: the fields that say what the history is. Raises Rejected."""
-        candidates = self.candidates
-        if isinstance(candidates, list):
-            try:
-                candidates = pack_items(candidates)
-            except ValueError as error:
-                raise Rejected(f"candidates: {error}") from error
+        """As it travels; arrays are packed (bodies.py). prefix: the fields that say what the history is."""
+        assert isinstance(self.candidates, bytes)
         return RankingRequest(
             request_id=request_id,
             user_id=self.user_id,
             suffix=Behaviours() if self.suffix is UNSET else self.suffix.behaviours("suffix"),
-            candidates=candidates,
+            candidates=self.candidates,
             mode=self.mode,
             tenant=tenant,
             client_id=tenant,  # so that workers are fair among tenants, not among gateways
@@ -159,12 +150,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Format:
-    """One of the two forms of bodies."""
+    """One of the two forms of bodies. codec: msgspec.json or msgspec.msgpack."""
 
     def __init__(self, media: str, codec: Any) -> None:
         self.media: Final = media
+        self.codec: Final = codec
         self.encode = codec.Encoder().encode
-        self.decoders = {kind: codec.Decoder(kind).decode for kind in (Announce, Rank)}
 
 
 JSON: Final = Format("application/json", msgspec.json)

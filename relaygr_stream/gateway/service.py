@@ -35,7 +35,7 @@ async def run_gateway(context: ProcessContext) -> None:
     name = f"gateway-{socket.gethostname()}-{os.getpid()}"
     relay = RelayClient(settings=settings, client_id=name, registry=context.registry)
     status = topics.worker_status.name
-    tail = TopicTail(settings.kafka, status, [0], "earliest", view.on_records, pause_s=STATUS_PAUSE_S)
+    tail = TopicTail(settings.kafka, status, [0], "recent", view.on_records, pause_s=STATUS_PAUSE_S)
     store = open_store(settings.history) if settings.history.store else None
     async with AsyncExitStack() as stack:
         if store is not None:

@@ -15,6 +15,7 @@ from relaygr_stream.settings.section import LABEL
 
 #: Characters that a token has at least: 96 bits in base64.
 MIN_TOKEN: Final = 16
+_TOKEN: Final = re.compile(r"[\x21-\x7e]+")  # what arrives in a header as it was written
 _LOCAL: Final = ("127.0.0.1", "::1", "localhost")
 
 
@@ -36,9 +37,15 @@ class Tokens:
         self._tenants: dict[bytes, str] = {}
         for number, entry in enumerate(settings.tokens.replace(",", " ").split(), 1):
             tenant, separator, token = entry.rpartition(":")
-            if not separator or len(token) < MIN_TOKEN:
+            if not separator or len(token) < MIN_TOKEN or not _TOKEN.fullmatch(token):
                 raise ConfigError(
-                    f"gateway.tokens: entry {number} is not TENANT:TOKEN with a token of {MIN_TOKEN} characters or more"
+                    f"gateway.tokens: entry {number} is not TENANT:TOKEN with a token of {MIN_TOKEN} printable ASCII "
+                    f"characters or more"
+                )
+            if ":" in tenant:
+                raise ConfigError(
+                    f"gateway.tokens: entry {number} has more than one colon, so where its token begins is open: "
+                    f"neither tenant nor token may have one"
                 )
             if not re.search(LABEL.pattern or "", tenant) or len(tenant) > (LABEL.max_length or 0):
                 raise ConfigError(

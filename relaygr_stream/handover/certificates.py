@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.settings.inputs import read_bytes
 from relaygr_stream.settings.worker import Handover
 from relaygr_stream.wire.signature import purpose_key
 
@@ -256,10 +257,10 @@ def pem(certificate: x509.Certificate) -> Pem:
 
 
 def _from_files(settings: Handover, name: str, host: str) -> tuple[Pem, Pem]:
-    authority = Path(settings.tls_ca).read_bytes()
-    own = Path(settings.tls_certificate).read_bytes()
+    authority = read_bytes(settings.tls_ca)
+    own = read_bytes(settings.tls_certificate)
     if settings.tls_key:
-        own += b"\n" + Path(settings.tls_key).read_bytes()
+        own += b"\n" + read_bytes(settings.tls_key)
     leaf = x509.load_pem_x509_certificate(own)
     try:
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -21,7 +21,7 @@ import structlog
 from relaygr_stream.errors import DeviceError
 from relaygr_stream.handover.certificates import Credentials, Networks, identity_problem, make_credentials
 from relaygr_stream.handover.channel import Bandwidth, Channel, PeerError
-from relaygr_stream.handover.connection import accept, connect
+from relaygr_stream.handover.connection import PROVE_S, accept, connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.session import Giver, SessionProgress, Taker
 from relaygr_stream.handover.wire import SLICE_BYTES, TOKEN_BYTES, Identity
@@ -39,8 +39,8 @@ limited = LogLimiter().limited
 MAX_SESSIONS: Final = 32
 #: Connections whose other end is not authenticated yet; each has TLS buffers of half a MiB.
 MAX_STRANGERS: Final = 64
-#: With MAX_STRANGERS connections, none younger than this is closed: TLS takes about ten milliseconds, more on a loaded
-#: machine. Strangers can so cause at most MAX_STRANGERS / GRACE_S = 256 handshakes a second, of 0.3 ms CPU each.
+#: With MAX_STRANGERS connections of as many addresses, none younger than this is closed: TLS takes about ten
+#: milliseconds, more on a loaded machine.
 GRACE_S: Final = 0.25
 #: Sessions fetched at once, each with one copy in transit. That many silent workers block the others for PROVE_S.
 MAX_ASKED: Final = 32
@@ -102,7 +102,7 @@ class Handover:
         """Start to listen. Raises ConfigError if the address cannot be bound or the certificate is invalid."""
         settings, host = self._settings, advertised_host(self._settings)
         self._credentials = await asyncio.to_thread(make_credentials, settings, self._name, host)
-        listener = Listener("handover", settings.host, settings.port, self._accept, MAX_STRANGERS, GRACE_S)
+        listener = Listener("handover", settings.host, settings.port, self._accept, MAX_STRANGERS, GRACE_S, PROVE_S)
         self._background.start(listener.run(), "hand-over serves")
         self.address = f"{_bracketed(host)}:{listener.port}"
         log.info("hand-over serves", address=self.address, mib_per_s=settings.mib_per_s, networks=settings.networks)

@@ -10,14 +10,16 @@ depends on: the history is not read for it, but for its last rows. `PackedStore`
 
 from __future__ import annotations
 
+import asyncio
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from relaygr_stream.errors import HistoryUnavailable, InputError
+from relaygr_stream.errors import HistoryMismatch, HistoryUnavailable, InputError
 from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, Behaviours
 from relaygr_stream.wire.history import BLOCK, MAX_POSITIONS, HistoryReference, digests, positioned, row_bytes
 from relaygr_stream.wire.messages import tenant_key
@@ -25,8 +27,12 @@ from relaygr_stream.wire.messages import tenant_key
 PLAIN: Final = np.dtype([("items", ITEM_DTYPE), ("actions", ACTION_DTYPE), ("times", TIME_DTYPE)])
 #: A history that is longer than its limit is cut to this share of it: it is cut, and inferred anew, once in a while.
 KEPT_SHARE: Final = 0.75
-#: A write whose head has changed meanwhile is made anew so often: as many writers of one user may meet.
-CONFLICTS: Final = 16
+#: A write whose head has changed meanwhile is made anew so often. Of writers that meet, one succeeds each time.
+CONFLICTS: Final = 100
+#: Before the next try, a random part of the first, doubled with each conflict up to the longest: ten seconds in all, on
+#: average. At the longest, a hundred writers whose writes take a millisecond each seldom meet.
+FIRST_WAIT_S: Final = 0.002
+LONGEST_WAIT_S: Final = 0.2
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +74,13 @@ class Write(msgspec.Struct, frozen=True):
     after: Head
     rows: tuple[bytes, ...]
     appends: bool
+
+    @property
+    def appends_to(self) -> tuple[int, ...]:
+        """Bytes that each group must have by now; empty: any."""
+        if self.before is None or not self.appends:
+            return ()
+        return tuple(self.before.length * width for width in self.before.widths)
 
 
 _heads = msgspec.msgpack.Decoder(Head)
@@ -156,7 +169,7 @@ def needed(before: Head | None, count: int, most: int) -> tuple[int, int]:
 def appending(before: Head | None, rows: Behaviours, behaviours: Behaviours, most: int = 0) -> Write:
     """The write that appends behaviours, and cuts what is longer than `most` (0: nothing) to KEPT_SHARE of it.
 
-    rows: those that are `needed`. Raises InputError as `WritableStore.append`.
+    rows: those that are `needed`. Raises as `WritableStore.append`.
     """
     if before is None:
         return replacing(
@@ -169,6 +182,7 @@ def appending(before: Head | None, rows: Behaviours, behaviours: Behaviours, mos
         raise InputError(
             f"the history has the columns {sorted(before.columns)}, the behaviours to append {sorted(behaviours.table)}"
         )
+    _check_end(before, rows, needed(before, len(behaviours), most)[0])
     both = joined(rows, behaviours).checked(InputError)
     if _too_long(before, len(behaviours), most):
         return replacing(before, both.slice(max(0, len(both) - max(1, int(KEPT_SHARE * most))), len(both)))
@@ -187,6 +201,26 @@ def appending(before: Head | None, rows: Behaviours, behaviours: Behaviours, mos
     return Write(before, head, pack(behaviours), appends=True)
 
 
+def _check_end(before: Head, rows: Behaviours, start: int) -> None:
+    """Raises HistoryMismatch unless `rows` are the history from `start` to its end, as far as the head tells: without
+    them, the digest of what is appended would be that of another history."""
+    if start + len(rows) != before.length or row_bytes(rows) != before.columns:
+        raise lost_rows()
+    state, begin = (b"", 0) if start == 0 else (before.block, before.tail)
+    if begin >= start and digests(rows.slice(begin - start, len(rows)), [before.length], begin, state) != {
+        before.length: before.digest
+    }:
+        raise lost_rows()
+
+
+def lost_rows() -> HistoryMismatch:
+    """The error of a write that would build on rows that are not those of the head."""
+    return HistoryMismatch(
+        "the store has not all rows of this history any more, or others: nothing was appended; write the whole history "
+        "anew (`relaygr history import`), or erase it, and see that the store evicts no keys"
+    )
+
+
 def _too_long(before: Head, count: int, most: int) -> bool:
     return bool(most) and before.length + count > most
 
@@ -194,8 +228,8 @@ def _too_long(before: Head, count: int, most: int) -> bool:
 class PackedStore(ABC):
     """A HistoryStore and WritableStore over three operations on one user's packed history.
 
-    A write takes effect only where nothing was written since its head was read; otherwise it is made anew. user: the
-    tenant and the user in one key (tenant_key).
+    A write takes effect only where nothing was written since its head was read; otherwise it is made anew, after a
+    random time that grows. user: the tenant and the user in one key (tenant_key).
     """
 
     async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
@@ -205,27 +239,41 @@ class PackedStore(ABC):
 
     async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:  # noqa: ARG002
         """As HistoryStore.read."""
-        return (await self._rows(tenant_key(tenant, user_id), start, stop))[1]
+        start, stop = max(0, start), max(0, stop)  # below 0, stores count from the end
+        return (await self._rows(tenant_key(tenant, user_id), start, stop))[1] if start < stop else Behaviours()
 
     async def append(self, user_id: str, tenant: str, behaviours: Behaviours, most: int = 0) -> HistoryReference:
         """As WritableStore.append."""
         user = tenant_key(tenant, user_id)
-        for _ in range(CONFLICTS):
-            head = await self._head(user)
+
+        async def make(head: Head | None) -> Write | None:
             start, stop = needed(head, len(behaviours), most)
             again, rows = await self._rows(user, start, stop) if stop > start else (head, Behaviours())
-            if again == head and await self._written(user, write := appending(head, rows, behaviours, most)):
-                return write.after.reference
-        raise _too_many_writers()
+            return appending(head, rows, behaviours, most) if again == head else None
+
+        return await self._until_written(user, make)
 
     async def replace(self, user_id: str, tenant: str, behaviours: Behaviours) -> HistoryReference:
         """As WritableStore.replace."""
-        user = tenant_key(tenant, user_id)
+
+        async def make(head: Head | None) -> Write:
+            return replacing(head, behaviours)
+
+        return await self._until_written(tenant_key(tenant, user_id), make)
+
+    async def _until_written(
+        self, user: str, make: Callable[[Head | None], Awaitable[Write | None]]
+    ) -> HistoryReference:
+        """Carry out the write that `make` makes of the head (None: the head has changed meanwhile), anew after each
+        conflict. Raises HistoryUnavailable when others came first each time."""
+        longest_s = FIRST_WAIT_S
         for _ in range(CONFLICTS):
-            write = replacing(await self._head(user), behaviours)
-            if await self._written(user, write):
+            write = await make(await self._head(user))
+            if write is not None and await self._written(user, write):
                 return write.after.reference
-        raise _too_many_writers()
+            await asyncio.sleep(random.uniform(0.0, longest_s))
+            longest_s = min(2 * longest_s, LONGEST_WAIT_S)
+        raise HistoryUnavailable(f"others wrote this history at the same time, {CONFLICTS} times in a row")
 
     async def _written(self, user: str, write: Write) -> bool:
         """`_write`. Where its answer is lost, the head tells whether it was done, unless another write followed: an
@@ -247,8 +295,5 @@ class PackedStore(ABC):
 
     @abstractmethod
     async def _write(self, user: str, write: Write) -> bool:
-        """Carry out the whole write, unless the head is not `write.before`; returns whether it was."""
-
-
-def _too_many_writers() -> HistoryUnavailable:
-    return HistoryUnavailable(f"others wrote this history at the same time, {CONFLICTS} times in a row")
+        """Carry out the whole write, unless the head is not `write.before`; returns whether it was. Raises `lost_rows`
+        where the groups have not the bytes that it `appends_to`."""

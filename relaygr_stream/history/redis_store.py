@@ -4,7 +4,7 @@
 
 USER is the user with its tenant, percent-encoded; in braces, so that a cluster keeps the keys of a user together. A
 read is one transaction (MULTI): head, and GETRANGE of the rows. A write is one script, which does nothing unless the
-head is still the one that the write was made from: it appends (APPEND) or replaces.
+head is still the one that the write was made from: it appends (APPEND), to all rows of that head, or replaces.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from relaygr_stream.errors import ConfigError, HistoryUnavailable
-from relaygr_stream.history.packed import Head, PackedStore, Write, decode_head, encode_head, unpack, widths
+from relaygr_stream.history.packed import Head, PackedStore, Write, decode_head, encode_head, lost_rows, unpack, widths
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import tenant_key
 
 #: Keys: head, behaviours, features. Arguments: the head that the write was made from (empty: none), the new head,
-#: 1 to append, the rows of both groups.
+#: 1 to append, the rows of both groups, bytes that each group must have (none of one that has no rows).
 _WRITE: Final = """
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+for group = 2, 3 do
+  local size = tonumber(ARGV[group + 4])
+  if size and #redis.call('GETRANGE', KEYS[group], size - 1, size) ~= 1 then return -1 end
+end
 for group = 2, 3 do
   if ARGV[3] == '0' then redis.call('DEL', KEYS[group]) end
   if ARGV[group + 2] ~= '' then redis.call('APPEND', KEYS[group], ARGV[group + 2]) end
@@ -94,8 +98,8 @@ class RedisStore(PackedStore):
 
     async def _rows(self, user: str, start: int, stop: int) -> tuple[Head | None, Behaviours]:
         keys = self._keys(user)
+        columns = self._columns
         while True:
-            columns = self._columns
             async with _errors(), self._redis.pipeline(transaction=True) as together:
                 together.get(keys[0])
                 for key, size in zip(keys[1:], widths(columns), strict=False):
@@ -106,14 +110,17 @@ class RedisStore(PackedStore):
             head = decode_head(found)
             if head.columns == columns:
                 return head, unpack(groups, columns)
-            self._columns = head.columns  # so the ranges were not those of its rows: once more
+            columns = self._columns = head.columns  # so the ranges were not those of its rows: once more
 
     async def _write(self, user: str, write: Write) -> bool:
         before = b"" if write.before is None else encode_head(write.before)
         rows = (*write.rows, b"")[:2]
+        given: list[bytes | int] = [before, encode_head(write.after), int(write.appends), *rows, *write.appends_to]
         async with _errors():
-            wrote = self._write_script(self._keys(user), [before, encode_head(write.after), int(write.appends), *rows])
-            return bool(await cast("Awaitable[int]", wrote))
+            wrote = await cast("Awaitable[int]", self._write_script(self._keys(user), given))
+        if wrote < 0:
+            raise lost_rows()
+        return bool(wrote)
 
 
 @asynccontextmanager

@@ -9,11 +9,12 @@ import asyncio
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
 from relaygr_stream.errors import ConfigError, HistoryUnavailable
-from relaygr_stream.history.packed import Head, PackedStore, Write, decode_head, encode_head, unpack, widths
+from relaygr_stream.history.packed import Head, PackedStore, Write, decode_head, encode_head, lost_rows, unpack, widths
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import tenant_key
 
@@ -74,6 +75,9 @@ class SqliteStore(PackedStore):
             if _head(db, key) != write.before:
                 return False
             if write.appends:  # CAST: || makes text of blobs
+                sizes = "SELECT length(behaviours), length(features) FROM histories WHERE user = ?"
+                if db.execute(sizes, (key,)).fetchone() != (*write.appends_to, 0)[:2]:
+                    raise lost_rows()
                 db.execute(
                     "UPDATE histories SET head = ?, behaviours = CAST(behaviours || ? AS BLOB),"
                     " features = CAST(features || ? AS BLOB) WHERE user = ?",
@@ -101,12 +105,20 @@ class SqliteStore(PackedStore):
 
     def _connection(self) -> sqlite3.Connection:
         if self._open is None:
+            _make_private(self._path)
             db = sqlite3.connect(self._path, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
             for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
                 db.execute(f"PRAGMA {pragma}")
             db.execute(_CREATE)
             self._open = db
         return self._open
+
+
+def _make_private(path: Path) -> None:
+    """Make an absent file the user's alone, whose mode SQLite gives its journals; else it makes what all may read."""
+    with suppress(OSError):  # SQLite says what is wrong
+        if not path.exists():
+            path.touch(mode=0o600)
 
 
 def _emptied(db: sqlite3.Connection) -> bool:
@@ -129,4 +141,4 @@ def _rows(db: sqlite3.Connection, key: bytes, start: int, stop: int) -> tuple[He
         "SELECT substr(behaviours, ?, ?), substr(features, ?, ?) FROM histories WHERE user = ?",
         (*(part for size in sizes for part in (start * size + 1, max(0, stop - start) * size)), key),
     ).fetchone()
-    return head, unpack(found[: len(head.widths)], head.columns)
+    return head, unpack([part or b"" for part in found[: len(head.widths)]], head.columns)  # substr('') is NULL

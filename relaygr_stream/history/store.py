@@ -39,7 +39,8 @@ class HistoryStore(Protocol):
         ...
 
     async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:
-        """The behaviours start:stop, oldest first, of this version or a later one; fewer where the store has fewer.
+        """The behaviours start:stop, oldest first, of this version or a later one; fewer where the store has fewer,
+        none where start is not below stop.
 
         Their columns are those that the model reads of each behaviour (wire/features.py).
         """
@@ -58,8 +59,9 @@ class WritableStore(HistoryStore, Protocol):
         """Append behaviours, at least one, and return what the history is now.
 
         most: a history that would be longer loses its oldest quarter and what is above; 0: no limit. It then begins
-        elsewhere, so prefix KV of before do not serve it. Raises InputError for behaviours that are older than the
-        last, or have other columns.
+        elsewhere, so prefix KV of before do not serve it. Writers of one user at the same time wait for each other.
+        Raises InputError for behaviours that are older than the last, or have other columns; HistoryMismatch where the
+        store has lost rows of what it has.
         """
         ...
 
@@ -77,6 +79,8 @@ async def looked_up(store: HistoryStore, user_id: str, tenant: str, within_s: fl
     found: object = await in_time(lambda: store.reference(user_id, tenant), within_s)
     if found is not None and not isinstance(found, HistoryReference):
         raise HistoryUnavailable(f"the history store answers with {type(found).__name__}, not with a HistoryReference")
+    if found is not None:
+        _check(found, HistoryReference)
     return found
 
 
@@ -92,7 +96,19 @@ async def rows_of(
     columns: object = rows.columns
     if not isinstance(columns, dict | msgspec.UnsetType) or {type(part) for part in rows.parts()} != {bytes}:
         raise HistoryUnavailable("the history store answers with Behaviours that are not made of bytes")
+    _check(rows, Behaviours)
     return rows
+
+
+def _check(found: msgspec.Struct, kind: type[msgspec.Struct]) -> None:
+    """Raise HistoryUnavailable, naming the field, unless what a store answered could come in a message."""
+    try:
+        fields = msgspec.structs.asdict(found)
+        msgspec.convert(fields, kind)
+        for key in fields.get("columns") or {}:
+            key.encode()
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise HistoryUnavailable(f"the history store answers with no valid {kind.__name__}: {error}") from error
 
 
 async def in_time(call: Callable[[], Awaitable[T]], within_s: float) -> T:

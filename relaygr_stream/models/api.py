@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, runtime_checkable
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from relaygr_stream.errors import ModelError
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
@@ -222,6 +224,17 @@ def version_of(
     """
     version = f"{architecture}-{weights_digest}-{str(dtype).removeprefix('torch.')}"
     return f"{version}-{features.digest}" if features else version
+
+
+def unknown_items(model: object) -> float:
+    """A model's count of item ids outside its vocabulary; 0 for a model that counts none. Raises ModelError."""
+    found = getattr(model, "unknown_items", 0)
+    try:
+        if math.isfinite(count := float(found)):
+            return count
+    except (TypeError, ValueError):
+        pass
+    raise ModelError(f"its `unknown_items` must be a count, found {found!r}")
 
 
 def relative_deviation(relayed: npt.NDArray[np.float32], full: npt.NDArray[np.float32]) -> float:

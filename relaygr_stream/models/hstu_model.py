@@ -21,7 +21,7 @@ from relaygr_stream.models.kernels.recorded import RecordedModel
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.relative import MOST_BUCKETS, is_relative
-from relaygr_stream.models.stu import Positive, RankingRows, StackConfig
+from relaygr_stream.models.stu import Count, Positive, RankingRows, StackConfig
 from relaygr_stream.settings import Kernels
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 
@@ -39,7 +39,7 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     vocab: Positive
-    oov_rows: Annotated[int, Meta(ge=0)] = 0
+    oov_rows: Count = 0
     max_positions: Positive
     tasks: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
     features: tuple[FeatureColumn, ...] = ()

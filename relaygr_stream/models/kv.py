@@ -8,6 +8,7 @@ has them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Final
 
 import torch
@@ -33,6 +34,10 @@ class KVLayout:
     times: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("layers", "heads", "dqk", "dv", "state"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+                raise ValueError(f"a layout's `{name}` must be an integer of at least 0, found {value!r}")
         if self.elements(1) < 1:
             raise ValueError(f"a layout needs K and V per token, or a state: {self}")
 

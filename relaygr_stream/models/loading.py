@@ -21,11 +21,13 @@ from safetensors.torch import load_file, save_file
 
 from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError, ModelError, RelayError
-from relaygr_stream.models.api import RankingModel
+from relaygr_stream.models.api import RankingModel, unknown_items
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.kv import KVLayout
 from relaygr_stream.settings.files import packaged_dir
+from relaygr_stream.settings.inputs import LFS_POINTER, is_pointer, open_regular, pointer_error, read_text
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
+from relaygr_stream.wire.versions import NOT_DECODED
 
 log = structlog.get_logger(__name__)
 
@@ -66,6 +68,8 @@ CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
 ARCHITECTURE: Final = "hstu"
 FORMAT: Final = 1
+#: Characters of a file's value that an error quotes.
+MOST_SHOWN: Final = 80
 
 
 def save_checkpoint(model: HSTUModel, folder: str | Path) -> None:
@@ -92,12 +96,18 @@ def load_checkpoint(folder: str | Path) -> HSTUModel:
     path = Path(folder)
     config = read_config(path)
     try:
-        model = HSTUModel(config)
-    except (RuntimeError, TypeError, OverflowError) as error:  # torch's, for a table beyond memory or beyond int64
+        with torch.device("meta"):  # shapes without memory: the weights are asked before any is taken
+            wanted = HSTUModel(config).state_dict()
+        weights = _in_float32(path / WEIGHTS_FILE, _read_weights(path / WEIGHTS_FILE), wanted)
+        return HSTUModel(config).load_weights(weights, note="")
+    except (
+        RuntimeError,
+        TypeError,
+        OverflowError,
+        MemoryError,
+    ) as error:  # torch's, for too large a table
         reason = str(error).partition("\n")[0]
         raise ModelError(f"{path / CONFIG_FILE}: a model of this shape cannot be allocated: {reason}") from error
-    weights = _read_weights(path / WEIGHTS_FILE)
-    return model.load_weights(_in_float32(path / WEIGHTS_FILE, weights, model.state_dict()), note="")
 
 
 def checkpoint_folder(name: str) -> Path:
@@ -112,18 +122,18 @@ def read_config(folder: Path) -> HSTUConfig:
         raise ModelError(f"{folder}: no such folder; a checkpoint is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     file = folder / CONFIG_FILE
     try:
-        fields: dict[str, Any] = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        fields: dict[str, Any] = msgspec.json.decode(read_text(file), type=dict[str, Any])
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error.strerror or error}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except NOT_DECODED as error:
         raise ModelError(f"{file}: not a JSON object: {error}") from error
     for key, expected in (("architecture", ARCHITECTURE), ("format", FORMAT)):
         found = fields.pop(key, None)
         if found != expected or isinstance(found, bool):  # True == 1
-            raise ModelError(f"{file}: `{key}` must be {expected!r}, found {found!r}")
+            raise ModelError(f"{file}: `{key}` must be {expected!r}, found {shown(repr(found))}")
     try:
         config = msgspec.convert(fields, HSTUConfig)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         raise ModelError(f"{file}: {error}") from error
     if len(set(config.tasks)) != len(config.tasks):
         raise ModelError(f"{file}: `tasks` names a score column twice: {', '.join(config.tasks)}")
@@ -132,11 +142,31 @@ def read_config(folder: Path) -> HSTUConfig:
 
 def _read_weights(file: Path) -> dict[str, torch.Tensor]:
     try:
-        return load_file(file)
+        with open_regular(file) as raw:
+            if is_pointer(raw.read(len(LFS_POINTER))):
+                raise pointer_error(file)
+        return _without_prefixes(load_file(file))
     except FileNotFoundError as error:
         raise ModelError(f"{file}: no such file") from error
     except (OSError, SafetensorError, ValueError) as error:
-        raise ModelError(f"{file}: not a readable safetensors file: {error}") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ModelError(f"{file}: not a readable safetensors file: {why}") from error
+
+
+#: What torch's wrappers, DistributedDataParallel and compile, put before the names of all weights.
+WRAPPERS: Final = ("module.", "_orig_mod.")
+
+
+def _without_prefixes(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights by their own names: a wrapper's prefix goes if all names have it, and so for wrapped wrappers."""
+    while prefix := next((one for one in WRAPPERS if weights and all(name.startswith(one) for name in weights)), ""):
+        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    return weights
+
+
+def shown(text: str) -> str:
+    """A file's text as an error quotes it: its beginning."""
+    return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 1] + "…"
 
 
 def _in_float32(
@@ -146,7 +176,9 @@ def _in_float32(
     weights = {}
     for name, tensor in expected.items():
         if name not in found:
-            raise ModelError(f"{file}: `{name}` is missing; expected it with shape {tuple(tensor.shape)}")
+            wrapped = next((one for one in found if one.endswith(f".{name}")), "")
+            hint = f"; `{shown(wrapped)}` is there: leave `{shown(wrapped.removesuffix(name))}` out" if wrapped else ""
+            raise ModelError(f"{file}: `{name}` is missing; expected it with shape {tuple(tensor.shape)}{hint}")
         value = found[name]
         if value.shape != tensor.shape:
             raise ModelError(
@@ -159,7 +191,7 @@ def _in_float32(
             raise ModelError(f"{file}: `{name}` contains values that are not finite in float32")
     unknown = sorted(found.keys() - expected.keys())
     if unknown:
-        raise ModelError(f"{file}: `{unknown[0]}` is no weight of this model ({len(unknown)} such keys)")
+        raise ModelError(f"{file}: `{shown(unknown[0])}` is no weight of this model ({len(unknown)} such keys)")
     return weights
 
 
@@ -356,6 +388,10 @@ def _optional_problem(made: object, version: str) -> str:
         return f"its `takes_suffix` must be a bool, found {takes_suffix!r}"
     if not isinstance(features, FeatureSchema):
         return f"its `features` must be a FeatureSchema, found {features!r}"
+    try:
+        unknown_items(made)
+    except ModelError as error:
+        return str(error)
     if features.digest not in version:
         return f"its `version` {version!r} does not contain its features' digest {features.digest}; see version_of"
     return ""

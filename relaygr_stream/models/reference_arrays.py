@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from relaygr_stream.errors import InputError
+from relaygr_stream.settings.inputs import open_regular
 
 #: Names in `V/meta`, in its order.
 META: Final = (
@@ -31,7 +32,7 @@ class ReferenceArrays:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 loaded = np.load(file, allow_pickle=False)
                 if not isinstance(loaded, np.lib.npyio.NpzFile):
                     raise InputError(f"{path}: a single array; expected an npz with several named arrays")

@@ -23,7 +23,12 @@ from relaygr_stream.models.kv import KVLayout, KVRegion
 NORM_EPS: Final = 1e-6
 
 
-Positive = Annotated[int, Meta(ge=1)]
+#: No table is larger than what an index of 32 bits reaches.
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+#: The same, with 0 for none.
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+#: Each layer is an object with its weights: a number by mistake must not take minutes to be refused.
+Layers = Annotated[int, Meta(ge=1, le=4096)]
 
 
 class StackConfig(msgspec.Struct, frozen=True):
@@ -33,17 +38,17 @@ class StackConfig(msgspec.Struct, frozen=True):
     relative_times: distances and time buckets that have a weight in each layer (relative.py); 0: no such bias.
     """
 
-    layers: Positive
+    layers: Layers
     dim: Positive
     heads: Positive
     dqk: Positive
     dv: Positive
     scale_tokens: Positive
-    contextual_seq_len: Annotated[int, Meta(ge=0)] = 0
-    max_attn_len: Annotated[int, Meta(ge=0)] = 0
+    contextual_seq_len: Count = 0
+    max_attn_len: Count = 0
     group_norm: bool = False
-    relative_positions: Annotated[int, Meta(ge=0)] = 0
-    relative_times: Annotated[int, Meta(ge=0)] = 0
+    relative_positions: Count = 0
+    relative_times: Count = 0
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
         """The prefix KV of one token."""

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from relaygr_stream.errors import RelayError
+from relaygr_stream.settings.files import private_file, write_private
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.section import ENV_PREFIX
 
@@ -47,7 +48,7 @@ class Child:
         self.name = name
         self.log = folder / f"{name}.log"
         self._port_file = folder / f"{name}.port"
-        with self.log.open("wb") as log:
+        with private_file(self.log) as log:
             self._process = subprocess.Popen(
                 relaygr_command(arguments, self._port_file, module),
                 stdin=subprocess.DEVNULL,
@@ -138,8 +139,7 @@ def write_settings(file: Path, settings: Settings) -> str:
     lines = []
     for section, table in msgspec.to_builtins(settings).items():  # JSON's scalars are valid TOML
         lines += [f"[{section}]", *(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in table.items())]
-    file.touch(mode=0o600)  # it holds the secrets
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_private(file, "\n".join(lines) + "\n")  # it holds the secrets
     return str(file)
 
 

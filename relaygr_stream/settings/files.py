@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import IO, Final, Literal
 
 from relaygr_stream.errors import ConfigError
 
@@ -48,6 +49,29 @@ def check_writable(path: Path, option: str) -> None:
             os.fsync(probe.fileno())
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written: {error.strerror or error}") from error
+
+
+def read_by_others(path: str | Path) -> bool:
+    """Whether every user of this machine may read the file.
+
+    Not on a file system that is mounted for reading only: so a cluster mounts secrets into a container, whose modes
+    are its own and whose only user reads them.
+    """
+    return bool(os.stat(path).st_mode & stat.S_IROTH) and not os.statvfs(path).f_flag & os.ST_RDONLY  # noqa: PTH116
+
+
+def write_private(path: Path, content: str | bytes) -> None:
+    """Write a file that has histories, ids or secrets: a new one is the user's alone (0600), an old one keeps its mode.
+
+    Raises OSError.
+    """
+    with private_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def private_file(path: Path, mode: Literal["wb", "ab"] = "wb") -> IO[bytes]:
+    """A file opened for writing as `write_private` makes it. Raises OSError."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def discard_output() -> None:

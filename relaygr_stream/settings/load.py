@@ -6,10 +6,13 @@ which names the key and the source. schema.py and worker.py define the settings.
 
 from __future__ import annotations
 
+import errno
+import logging
 import math
 import os
 import re
 import tomllib
+import unicodedata
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,9 +23,12 @@ from typing import Any, Final
 import msgspec
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings.files import packaged_dir
+from relaygr_stream.settings.files import packaged_dir, read_by_others
+from relaygr_stream.settings.inputs import MARK, read_text
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.section import ENV_PREFIX, SECRET_SHOWN, Field, Value, env_name, fields_of
+
+log = logging.getLogger(__name__)  # settings are loaded before logging is set up; stdlib's goes to stderr then
 
 #: Names a TOML file to load.
 ENV_CONFIG: Final = "RELAYGR_CONFIG"
@@ -129,6 +135,11 @@ def _check_together(settings: Settings) -> None:
                 f"`kafka.{name}` = {wait} is not below `kafka.request_timeout_ms` = {kafka.request_timeout_ms}: each "
                 f"fetch without messages would end the connection; lower the former, or raise the latter"
             )
+    if settings.trigger.group == settings.worker.group:
+        raise ConfigError(
+            f"`trigger.group` and `worker.group` are both {settings.trigger.group!r}: triggers and workers would take "
+            f"each other's lanes; give the groups different names"
+        )
     interval = settings.worker.status_interval_ms
     for key, bound in (
         ("client.silence_ms", settings.client.silence_ms),
@@ -151,7 +162,7 @@ def _of_environment(environ: Mapping[str, str]) -> Iterable[Value]:
         elif name not in _KEY_BY_ENV:
             raise ConfigError(f"environment {name}: no such setting{_did_you_mean(name, _BY_ENV)}")
         elif key := _current(_KEY_BY_ENV[name], f"environment {name}"):
-            given = environ[name].rstrip("\r\n") if FIELDS[key].is_secret else environ[name]  # as from a file
+            given = environ[name].strip(MARK).rstrip() if FIELDS[key].is_secret else environ[name]  # as from a file
             yield _checked(key, given, f"environment {name}")
 
 
@@ -161,19 +172,16 @@ def _from_secret_file(field: Field, name: str, environ: Mapping[str, str]) -> Va
     if environ.get(field.env):
         raise ConfigError(f"both {field.env} and {name} are set: unset one")
     try:
-        with Path(path).open("rb") as file:
-            raw = file.read(MAX_SECRET_FILE + 1)
-        if len(raw) > MAX_SECRET_FILE:
-            raise ConfigError(
-                f"{source}: more than {MAX_SECRET_FILE >> 10} KiB; name a file that holds only the secret"
-            )
-        text = raw.decode().rstrip("\r\n")
-    except UnicodeDecodeError:
+        text = read_text(path, MAX_SECRET_FILE).rstrip()  # its line end, and blanks before it, whatever wrote them
+    except UnicodeError:
         raise ConfigError(f"{source}: not text in UTF-8") from None  # its cause would show the bytes
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}") from error
+    except OSError as error:
+        hint = "; name a file that holds only the secret" if error.errno == errno.EFBIG else ""
+        raise ConfigError(f"{source}: cannot be read: {error.strerror or error}{hint}") from error
     if not text:
         raise ConfigError(f"{source}: the file is empty; write `{field.key}` into it")
+    if read_by_others(path):
+        log.warning("%s: every user of this machine can read this secret: chmod o-rwx %s", source, path)
     return _checked(field.key, text, source)
 
 
@@ -190,23 +198,30 @@ def injected_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def profile_path(name: str | Path) -> Path:
-    """A TOML file by path, or a packaged one by its bare name ("cpu", "trigger"). Raises ConfigError if absent."""
-    path = Path(name)
-    if path.is_file():
+    """A packaged TOML file by its bare name ("cpu", "trigger"), or any by its path, which has a "/" or ends in ".toml".
+
+    A file that lies in the working folder by chance, or by somebody's will, is never taken for a packaged one: settings
+    name code that runs. Raises ConfigError if absent.
+    """
+    path, is_bare = Path(name), os.sep not in str(name) and not str(name).endswith(".toml")
+    if not is_bare and path.exists():
         return path
     packaged = packaged_dir("workers") / f"{path.name.removesuffix('.toml')}.toml"
     # `workers/cpu.toml`, as in the documentation, must work from any folder, not only from the clone.
     if str(path.parent) in (".", "workers") and packaged.is_file():
         return packaged
     there = ", ".join(sorted(file.stem for file in packaged_dir("workers").glob("*.toml")))
-    raise ConfigError(f"{name}: no such file, and no packaged profile of that name; the profiles are {there}")
+    here = f"; for the file of this folder, write ./{name}" if is_bare and path.exists() else ""
+    raise ConfigError(f"{name}: no such file, and no packaged profile of that name; the profiles are {there}{here}")
 
 
 def _read_file(file: str | Path) -> Iterable[tuple[str, Any, str]]:
     path = profile_path(file)
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        tables = tomllib.loads(read_text(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (UnicodeError, RecursionError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     for section, table in tables.items():
         if not isinstance(table, dict):
@@ -234,6 +249,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _checked(key: str, raw: Any, source: str) -> Value:
     field = FIELDS[key]
+    _refuse_invisible(field, raw, source)
     value = raw
     if isinstance(raw, str) and field.is_bytes:
         value = _parse_size(key, raw, source)
@@ -247,6 +263,17 @@ def _checked(key: str, raw: Any, source: str) -> Value:
         shown = SECRET_SHOWN if field.is_secret or "@" in str(raw) else repr(raw)
         raise ConfigError(f"{source}: `{key}` = {shown}: {error}; its meaning: {field.description}") from error
     return Value(field, value, source)
+
+
+def _refuse_invisible(field: Field, raw: Any, source: str) -> None:
+    """Raise ConfigError for text with a character that nobody sees: a secret or a name with it differs from itself."""
+    for text in raw if isinstance(raw, list) else [raw]:
+        for sign in text if isinstance(text, str) else "":
+            if sign == MARK or (field.is_secret and unicodedata.category(sign) == "Cf"):
+                raise ConfigError(
+                    f"{source}: `{field.key}` has the invisible character U+{ord(sign):04X}"
+                    f"{', a byte order mark' if sign == MARK else ''}: remove it"
+                )
 
 
 def _parse_size(key: str, raw: str, source: str) -> int:

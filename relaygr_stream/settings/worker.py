@@ -165,7 +165,7 @@ class Model(Section, frozen=True, kw_only=True):
         str, doc("folder with config.json and model.safetensors, or a packaged one (demo); empty: random weights")
     ] = ""
     seed: Annotated[int, doc("seed of random weights")] = 7
-    layers: Annotated[Positive, doc("STU layers")] = 4
+    layers: Annotated[int, Meta(ge=1, le=4096), doc("STU layers")] = 4
     dim: Annotated[Positive, doc("embedding width D")] = 128
     heads: Annotated[Positive, doc("attention heads H")] = 4
     dqk: Annotated[Positive, doc("query/key width per head")] = 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -79,6 +80,44 @@ def flush_limiters(*, all_windows: bool = False) -> None:
         limiters = list(_all)
     for limiter in limiters:
         limiter.flush(all_windows=all_windows)
+
+
+class LibraryLines(logging.Filter):
+    """Limits repeated lines of a library inside another program, whose logging is not ours: a filter of its loggers.
+
+    Lines of one logger and template are of one kind, for a line names another node or partition each time.
+    """
+
+    def __init__(self, limiter: LogLimiter | None = None) -> None:
+        super().__init__()
+        self._limiter = limiter or LogLimiter()
+
+    def attach(self, library: str) -> None:
+        """Limit the lines of all loggers that the library has by now. A second call changes nothing."""
+        for name in list(logging.root.manager.loggerDict):
+            if name == library or name.startswith(f"{library}."):
+                logging.getLogger(name).addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line passes."""
+        if hasattr(record, "relaygr_held_back"):
+            return True
+        name, level, passes = record.name, record.levelno, False
+
+        def write(event: str, held_back: int = 0, interval_s: float = 0.0) -> None:
+            nonlocal passes
+            passes = True
+            if held_back:
+                counted = {"relaygr_held_back": held_back}
+                logging.getLogger(name).log(level, "%s (%d in %g s)", event, held_back, interval_s, extra=counted)
+
+        template = str(record.msg).partition("\n")[0]
+        self._limiter.limited(write, f"{name}: {template}")(template)
+        return passes
+
+
+#: Of this Python process, for the library below its Kafka clients.
+library_lines: Final = LibraryLines()
 
 
 class _Window:

@@ -10,31 +10,30 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 from urllib.parse import unquote
 
 import structlog
-from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, Gauge
 
+from relaygr_stream.telemetry.exposition import Exposition, Page
 from relaygr_stream.telemetry.listener import Known, Listener
 
 #: Returns why not, or None if all is well.
 Check = Callable[[], str | None]
 
-#: Timeout from a client's connection to the end of its answer. Scrapers and probes take milliseconds.
+#: Timeout of a client's first byte, and from there to the end of its answer. Scrapers and probes take milliseconds.
 REQUEST_S: Final = 5.0
-#: Clients at once, each with a request of 8 KiB at most and an answer of some hundred KiB.
-MAX_CLIENTS: Final = 32
+#: Clients at once, a quarter of them of one address, each with a request of 8 KiB at most and an answer of some
+#: hundred KiB.
+MAX_CLIENTS: Final = 64
 #: A client younger than this is not closed in favour of another.
 GRACE_S: Final = 0.25
 MAX_REQUEST: Final = 8192
 PATHS: Final = ("/metrics", "/healthz", "/readyz")
 _JSON: Final = "application/json"
 _TEXT: Final = "text/plain; charset=utf-8"
-
-Answer = tuple[str, list[tuple[str, str]], bytes]
 
 
 class TelemetryServer:
@@ -46,9 +45,9 @@ class TelemetryServer:
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int, live: Check, ready: Check) -> None:
         export_readiness(registry, ready)
-        self._metrics = make_wsgi_app(registry)
+        self._exposition = Exposition(registry)
         self._checks: dict[str, Check] = {"/healthz": live, "/readyz": ready}
-        self._listener = Listener("telemetry", host, port, self._serve, MAX_CLIENTS, GRACE_S)
+        self._listener = Listener("telemetry", host, port, self._serve, MAX_CLIENTS, GRACE_S, REQUEST_S)
         self.host = host
         self.port = self._listener.port
         self._loop = asyncio.new_event_loop()
@@ -102,7 +101,7 @@ class TelemetryServer:
             else:
                 connection.close()
 
-    def _answer(self, request: bytes) -> Answer:
+    def _answer(self, request: bytes) -> Page:
         line, *rest = request.decode("latin-1").split("\r\n")
         method, _, target = line.partition(" ")
         path, _, query = target.partition(" ")[0].partition("?")
@@ -111,7 +110,9 @@ class TelemetryServer:
         if method not in ("GET", "HEAD"):
             return _respond("405 Method Not Allowed", _TEXT, "Only GET and HEAD.\n", allow="GET, HEAD")
         if path == "/metrics":
-            status, found, body = self._exposition(query, headers)
+            status, found, body = self._exposition.page(
+                query, headers.get("accept", ""), headers.get("accept-encoding", "")
+            )
         elif path in self._checks:
             reason = _reason(self._checks[path])
             text = json.dumps({"status": "unavailable", "reason": reason} if reason else {"status": "ok"}) + "\n"
@@ -121,34 +122,11 @@ class TelemetryServer:
             status, found, body = _respond("404 Not Found", _TEXT, text)
         return status, found, body if method == "GET" else b""
 
-    def _exposition(self, query: str, headers: dict[str, str]) -> Answer:
-        """The metrics, in the format and compression that prometheus_client's own application chooses."""
-        answered: list[Any] = []
-        environ = {
-            "REQUEST_METHOD": "GET",
-            "PATH_INFO": "/metrics",
-            "QUERY_STRING": query,
-            "HTTP_ACCEPT": readable_accept(headers.get("accept", "")),
-            "HTTP_ACCEPT_ENCODING": headers.get("accept-encoding", ""),
-        }
-        parts: Iterable[bytes] = self._metrics(environ, lambda status, found: answered.extend((status, found)))
-        body = b"".join(parts)
-        return answered[0], [*answered[1], ("Content-Length", str(len(body)))], body
-
 
 def export_readiness(registry: CollectorRegistry, ready: Check) -> None:
     """The answer of /readyz as a metric."""
     gauge = Gauge("relaygr_ready", "1 while /readyz answers 200, else 0", registry=registry)
     gauge.set_function(lambda: float(_reason(ready) is None))
-
-
-def readable_accept(header: str) -> str:
-    """The Accept header, or "" where prometheus_client raises an error at it, as it does at unknown versions."""
-    try:
-        choose_encoder(header)
-    except (TypeError, ValueError):
-        return ""
-    return header
 
 
 def _reason(check: Check) -> str | None:
@@ -158,7 +136,7 @@ def _reason(check: Check) -> str | None:
         return f"the check itself failed: {type(error).__name__}: {error}"
 
 
-def _respond(status: str, kind: str, text: str, allow: str = "") -> Answer:
+def _respond(status: str, kind: str, text: str, allow: str = "") -> Page:
     body = text.encode(errors="replace")
     headers = [("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")]
     return status, [*headers, ("Allow", allow)] if allow else headers, body

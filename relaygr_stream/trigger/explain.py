@@ -1,29 +1,31 @@
 """Why a request is admitted or not: the numbers behind a decision, and a live sample of such decisions.
 
-`explain` calls the trigger's own `decide` and collects the numbers that it compares. `explain_live` does so for the
-events of a running relay: it reads `retrieval`, `pre-infer` and `worker-status` beside the running triggers, joins no
-group and writes nothing.
+`explain` asks a core, books nothing, and collects the numbers that its decision compares. `explain_live` does so for
+the events of a running relay: it reads `retrieval`, `pre-infer` and `worker-status` beside the running triggers, joins
+no group and writes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, TypeVar
 
 from relaygr_stream.bus.ages import LogEnds, stated_age_ms
-from relaygr_stream.bus.tail import TopicTail, read_all
+from relaygr_stream.bus.tail import TopicTail, read_back
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.errors import BrokerUnavailable, DecodeError
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
-from relaygr_stream.trigger.decision import Decision, LaneState, Policy, Reason, decide
+from relaygr_stream.trigger.core import TriggerCore
+from relaygr_stream.trigger.decision import Decision, Policy, Reason
 from relaygr_stream.trigger.delegation import Delegation
-from relaygr_stream.trigger.lane import read_event
-from relaygr_stream.trigger.load import KeptAt, OwnerLoads
+from relaygr_stream.trigger.intake import read_event
+from relaygr_stream.trigger.load import KeptAt
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.fleet import STATUS_PERIODS, OwnerDirectory
@@ -78,16 +80,17 @@ class Explanation:
 
 
 def explain(
-    event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: float, at_s: float
+    core: TriggerCore, lane: int, event: RequestEvent, *, age_ms: float, now_s: float, at_s: float
 ) -> tuple[Explanation, Decision]:
-    """The decision and its numbers; like `decide`, books nothing. at_s: the event's time in the explanation."""
-    decision = decide(event, lane, age_ms=age_ms, now_s=now_s)
-    policy, owner, tokens = lane.policy, lane.claim, prefix_length(event)
+    """The core's decision and its numbers; books nothing. at_s: the event's time in the explanation."""
+    decision = core.decide(lane, event, age_ms, now_s)
+    state = core.observe(lane, now_s)
+    policy, owner, tokens = core.policy, state.claim, prefix_length(event)
     explanation = Explanation(
         request_id=event.request_id,
         user_id=event.user_id,
         tenant=event.tenant,
-        lane=lane.number,
+        lane=lane,
         at_s=at_s,
         tokens=tokens,
         candidates=event.candidates,
@@ -95,14 +98,14 @@ def explain(
         stale_ms=policy.stale_ms,
         owner=None if owner is None else owner.worker.name,
         queue_ms=None if owner is None else owner.worker.queue_ms,
-        predicted_ms=None if owner is None else lane.costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms,
+        predicted_ms=None if owner is None else state.costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms,
         risk_ms=policy.risk_ms,
         nbytes=None if owner is None else prefix_bytes(prefix_tokens(event), owner.worker),
-        outstanding_bytes=lane.ledger.outstanding,
-        budget_bytes=lane.ledger.budget,
-        on_hold=lane.ledger.on_hold,
-        cost_ms=None if owner is None else charge_ms(lane.costs, tokens, owner.worker),
-        level_ms=lane.load_left_ms(now_s),
+        outstanding_bytes=state.ledger.outstanding,
+        budget_bytes=state.ledger.budget,
+        on_hold=state.ledger.on_hold,
+        cost_ms=None if owner is None else charge_ms(state.costs, tokens, owner.worker),
+        level_ms=state.load_left_ms(now_s),
         rate_ms_per_s=None if owner is None else owner.lane.device_ms_per_s,
         reason=decision.reason,
         delegate=None if decision.delegate is None else decision.delegate.worker,
@@ -146,9 +149,12 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float) -> li
 
 async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
     """The newest status of a serving worker on `worker-status`, of any age. Raises BrokerUnavailable, TopicError."""
-    stated = await _newest(settings, lambda record, reader: reader.read(record, fresh=False))
-    serving = [each for each in stated if isinstance(each, WorkerStatus) and each.state == "serving"]
-    return serving[-1] if serving else None
+    async with aclosing(_newest(settings, lambda record, reader: reader.read(record, fresh=False))) as newest:
+        async for stated in newest:
+            serving = [each for each in stated if isinstance(each, WorkerStatus) and each.state == "serving"]
+            if serving:
+                return serving[-1]
+    return None
 
 
 async def running_policy(settings: Settings) -> tuple[Policy, str]:
@@ -156,7 +162,9 @@ async def running_policy(settings: Settings) -> tuple[Policy, str]:
 
     Raises BrokerUnavailable, TopicError.
     """
-    stated = await _newest(settings, lambda record, reader: read_trigger(record, reader, fresh=False))
+    newest = _newest(settings, lambda record, reader: read_trigger(record, reader, fresh=False))
+    stated: list[TriggerStatus] = await anext(newest, [])  # a running trigger states itself every second
+    await newest.aclose()
     lately_ms = (time.time() - MAX_SKEW_S) * 1e3  # excludes triggers that were killed
     running = [status for status in stated if status.state == "serving" and status.sent_ms >= lately_ms]
     if not running:
@@ -166,20 +174,28 @@ async def running_policy(settings: Settings) -> tuple[Policy, str]:
     return stated_policy(running[-1].policy), f"decided with the settings of {running[-1].name}, which runs{differ}"
 
 
-async def _newest(settings: Settings, read: Callable[[Record, StatusReader], S | None]) -> list[S]:
-    """What `read` makes of the newest record of each name on `worker-status`, the newest written last."""
+async def _newest(
+    settings: Settings, read: Callable[[Record, StatusReader], S | None]
+) -> AsyncGenerator[list[S], None]:
+    """What `read` makes of the newest record of each name on `worker-status`, the newest written last.
+
+    By chunks of the log, from its end on (bus/tail.py): each has the names that the ones before had not.
+    """
     await verify_topics(settings.kafka)
     topics = load_topics(settings.kafka)
-    topic, reader = topics.worker_status, StatusReader.of(settings, topics)
+    reader = StatusReader.of(settings, topics)
     await reader.prepare()
-    found: dict[str, S] = {}
-
-    for record in await read_all(settings.kafka, topic.name, range(topic.partitions)):
-        with suppress(DecodeError):
-            if (status := read(record, reader)) is not None:
-                found.pop(status.name, None)
-                found[status.name] = status
-    return list(found.values())
+    known: set[str] = set()
+    async with aclosing(read_back(settings.kafka, topics.worker_status.name)) as chunks:
+        async for chunk in chunks:
+            found: dict[str, S] = {}
+            for record in chunk:
+                with suppress(DecodeError):
+                    if (status := read(record, reader)) is not None and status.name not in known:
+                        found.pop(status.name, None)
+                        found[status.name] = status
+            known |= found.keys()
+            yield list(found.values())
 
 
 class Shadow:
@@ -193,9 +209,9 @@ class Shadow:
         self._directory = directory
         now = time.monotonic()
         keep_s = topics.pre_infer.retention_ms / 1e3
-        self._loads = loads = OwnerLoads(policy.averaging)
-        delegation = Delegation(directory, loads, topics.lanes) if policy.delegate else None
-        self._lanes = {lane: LaneState(policy, end, keep_s, now, lane, loads, delegation) for lane, end in ends.items()}
+        self._core = TriggerCore(policy, directory, keep_s, delegation=partial(Delegation, lanes=topics.lanes))
+        for lane, end in ends.items():
+            self._core.take_lane(lane, end, now)
         self._start = now
         self._rows: list[Explanation] = []
         self._events: dict[str, RequestEvent] = {}
@@ -214,10 +230,9 @@ class Shadow:
                 self._look_at(event, record.lane)
 
     def _look_at(self, event: RequestEvent, lane: int) -> None:
-        now, state = time.monotonic(), self._lanes[lane]
-        state.observe(self._directory.owner(lane), now)
+        now = time.monotonic()
         age_ms = max(0.0, stated_age_ms(event.sent_ms) or 0.0)
-        row, _ = explain(event, state, age_ms=age_ms, now_s=now, at_s=now - self._start)
+        row, _ = explain(self._core, lane, event, age_ms=age_ms, now_s=now, at_s=now - self._start)
         self._rows.append(row)
         self._events[tenant_key(event.tenant, event.request_id)] = event
 
@@ -225,8 +240,7 @@ class Shadow:
         """Handle records of `pre-infer`: book each signal as admitted."""
         for record in records:
             if kind_of(record.headers):  # not a signal, but the trigger that wrote it knows its offset
-                ledger = self._lanes[record.lane].ledger
-                ledger.acknowledged(ledger.admit(0), record.offset, time.monotonic())
+                self._core.on_foreign(record.lane, record.offset, time.monotonic())
                 self._note_delegated(record)
                 continue
             try:
@@ -238,19 +252,9 @@ class Shadow:
 
     def _book(self, signal: PreInferSignal, record: Record) -> None:
         """Book a request that the lane's trigger has admitted."""
-        now, state, owner = time.monotonic(), self._lanes[record.lane], self._directory.owner(record.lane)
-        state.observe(owner, now)  # first: it fills the lane's bucket
-        tokens = prefix_length(signal)
-        nbytes = 0 if owner is None else prefix_bytes(prefix_tokens(signal), owner.worker)
-        cost_ms = 0.0 if owner is None else charge_ms(state.costs, tokens, owner.worker)
-        admitted = Decision("admitted", tokens, 0.0, nbytes=nbytes, cost_ms=cost_ms)
+        now = time.monotonic()
         event = self._events.get(tenant_key(signal.tenant, signal.request_id))
-        if event is not None:
-            pending = state.admit(event, admitted, now)
-        else:  # read before its event, which must not count as a duplicate
-            state.charge(cost_ms, now, cost_ms)
-            pending = state.ledger.admit(nbytes)
-        state.ledger.acknowledged(pending, record.offset, now)
+        self._core.on_foreign(record.lane, record.offset, now, signal, event)
 
     def _note_delegated(self, record: Record) -> None:
         """Note the requests whose signals went to delegates, and charge nothing: their own statuses will tell."""
@@ -262,7 +266,7 @@ class Shadow:
                         continue
                     kept = KeptAt(worker, owned[0].incarnation, delegated=True)
                     for event in (self._events[key] for key in keys if key in self._events):
-                        self._loads.remember(tenant_key(event.tenant, event.user_id), kept)
+                        self._core.loads.remember(tenant_key(event.tenant, event.user_id), kept)
 
     def explanations(self) -> list[Explanation]:
         """The explanations of all events, in the order of reading."""

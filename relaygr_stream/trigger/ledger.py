@@ -97,6 +97,10 @@ class LaneLedger:
         self._pending_bytes += nbytes
         return pending
 
+    def counts(self, pending: Pending) -> bool:
+        """Whether this ledger counts the signal as handed on and not acknowledged."""
+        return pending in self._pending
+
     def acknowledged(self, pending: Pending, offset: int, now_s: float, batch: int | None = None) -> None:
         """Record the signal at this offset of the log. batch: the first offset of its batch; None: a batch of one."""
         self._settle(pending)

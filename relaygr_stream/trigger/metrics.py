@@ -5,14 +5,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from typing import Final
 
+import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from relaygr_stream.errors import REASONS as UNREADABLE
-from relaygr_stream.trigger.decision import REASONS, Reason
+from relaygr_stream.telemetry.tracing import OFF, Tracing
+from relaygr_stream.trigger.decision import REASONS, Decision, Reason
+from relaygr_stream.wire.messages import RequestEvent
+
+log = structlog.get_logger(__name__)
 
 #: Seconds. A decision takes microseconds; more than a millisecond is a defect or a stalled loop.
 DECISION_BUCKETS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2)
@@ -89,6 +95,34 @@ class TriggerMetrics:
     def decided(self, reason: Reason, seconds: float) -> None:
         """Count one decision, which took so many seconds."""
         self._decisions.add(reason, seconds)
+
+
+class TriggerTelemetry:
+    """What a trigger tells of its decisions: metrics, traces and, with log_decisions, a line each.
+
+    log_decisions is off by default: a log line costs more than a decision, even one below the level.
+    """
+
+    def __init__(self, metrics: TriggerMetrics, tracing: Tracing = OFF, *, log_decisions: bool = False) -> None:
+        self.metrics: Final = metrics
+        self.tracing: Final = tracing
+        self._log_decisions = log_decisions
+
+    def decided(self, event: RequestEvent, lane: int, decision: Decision, seconds: float) -> None:
+        """Tell of one decision, which took so many seconds."""
+        self.metrics.decided(decision.reason, seconds)
+        if self._log_decisions:
+            log.debug(
+                "decided",
+                request_id=event.request_id,
+                user_id=event.user_id,
+                lane=lane,
+                outcome=decision.reason,
+                tokens=decision.tokens,
+                age_ms=round(decision.age_ms, 1),
+                predicted_ms=round(decision.predicted_ms, 2),
+                delegate="" if decision.delegate is None else decision.delegate.worker,
+            )
 
 
 class _Decisions(Collector):

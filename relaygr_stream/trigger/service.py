@@ -1,7 +1,7 @@
 """The trigger process: reads request events, sends pre-infer signals, dead-letters unreadable events.
 
-Connects the parts, runs a LaneTrigger for each assigned lane (lane.py, decision.py), and periodically asks the brokers
-for the ends of the lanes' logs.
+Connects the parts, runs a LaneTrigger for each assigned lane (lane.py) on one core (core.py), and periodically asks the
+brokers for the ends of the lanes' logs.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 
-from relaygr_stream.bus.ages import LogEnds
+from relaygr_stream.bus.ages import AgeBounds, LogEnds, SenderLag
 from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import NO_LEADER, Producer
-from relaygr_stream.bus.refused import RefusalsCollector
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
@@ -31,14 +29,14 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.telemetry.tracing import OFF, Tracing
+from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.decision import Decide, Policy, decide
 from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
+from relaygr_stream.trigger.intake import EventIntake
 from relaygr_stream.trigger.lane import LaneTrigger
-from relaygr_stream.trigger.load import OwnerLoads
-from relaygr_stream.trigger.metrics import TriggerMetrics
-from relaygr_stream.trigger.signals import SENDING_S, LaneContext, RefusalNotices
-from relaygr_stream.trigger.statement import NeverAtRisk, Statements
+from relaygr_stream.trigger.metrics import TriggerMetrics, TriggerTelemetry
+from relaygr_stream.trigger.outbox import SENDING_S, Outbox, RefusalNotices
+from relaygr_stream.trigger.statement import NeverAtRisk, Stated, Statements
 from relaygr_stream.wire.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
@@ -84,11 +82,9 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     check_dead_letters_fit(topics)
     await verify_topics(settings.kafka)
     member = f"trigger-{socket.gethostname()}-{os.getpid()}"
-    takes = topics.pre_infer, topics.ranking, topics.dead_letter
-    max_bytes = max(topic.max_message_bytes for topic in takes)
+    max_bytes = max(each.max_message_bytes for each in (topics.pre_infer, topics.ranking, topics.dead_letter))
     metrics = TriggerMetrics(context.registry)
     context.registry.register(RenewalsCollector())
-    context.registry.register(RefusalsCollector())
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
     owners = OwnerDirectory(
@@ -107,7 +103,9 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         tail = TopicTail(settings.kafka, status.name, [0], "latest", take, pause_s=STATUS_PAUSE_S)
         await _enter(stack, tail)
         stack.push_async_callback(background.end)
-        lanes = TriggerLanes(settings, topics, member, owners, producer, ends, metrics, background, tracing, decide)
+        telemetry = TriggerTelemetry(metrics, tracing, log_decisions=settings.telemetry.log_level == "debug")
+        core = trigger_core(settings, topics, owners, producer, decide)
+        lanes = TriggerLanes(settings, member, core, Connections(topics, producer, ends), telemetry, background)
         consumer, dead_letters = lanes.consumer, lanes.dead_letters
         counts = PartitionCounts(topics, producer, also=[topics.worker_status])
         stack.callback(dead_letters.close)
@@ -118,10 +116,7 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
             member,
             producer,
             reader,
-            lanes=lambda: lanes.numbers,
-            decisions=lambda: metrics.decisions,
-            backlog=lambda: lanes.backlog,
-            on_hold=lambda: lanes.on_hold,
+            lanes.stated,
         )
         # Wait until every live worker has stated itself, so that the first events find their lanes' owners.
         await asyncio.sleep(STATUS_PERIODS * settings.worker.status_interval_ms / 1000)
@@ -156,28 +151,51 @@ async def _enter(stack: AsyncExitStack, client: C) -> C:
     return client
 
 
+class Connections(NamedTuple):
+    """What a trigger's lanes send by, and ask for the ends of logs."""
+
+    topics: TopicSet
+    producer: Producer
+    ends: LogEnds
+
+
+def trigger_core(
+    settings: Settings, topics: TopicSet, owners: OwnerDirectory, producer: Producer, decide: Decide
+) -> TriggerCore:
+    """The core of a trigger process. producer: knows which lanes have a leader."""
+
+    def led(lane: int) -> bool:
+        return producer.broker_of(topics.ranking.name, lane) != NO_LEADER
+
+    delegation = partial(Delegation, lanes=topics.lanes, led=led)
+    return TriggerCore(Policy.of(settings), owners, topics.pre_infer.retention_ms / 1e3, decide, delegation)
+
+
 class TriggerLanes:
     """The lanes assigned to `consumer`, each with a running LaneTrigger. background: runs their tasks."""
 
     def __init__(
         self,
         settings: Settings,
-        topics: TopicSet,
         member: str,
-        owners: OwnerDirectory,
-        producer: Producer,
-        ends: LogEnds,
-        metrics: TriggerMetrics,
+        core: TriggerCore,
+        connections: Connections,
+        telemetry: TriggerTelemetry,
         background: Background,
-        tracing: Tracing = OFF,
-        decide: Decide = decide,
     ) -> None:
+        self._core = core
+        self._topics, producer, self._ends = connections
+        self._telemetry = telemetry
         self._background = background
         self._lanes: dict[int, LaneTrigger] = {}
         self._running: dict[LaneTrigger, asyncio.Task[Any]] = {}
+        # A trigger believes stated ages until it has measured the clocks: events from before its start are old, and a
+        # fresh event that a wrong clock makes stale only loses a pre-inference. A worker does not: it would lose an
+        # answer.
+        self._lag = SenderLag(0.0)
         self.consumer = LaneConsumer(
             settings.kafka,
-            topics=[topics.retrieval.name],
+            topics=[self._topics.retrieval.name],
             group=settings.kafka.prefix + settings.trigger.group,
             member=member,
             on_records=self._on_records,
@@ -185,70 +203,49 @@ class TriggerLanes:
             check_crcs=CHECK_CRCS,
             progressing=self._progressing,
         )
+        metrics, done = telemetry.metrics, self.consumer.done
         self.dead_letters = DeadLetters(
             producer,
-            topics.dead_letter,
-            self.consumer.done,
+            self._topics.dead_letter,
+            done,
             metrics.dead_letters_waiting,
             background,
             keep_values=settings.kafka.dead_letter_values,
         )
-        policy = Policy.of(settings)
-        loads = OwnerLoads(policy.averaging)
-
-        def led(lane: int) -> bool:
-            return producer.broker_of(topics.ranking.name, lane) != NO_LEADER
-
-        self._shared = shared = LaneContext(
-            policy,
-            topics,
-            owners,
-            producer,
-            self.dead_letters,
-            ends,
-            metrics,
-            self.consumer.done,
-            RefusalNotices(topics.pre_infer.name, producer, background),
-            loads=loads,
-            decide=decide,
-            delegation=Delegation(owners, loads, topics.lanes, led=led) if policy.delegate else None,
-            tracing=tracing,
-            log_decisions=settings.telemetry.log_level == "debug",
-        )
-        sample_s = shared.policy.stale_ms / 1000 / SAMPLES_PER_STALE
+        self._intake = EventIntake(self._topics, self.dead_letters, metrics, done)
+        self._notices = RefusalNotices(self._topics.pre_infer.name, core, producer, background)
+        self._outbox = Outbox(core, self._topics, producer, self._notices, metrics, done)
+        sample_s = core.policy.stale_ms / 1000 / SAMPLES_PER_STALE
         background.start(periodically(sample_s, self._sample_ages, "ask for the ends of the event logs"))
         background.start(periodically(SKIP_S, self._skip_stale, "skip events that have become stale"))
         background.start(periodically(RECONCILE_S, self._reconcile, "ask for the ends of the signal logs"))
-        background.start(periodically(FLUSH_S, shared.refused.flush, "tell owners what was refused"))
+        background.start(periodically(FLUSH_S, self._notices.flush, "tell owners what was refused"))
 
-    @property
-    def backlog(self) -> int:
-        """Events read and not yet decided."""
-        return sum(lane.backlog for lane in self._lanes.values())
-
-    @property
-    def numbers(self) -> Collection[int]:
-        """The lanes."""
-        return self._lanes.keys()
-
-    @property
-    def on_hold(self) -> int:
-        """Lanes without admissions until their owner has read signals of unknown size."""
-        return sum(lane.state is not None and lane.state.ledger.on_hold for lane in self._lanes.values())
+    def stated(self) -> Stated:
+        """What this trigger's status says of its lanes now."""
+        on_hold = self._core.bounds().on_hold
+        return Stated(tuple(sorted(self._lanes)), self._telemetry.metrics.decisions, self._backlog, on_hold)
 
     async def tell_owners(self) -> None:
         """Hand what owners are to be told to the producer now, as far as brokers take it soon."""
-        await self._shared.refused.flush(SENDING_S)
+        await self._notices.flush(SENDING_S)
+
+    @property
+    def _backlog(self) -> int:
+        """Events read and not yet decided."""
+        return sum(lane.backlog for lane in self._lanes.values())
 
     def _on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
         """Handle a new assignment. A lost lane's next trigger decides on its undecided events."""
         for number in lost:
             self._running.pop(self._lanes.pop(number)).cancel()
-            self._shared.loads.remove(number, time.monotonic())
+            self._core.leave_lane(number, time.monotonic())
         for number in gained:
-            self._lanes[number] = lane = LaneTrigger(number, self._shared)
-            self._running[lane] = self._background.start(lane.run())
-        self._shared.metrics.lanes.set(len(self._lanes))
+            ages = AgeBounds(self._lag)
+            lane = LaneTrigger(number, self._core, self._intake, self._outbox, ages, self._telemetry)
+            self._lanes[number] = lane
+            self._running[lane] = self._background.start(lane.run(self._ends, self._topics.pre_infer.name))
+        self._telemetry.metrics.lanes.set(len(self._lanes))
 
     def _on_records(self, records: list[Record]) -> None:
         """Enqueue new request events."""
@@ -262,24 +259,26 @@ class TriggerLanes:
 
     def _progressing(self) -> bool:
         nbytes = sum(lane.backlog_bytes for lane in self._lanes.values())
-        return self.backlog < BACKLOG_LIMIT and nbytes < BACKLOG_BYTES and not self.dead_letters.full
+        return self._backlog < BACKLOG_LIMIT and nbytes < BACKLOG_BYTES and not self.dead_letters.full
 
     async def _sample_ages(self) -> None:
-        ends = await self._shared.ends.ask(self._shared.topics.retrieval.name, list(self._lanes))
-        unread, topic = 0, self._shared.topics.retrieval.name
+        unread, topic = 0, self._topics.retrieval.name
+        ends = await self._ends.ask(topic, list(self._lanes))
         for number in ends.keys() & self._lanes.keys():
             self._lanes[number].sample_age(ends[number])
             unread += max(0, ends[number].offset - self.consumer.position(topic, number))
-        self._shared.metrics.lag.labels("unread").set(unread)
-        self._shared.metrics.lag.labels("uncommitted").set(self.consumer.uncommitted)
+        lag = self._telemetry.metrics.lag
+        lag.labels("unread").set(unread)
+        lag.labels("uncommitted").set(self.consumer.uncommitted)
 
     async def _reconcile(self) -> None:
-        ends = await self._shared.ends.ask(self._shared.topics.pre_infer.name, list(self._lanes))
+        ends = await self._ends.ask(self._topics.pre_infer.name, list(self._lanes))
+        metrics, now_s = self._telemetry.metrics, time.monotonic()
         for number in ends.keys() & self._lanes.keys():
-            self._lanes[number].reconcile(ends[number])
-        ledgers = [lane.state.ledger for lane in self._lanes.values() if lane.state is not None]
-        metrics = self._shared.metrics
-        metrics.outstanding_bytes.set(sum(ledger.outstanding for ledger in ledgers))
-        metrics.budget_bytes.set(sum(ledger.budget for ledger in ledgers))
-        metrics.lanes_on_hold.set(sum(ledger.on_hold for ledger in ledgers))
-        metrics.backlog.set(self.backlog)
+            end = ends[number]
+            metrics.signals_lost.inc(self._core.on_log_end(number, end.offset, end.asked_s, now_s))
+        bounds = self._core.bounds()
+        metrics.outstanding_bytes.set(bounds.outstanding_bytes)
+        metrics.budget_bytes.set(bounds.budget_bytes)
+        metrics.lanes_on_hold.set(bounds.on_hold)
+        metrics.backlog.set(self._backlog)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -29,8 +30,17 @@ log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
 
+class Stated(NamedTuple):
+    """What a trigger states of its lanes. decisions: since its start; on_hold: lanes that admit nothing."""
+
+    lanes: tuple[int, ...]
+    decisions: Mapping[Reason, int]
+    backlog: int
+    on_hold: int
+
+
 class Statements:
-    """Publishes statuses. lanes, decisions, backlog, on_hold: return the current values."""
+    """Publishes statuses on a topic, in the trigger's name. stated: returns the current values."""
 
     def __init__(
         self,
@@ -39,21 +49,18 @@ class Statements:
         name: str,
         producer: Producer,
         reader: StatusReader,
-        *,
-        lanes: Callable[[], Collection[int]],
-        decisions: Callable[[], Mapping[Reason, int]],
-        backlog: Callable[[], int],
-        on_hold: Callable[[], int],
+        stated: Callable[[], Stated],
     ) -> None:
         self._group = settings.kafka.prefix + settings.trigger.group
         self._policy = policy_status(Policy.of(settings))
         self._topic, self._name, self._producer, self._reader = topic, name, producer, reader
-        self._lanes, self._decisions, self._backlog, self._on_hold = lanes, decisions, backlog, on_hold
+        self._stated = stated
         self._started_ms = self._sent_ms = now_ms()
 
     async def publish(self, state: str = "serving") -> None:
         """Publish a status now."""
         self._sent_ms = rising_ms(self._sent_ms, now_ms())
+        stated = self._stated()
         status = TriggerStatus(
             name=self._name,
             incarnation=self._started_ms,
@@ -62,12 +69,12 @@ class Statements:
             sent_ms=self._sent_ms,
             state=state,
             group=self._group,
-            lanes=tuple(sorted(self._lanes())) if state == "serving" else (),
+            lanes=stated.lanes if state == "serving" else (),
             policy=self._policy,
             version=version(),
-            decisions={reason: float(count) for reason, count in self._decisions().items() if count},
-            backlog=self._backlog(),
-            lanes_on_hold=self._on_hold(),
+            decisions={reason: float(count) for reason, count in stated.decisions.items() if count},
+            backlog=stated.backlog,
+            lanes_on_hold=stated.on_hold,
         )
         await self._send(encode_trigger(status))
 

@@ -31,9 +31,9 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     def of(cls, items: npt.ArrayLike, actions: npt.ArrayLike, times: npt.ArrayLike) -> Behaviours:
         """Pack three arrays of one length n. Raises ValueError for other lengths, or values outside their wire type."""
         packed = [
-            _pack(items, ITEM_DTYPE, "items"),
-            _pack(actions, ACTION_DTYPE, "actions"),
-            _pack(times, TIME_DTYPE, "times"),
+            pack(items, ITEM_DTYPE, "items"),
+            pack(actions, ACTION_DTYPE, "actions"),
+            pack(times, TIME_DTYPE, "times"),
         ]
         return cls(packed[0], packed[1], packed[2]).checked(ValueError)
 
@@ -112,18 +112,29 @@ def check_times(behaviours: Behaviours, what: str) -> None:
             raise DecodeError("invalid", f"the {what} has a behaviour at {at} ms; times are Unix milliseconds")
 
 
-def _pack(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> bytes:
+def pack(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> bytes:
+    """Integers as little-endian bytes of this dtype. Raises ValueError, naming `name`, if a value does not fit."""
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} must be integers, got {array.dtype}")
     limits = np.iinfo(dtype)
-    if array.size and (int(array.min()) < limits.min or int(array.max()) > limits.max):
-        raise ValueError(f"{name} must be within {limits.min}…{limits.max}, got {array.min()}…{array.max()}")
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        if not (isinstance(values, list) and all(type(each) is int for each in values)):
+            raise ValueError(f"{name} must be integers, got {array.dtype}")
+        least, most = min(values), max(values)  # beyond every type of numpy
+    elif array.size:
+        least, most = int(array.min()), int(array.max())
+    else:
+        least = most = 0
+    if least < limits.min or most > limits.max:
+        raise ValueError(f"{name} must be within {limits.min}…{limits.max}, got {_short(least)}…{_short(most)}")
     return array.astype(dtype).tobytes()
+
+
+def _short(number: int) -> str:
+    return str(number) if abs(number) < 1 << 64 else f"{'-' * (number < 0)}2**{abs(number).bit_length() - 1}"
 
 
 def pack_items(values: npt.ArrayLike) -> bytes:
     """Item ids as uint32 little-endian bytes. Raises ValueError if a value does not fit."""
-    return _pack(values, ITEM_DTYPE, "item ids")
+    return pack(values, ITEM_DTYPE, "item ids")

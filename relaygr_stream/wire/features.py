@@ -23,6 +23,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from relaygr_stream.errors import ConfigError, DecodeError
+from relaygr_stream.settings.inputs import read_text
 
 Dtype = Literal["int32", "int64", "float32"]
 Of = Literal["user", "behaviour", "candidate", "cross"]
@@ -110,11 +111,11 @@ class FeatureSchema:
     def read(cls, file: str | Path) -> FeatureSchema:
         """The schema in a JSON object's list `features`, such as a checkpoint's config.json. Raises ConfigError."""
         try:
-            found = msgspec.json.decode(Path(file).read_bytes(), type=_File)
+            found = msgspec.json.decode(read_text(file), type=_File)
             return cls(found.features)
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise ConfigError(f"{file}: {error}") from error
 
     def __bool__(self) -> bool:

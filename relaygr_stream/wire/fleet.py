@@ -77,8 +77,8 @@ class OwnerDirectory:
     Beyond the reader's `most_names`, a new name replaces the one that has been silent longest.
 
     Of two incarnations of one name, the later serving one counts: an incarnation that starts or ends does not replace
-    one that serves. Only a `serving` worker owns lanes. If two workers claim one lane, the one with the newer status in
-    the topic owns it. A tombstone removes a name.
+    one that serves, and a silent one gives way to any. Only a `serving` worker owns lanes. If two workers claim one
+    lane, the one with the newer status in the topic owns it. A tombstone removes a name.
 
     silence_ms: an owner that has stated nothing for longer does not count. on_unreadable: called for each status that
     cannot be decoded; on_unsigned: for each without a valid signature. Both are skipped.
@@ -182,9 +182,10 @@ class OwnerDirectory:
         """Whether a status replaces the known one of its name."""
         if status.incarnation == known.status.incarnation:
             return True
-        silent = (now - known.received_s) * 1000.0 > self._silence_ms
+        if (now - known.received_s) * 1000.0 > self._silence_ms:
+            return True  # even an earlier one: its predecessor ran on a clock that was ahead, and is gone
         serves, served = status.state == "serving", known.status.state == "serving"
-        return serves if serves != served and not silent else status.incarnation > known.status.incarnation
+        return serves if serves != served else status.incarnation > known.status.incarnation
 
     def _is_replay(self, status: WorkerStatus) -> bool:
         """Whether a signed status is an old one, written again: one incarnation's signed statuses have rising times."""

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from relaygr_stream.errors import ConfigError, CoPartitionError
 from relaygr_stream.settings.files import packaged_dir
+from relaygr_stream.settings.inputs import read_text
 from relaygr_stream.settings.schema import MAX_LANES, Kafka
 
 CleanupPolicy = Literal["delete", "compact"]
@@ -146,8 +147,10 @@ def load_topics(kafka: Kafka) -> TopicSet:
 
 def _read_topic_file(path: Path) -> Topic:
     try:
-        spec = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Topic)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        spec = msgspec.convert(tomllib.loads(read_text(path)), Topic)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except (UnicodeError, RecursionError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if spec.name not in _NAMES:
         raise ConfigError(f"{path}: `name` = {spec.name!r}: not a topic of the relay ({', '.join(_NAMES)})")

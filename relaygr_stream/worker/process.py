@@ -26,7 +26,6 @@ from relaygr_stream.bus.crashes import Crashes
 from relaygr_stream.bus.dead_letter import check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.refused import RefusalsCollector
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import verify_topics
@@ -117,7 +116,6 @@ async def made_worker(
     check_dead_letters_fit(topics)
     metrics = WorkerMetrics(context.registry)
     context.registry.register(RenewalsCollector())
-    context.registry.register(RefusalsCollector())
     audits = AuditReport(settings.worker, metrics)
     device = DeviceThread(asyncio.get_running_loop())
     try:

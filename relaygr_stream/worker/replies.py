@@ -302,7 +302,7 @@ class Outbox:
                 self._answer(answer)
             else:
                 tried_s = time.monotonic() - now  # no delay of the device
-                self._again(replace(task, pass_to=None, answered=False, waited_s=task.waited_s + tried_s))
+                self._again(task.afresh(tried_s))
             return
         self._metrics.forwards.labels("sent" if task.pass_to is None else "delegate").inc()
         if task.pass_to is not None:

@@ -101,7 +101,7 @@ class StatusReporter:
         self._statements = Statements(settings, runtime, time.monotonic())
         self._publishing = Background()  # not the process's: it goes on while the worker drains and says farewell
         topic, take = topics.worker_status.name, self._on_statuses
-        self._tail = TopicTail(settings.kafka, topic, [0], "earliest", take, pause_s=STATUS_PAUSE_S)
+        self._tail = TopicTail(settings.kafka, topic, [0], "recent", take, pause_s=STATUS_PAUSE_S)
 
     async def __aenter__(self) -> Self:
         await self._reader.prepare()

@@ -13,7 +13,7 @@ import pytest
 
 from relaygr_stream.bus.aiokafka_compat import MOST_AT_ONCE
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.tail import RELAXED_MS, TopicTail
+from relaygr_stream.bus.tail import RELAXED_MS, TopicTail, read_back
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.ops.brokers.local import LocalBroker, local_broker
@@ -43,6 +43,37 @@ async def test_earliest_on_an_empty_topic_starts_at_once(kafka_settings: Kafka) 
     read: list[Record] = []
     async with TopicTail(kafka_settings, topic, [0], "earliest", read.extend):
         assert read == []
+
+
+async def test_recent_has_the_newest_and_follows_however_long_the_log(
+    kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relaygr_stream.bus.tail.RECENT_RECORDS", 5)
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).worker_status.name
+    read: list[Record] = []
+    async with Producer(kafka_settings, client_id="test") as producer:
+        async with TopicTail(kafka_settings, topic, [0], "recent", read.extend):
+            assert read == []
+        for number in range(20):
+            await producer.send_and_wait(topic, str(number).encode(), key=b"worker")
+        async with TopicTail(kafka_settings, topic, [0], "recent", read.extend):
+            assert [record.offset for record in read] == list(range(15, 20))
+            await producer.send_and_wait(topic, None, key=b"worker")
+            await until(lambda: len(read) == 6, "followed")
+            assert read[-1].value is None
+
+
+async def test_a_log_is_read_back_in_growing_chunks(kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relaygr_stream.bus.tail.RECENT_RECORDS", 5)
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).worker_status.name
+    assert [chunk async for chunk in read_back(kafka_settings, topic)] == []
+    async with Producer(kafka_settings, client_id="test") as producer:
+        for number in range(20):
+            await producer.send_and_wait(topic, str(number).encode(), key=b"worker")
+    chunks = [[record.offset for record in chunk] async for chunk in read_back(kafka_settings, topic)]
+    assert chunks == [list(range(15, 20)), list(range(5, 15)), list(range(5))]
 
 
 async def test_latest_has_what_comes_after_the_start_and_only_its_partitions(kafka_settings: Kafka) -> None:

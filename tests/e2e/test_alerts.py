@@ -25,9 +25,11 @@ Series = dict[str, str]
 
 
 class Case(NamedTuple):
+    """also: of a rule `A or B`, what makes each other arm fire, and no arm but that."""
+
     fires: Series
     rests: Series
-    firing: int = 1  # alerts, where it fires
+    also: tuple[Series, ...] = ()
 
 
 def histogram(name: str, labels: str, bucket: str) -> Series:
@@ -66,21 +68,32 @@ def of(name: str, value: str, more: Series | None = None, **labels: str) -> Seri
     return {f"{name}{{{inside}}}": value, **(more or {})}
 
 
+def strangers(process: str, unsigned: str, unreadable: str) -> Series:
+    """Statuses that a worker, or a trigger, does not believe."""
+    return of(f"relaygr_{process}statuses_unsigned_total", unsigned) | of(
+        f"relaygr_{process}statuses_unreadable_total", unreadable
+    )
+
+
+#: No process of a relay is scraped at all.
+NOTHING = of("up", "1x240")
 READ = of("relaygr_rankings_read_total", PER_SECOND, hops="0")
 CASES = {
     "RelaygrProcessDown": Case(of("up", "0x240"), of("up", "1x240")),
-    "RelaygrProcessMissing": Case(  # neither is there
-        of("up", "1x240"),
+    "RelaygrProcessMissing": Case(
+        of("relaygr_build_info", "1x240", process="worker"),
         of("relaygr_build_info", "1x240", of("relaygr_build_info", "1x240", process="trigger"), process="worker"),
-        firing=2,
+        also=(of("relaygr_build_info", "1x240", process="trigger"), NOTHING),
     ),
-    "RelaygrFewerProcesses": Case(  # one of two workers has gone, and the only trigger
+    "RelaygrFewerProcesses": Case(  # one of two workers has gone; the only trigger has
         of("relaygr_build_info", "1x240", process="worker")
-        | of("relaygr_build_info", "1x160 _x80", instance="x", process="worker")
-        | of("relaygr_build_info", "1x160 _x80", instance="t", process="trigger"),
+        | of("relaygr_build_info", "1x160 _x80", instance="x", process="worker"),
         of("relaygr_build_info", "1x240", process="worker")
         | of("relaygr_build_info", "_x160 1x80", instance="x", process="worker"),
-        firing=2,
+        also=(
+            of("relaygr_build_info", "1x240", process="worker")
+            | of("relaygr_build_info", "1x160 _x80", instance="t", process="trigger"),
+        ),
     ),
     "RelaygrNotReady": Case(of("relaygr_ready", "1x220 0x20"), of("relaygr_ready", "1x235 0x5")),
     "RelaygrCallsSlow": Case(calls("0.1"), calls("0.05")),
@@ -108,13 +121,19 @@ CASES = {
     "RelaygrFewPrefixHits": Case(answers(NEVER, full=PER_SECOND), answers(PER_SECOND, full=PER_STEP)),
     "RelaygrLaneUnread": Case(
         of("relaygr_lag_records", "2000x240", stage="unread"),
-        of(
-            "relaygr_lag_records", "900x240", of("relaygr_lag_records", "2000x240", stage="uncommitted"), stage="unread"
-        ),
+        of("relaygr_lag_records", "900x240", stage="unread")
+        | of("relaygr_lag_records", "2000x240", stage="uncommitted")
+        | of("relaygr_trigger_lag_records", "900x240", stage="unread")
+        | of("relaygr_trigger_lag_records", "2000x240", stage="uncommitted"),
+        also=(of("relaygr_trigger_lag_records", "2000x240", stage="unread"),),
     ),
     "RelaygrLaneCommitLag": Case(
-        of("relaygr_trigger_lag_records", "0+50x240", stage="uncommitted"),
-        of("relaygr_trigger_lag_records", "40x240", stage="uncommitted"),
+        of("relaygr_lag_records", "0+50x240", stage="uncommitted"),
+        of("relaygr_lag_records", "4900x240", stage="uncommitted")
+        | of("relaygr_lag_records", "6000x240", stage="unread")
+        | of("relaygr_trigger_lag_records", "4900x240", stage="uncommitted")
+        | of("relaygr_trigger_lag_records", "6000x240", stage="unread"),
+        also=(of("relaygr_trigger_lag_records", "0+50x240", stage="uncommitted"),),
     ),
     "RelaygrLanesWithoutOwner": Case(
         of("relaygr_trigger_decisions_total", PER_STEP, reason="no_owner"),
@@ -160,11 +179,17 @@ CASES = {
         of("relaygr_audits_total", PER_STEP, verdict="agreed", storage="exact"),
     ),
     "RelaygrDeadLetters": Case(
-        of("relaygr_trigger_dead_letters_total", "0x220 1x20", reason="malformed"),
-        of("relaygr_trigger_dead_letters_total", "0x20 5x220", reason="malformed"),  # an old one
+        of("relaygr_dead_letters_total", "0x220 1x20", reason="malformed"),
+        of("relaygr_dead_letters_total", "0x20 5x220", reason="malformed")  # an old one
+        | of("relaygr_dead_letters_total", "0x220 1x20", reason="crashed")  # RelaygrRankingEndsWorkers
+        | of("relaygr_trigger_dead_letters_total", "0x20 5x220", reason="malformed"),
+        also=(of("relaygr_trigger_dead_letters_total", "0x220 1x20", reason="malformed"),),
     ),
     "RelaygrDeadLettersStuck": Case(
-        of("relaygr_dead_letters_waiting", "1x240"), of("relaygr_dead_letters_waiting", "0x230 1x1 0x9")
+        of("relaygr_dead_letters_waiting", "1x240"),
+        of("relaygr_dead_letters_waiting", "0x230 1x1 0x9")
+        | of("relaygr_trigger_dead_letters_waiting", "0x230 1x1 0x9"),
+        also=(of("relaygr_trigger_dead_letters_waiting", "1x240"),),
     ),
     "RelaygrRankingEndsWorkers": Case(
         of("relaygr_dead_letters_total", ONCE, reason="crashed"),
@@ -174,8 +199,13 @@ CASES = {
         of("relaygr_name_conflicts_total", "0x220 9x20"), of("relaygr_name_conflicts_total", "0x20 9x220")
     ),
     "RelaygrStrangers": Case(
-        of("relaygr_statuses_unsigned_total", NEVER, of("relaygr_statuses_unreadable_total", PER_STEP)),
-        of("relaygr_statuses_unsigned_total", NEVER, of("relaygr_statuses_unreadable_total", "5x240")),
+        strangers("", PER_STEP, "5x240"),
+        strangers("", "5x240", "5x240") | strangers("trigger_", "5x240", "5x240"),
+        also=(
+            strangers("", "5x240", PER_STEP),
+            strangers("trigger_", PER_STEP, "5x240"),
+            strangers("trigger_", "5x240", PER_STEP),
+        ),
     ),
     "RelaygrDeviceStalled": Case(  # seen once before the worker ended and came back; an old one
         of("relaygr_device_stall_seconds", "0.2x232 7 _x3 0.2x10"),
@@ -212,29 +242,66 @@ def test_prometheus_accepts_the_rules() -> None:
     assert promtool("check", "rules", str(ALERTS)).returncode == 0
 
 
+def test_every_arm_of_a_rule_has_a_case() -> None:
+    few = {
+        alert: f"{1 + len(case.also)} cases that fire"
+        for alert, case in CASES.items()
+        if len(case.also) < len(re.findall(r"\bor\b", RULES[alert]["expr"]))
+    }
+    assert few == {}
+
+
 @pytest.mark.stack
 @pytest.mark.parametrize("alert", CASES)
 def test_a_rule_fires_when_it_should_and_only_then(alert: str, tmp_path: Path) -> None:
+    """Each arm of it, too."""
     case = CASES[alert]
-    outcomes = []
-    for series, firing in ((case.fires, case.firing), (case.rests, 0)):
-        test = {
-            "interval": "15s",
-            "input_series": [{"series": name, "values": values} for name, values in series.items()],
-            "promql_expr_test": [
-                {
-                    "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing"}})',
-                    "eval_time": "60m",
-                    "exp_samples": [{"labels": "{}", "value": firing}] if firing else [],
-                }
-            ],
-        }
-        file = tmp_path / f"{firing}.yml"
-        whole = {"rule_files": [str(ALERTS)], "evaluation_interval": "15s", "tests": [test]}
-        file.write_text(yaml.safe_dump(whole), encoding="utf-8")
-        done = promtool("test", "rules", str(file))
-        outcomes.append((done.returncode, done.stdout + done.stderr))
-    assert [code for code, _ in outcomes] == [0, 0], "\n".join(text for _, text in outcomes)
+    tests = [checked(alert, arm, {"{}": 1}) for arm in (case.fires, *case.also)]
+    assert_holds(alert, [*tests, checked(alert, case.rests, {})], tmp_path)
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("alert", CASES)
+def test_of_two_fleets_a_rule_names_the_one_that_suffers(alert: str, tmp_path: Path) -> None:
+    """Both are scraped by one Prometheus, and are told apart by the label `fleet` alone."""
+    case = CASES[alert]
+    tests = [
+        checked(alert, of_fleet("a", arm) | of_fleet("b", case.rests), {'{fleet="a"}': 1})
+        for arm in (case.fires, *case.also)
+        if arm != NOTHING or case.fires == NOTHING
+    ]
+    both = of_fleet("a", case.fires) | of_fleet("b", case.fires)
+    tests.append(checked(alert, both, {'{fleet="a"}': 1, '{fleet="b"}': 1}))
+    assert_holds(alert, tests, tmp_path)
+
+
+def of_fleet(fleet: str, series: Series) -> Series:
+    return {name.replace("{", f'{{fleet="{fleet}",', 1): values for name, values in series.items()}
+
+
+def checked(alert: str, series: Series, firing: dict[str, int]) -> dict[str, Any]:
+    """One test of promtool. firing: number of alerts in the end by what their label `fleet` says."""
+    return {
+        "interval": "15s",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f'count by (fleet) (ALERTS{{alertname="{alert}", alertstate="firing"}})',
+                "eval_time": "60m",
+                "exp_samples": [{"labels": labels, "value": value} for labels, value in firing.items()],
+            }
+        ],
+    }
+
+
+def assert_holds(alert: str, tests: list[dict[str, Any]], folder: Path) -> None:
+    """What promtool says of these tests of one rule; the others are not evaluated, which would take longer."""
+    rules, file = folder / "rules.yml", folder / "tests.yml"
+    rules.write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [RULES[alert]]}]}), encoding="utf-8")
+    whole = {"rule_files": [str(rules)], "evaluation_interval": "15s", "tests": tests}
+    file.write_text(yaml.safe_dump(whole), encoding="utf-8")
+    done = promtool("test", "rules", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -27,7 +27,12 @@ from tests.waiting import until
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 PANELS = json.loads((DOCKER / "grafana" / "dashboards" / "relay.json").read_text())["panels"]
-QUERIES = [target["expr"].replace("$__rate_interval", "30s") for panel in PANELS for target in panel["targets"]]
+FLEET = "one"
+QUERIES = [
+    target["expr"].replace("$__rate_interval", "30s").replace("$fleet", FLEET)
+    for panel in PANELS
+    for target in panel["targets"]
+]
 LOOPBACK = build_opener(ProxyHandler({}))
 
 
@@ -63,7 +68,8 @@ async def prometheus(folder: Path, port: int, targets: dict[str, list[str]]) -> 
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(DOCKER / "prometheus" / name) for name in config["rule_files"]]
     config["scrape_configs"] = [
-        {"job_name": job, "static_configs": [{"targets": addresses}]} for job, addresses in targets.items()
+        {"job_name": job, "static_configs": [{"targets": addresses, "labels": {"fleet": FLEET}}]}
+        for job, addresses in targets.items()
     ]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     with (folder / "prometheus.log").open("wb") as log:

@@ -1,1 +1,1 @@
-"""Whether the unit tests notice a defect."""
+"""Which defects the unit tests let pass: defects are made in modules, one at a time (`make mutants`)."""

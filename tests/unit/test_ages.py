@@ -178,3 +178,47 @@ async def test_the_ends_are_those_of_the_log(embedded_settings: Kafka, monkeypat
         found = await ends.ask(topic, [1, 2])
     assert {lane: end.offset for lane, end in found.items()} == {1: 0, 2: 3}
     assert all(end.asked_s <= end.answered_s for end in found.values())
+
+
+def test_fresh_records_teach_what_clocks_lag() -> None:
+    """Their excess over what the log's order proves, from every lane of a process; old records teach nothing."""
+    lag = SenderLag()
+    fresh, backlog, old = AgeBounds(lag), AgeBounds(lag), AgeBounds(lag)
+    for offset, at_s in ((10, 99.5), (20, 99.9)):
+        fresh.sample(LogEnd(offset, at_s, at_s))
+    assert age_ms(backlog, 5_040.0, 7) == WAY_MS, "no lag is known yet"
+    fresh.age(400.0, 15, 100.0)  # at least 100 ms old by the log, at most 500
+    assert lag.most_ms(100.0) == pytest.approx(300.0)
+    assert age_ms(backlog, 5_040.0, 7) == pytest.approx(4_740.0)
+    old.sample(LogEnd(10, 90.0, 90.0))
+    old.age(9_999.0, 15, 100.0)
+    assert lag.most_ms(100.0) == pytest.approx(300.0)
+
+
+@pytest.mark.parametrize(
+    ("stated_ms", "shown_ms", "off"),
+    [
+        (None, 2_000.0, False),
+        (3_000.0, 3_000.0, False),
+        (1_950.0, 2_000.0, False),
+        (4_050.0, 4_000.0, False),
+        (1_850.0, 2_000.0, True),
+        (4_150.0, 2_000.0, True),
+    ],
+    ids=["not stated", "within the bounds", "just below", "just above", "too young", "too old"],
+)
+def test_a_stated_age_is_shown_within_the_bounds_unless_its_clock_is_off(
+    stated_ms: float | None, shown_ms: float, off: bool
+) -> None:
+    """The log says that the record is 2 to 4 s old."""
+    age = bounds((10, 96.0), (20, 98.0)).age(stated_ms, 15, 100.0)
+    assert (age.stated_ms, age.clock_off) == (shown_ms, off)
+
+
+def test_a_record_read_again_at_the_same_place_keeps_what_is_known_of_its_lane() -> None:
+    ages = bounds((10, 96.0), (20, 98.0), lag_ms=0.0)
+    for _ in range(2):
+        assert age_ms(ages, 3_000.0, 15) == 3_000.0
+        assert age_ms(ages, 9_000.0, 15) == 4_000.0
+    ages.sample(LogEnd(20, 99.0, 99.0))
+    assert age_ms(ages, 9_000.0, 15) == 4_000.0, "a log that did not grow is the same log"

@@ -99,6 +99,10 @@ class ThreeBrokers:
     def __init__(self, silent: Sequence[int]) -> None:
         self.silent = silent
         self.led = True
+        self.throttled = 0.0
+
+    def throttled_s(self, topic: str, partition: int) -> float:
+        return self.throttled
 
     def broker_of(self, topic: str, partition: int) -> int:
         return partition % 3 if self.led else NO_LEADER
@@ -108,6 +112,22 @@ class ThreeBrokers:
         if partition % 3 not in self.silent:
             sent.set_result(0)
         return sent
+
+
+async def test_a_throttled_broker_takes_what_leaves_in_time_and_is_not_away() -> None:
+    producer, now = ThreeBrokers(silent=[0]), 0.0
+    sender = Sender(producer, "brokers", lambda: now)  # type: ignore[arg-type]
+    producer.throttled = 2.0
+    with pytest.raises(BrokerUnavailable, match=r"broker 0 throttles this client by a quota.* another 2\.0 s"):
+        sender.check("ranking", 0, patience_s=1.0)
+    sender.check("ranking", 0, patience_s=4.1)
+    now = 10.0
+    assert sender.waiting_s("ranking", 0) == 0.0, "a copy would be throttled, too"
+    producer.throttled = 0.05
+    sender.check("retrieval", 0)
+    producer.throttled = 0.2
+    with pytest.raises(BrokerUnavailable, match="quota"):
+        sender.check("retrieval", 0)  # nobody waits for an event
 
 
 async def test_silence_of_one_broker_is_not_that_of_all() -> None:

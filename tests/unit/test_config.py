@@ -160,6 +160,7 @@ def test_an_unknown_profile_lists_those_there_are(tmp_path: Path, monkeypatch: p
     [
         ({"kafka.tail_max_wait_ms": "10000"}, "is not below `kafka.request_timeout_ms` = 10000"),
         ({"kafka.request_timeout_ms": "50"}, "`kafka.fetch_max_wait_ms` = 50 is not below"),
+        ({"worker.group": "trigger"}, "`trigger.group` and `worker.group` are both 'trigger'"),
         ({"worker.status_interval_ms": "1001"}, "more than two thirds of `client.silence_ms` = 1500"),
         ({"worker.status_interval_ms": "800", "client.silence_ms": "9000", "trigger.max_status_age_ms": "1000"},
          "more than two thirds of `trigger.max_status_age_ms` = 1000"),

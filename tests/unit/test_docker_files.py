@@ -159,6 +159,18 @@ def test_a_worker_service_that_is_scaled_has_workers_of_several_names() -> None:
     assert not [name for name, service in OURS.items() if "hostname" in service]  # the default name has the host's
 
 
+def test_every_service_has_a_memory_limit() -> None:
+    assert [name for name, service in SERVICES.items() if "mem_limit" not in service] == []
+
+
+def test_every_process_of_the_testbed_is_of_a_fleet_that_the_dashboard_can_choose() -> None:
+    jobs = [each for job in PROMETHEUS["scrape_configs"] for each in job["static_configs"]]
+    assert [job["labels"] for job in jobs] == [{"fleet": "testbed"}] * len(jobs)
+    assert [variable["name"] for variable in DASHBOARD["templating"]["list"]] == ["fleet"]
+    chosen = [len(re.findall(r'relaygr_\w+\{fleet=~"\$fleet"', each)) for each in EXPRESSIONS]
+    assert chosen == [len(re.findall(r"relaygr_\w+", each)) for each in EXPRESSIONS]
+
+
 def test_ports_are_published_on_the_loopback_address_only() -> None:
     ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert ports
@@ -171,7 +183,7 @@ def test_prometheus_scrapes_every_process_at_its_port() -> None:
     jobs = [each for job in PROMETHEUS["scrape_configs"] for each in job["static_configs"]]
     targets = {target for job in jobs for target in job["targets"]}
     assert targets == {
-        f"{service}:{PORT}" for service in SERVICES if service.startswith(("gateway", "trigger", "worker"))
+        f"{service}:{PORT}" for service in SERVICES if service.startswith(("client", "gateway", "trigger", "worker"))
     }
 
 
@@ -217,7 +229,7 @@ def test_every_metric_and_label_of_dashboard_and_alerts_is_exported(expression: 
     assert named <= set(samples)
     labels = set(re.findall(r"(\w+)!?=~?\"", expression))
     labels |= set(chain.from_iterable(re.split(r", *", group) for group in re.findall(r"\bby \(([^)]*)\)", expression)))
-    exported = set().union(*(samples[name] for name in named)) | {"instance", "job", "le"}
+    exported = set().union(*(samples[name] for name in named)) | {"fleet", "instance", "job", "le"}
     assert labels <= exported
 
 

@@ -14,7 +14,6 @@ import click
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.bus.refused import RefusalsCollector
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
@@ -83,7 +82,6 @@ async def test_the_metrics_page_has_every_metric_and_no_other(site: Path) -> Non
         for metrics, registry in zip(kinds, registries[1:], strict=True):
             metrics(registry)
         ctx.registry.register(RenewalsCollector())
-        ctx.registry.register(RefusalsCollector())
         ours = {
             family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
             for registry in registries

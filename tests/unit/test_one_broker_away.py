@@ -92,6 +92,9 @@ class World:
     def away(self, partition: int) -> bool:
         return partition % BROKERS == self.dead and DIES_S <= self.at_s() < BACK_S
 
+    def throttled_s(self, topic: str, partition: int) -> float:
+        return 0.0
+
     def broker_of(self, topic: str, partition: int) -> int:
         """As a client knows it: a dead broker leads on until it is fenced."""
         fenced = self.away(partition) and self.at_s() >= FENCED_S

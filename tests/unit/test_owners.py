@@ -90,6 +90,17 @@ def test_the_later_incarnation_of_a_name_wins_for_good() -> None:
     assert (world.owner(0), world.owner(1)) == (None, "a#2")
 
 
+def test_a_silent_one_gives_way_even_to_an_earlier_incarnation() -> None:
+    """It ran on a clock that was ahead; its successor has not read so far back."""
+    world = World()
+    world.directory.take(status("a", (0,), incarnation=9))
+    world.directory.take(status("a", (0,), incarnation=2))
+    assert world.owner(0) == "a#9"
+    world.now += 1e3
+    world.directory.take(status("a", (0,), incarnation=2))
+    assert world.owner(0) == "a#2"
+
+
 def test_a_later_incarnation_that_never_serves_takes_nothing() -> None:
     for state in ("starting", "draining", "stopped"):
         world = World()

@@ -33,7 +33,7 @@ def costs_named(name: str) -> DeviceCosts:
     packaged = COSTS_DIR / f"{name}.toml"
     if packaged.is_file():
         return DeviceCosts.read(packaged)
-    if not Path(name).is_file():
+    if not Path(name).exists():
         known = ", ".join(sorted(path.stem for path in COSTS_DIR.glob("*.toml")))
         raise ConfigError(f"costs {name}: no such file; packaged are {known}")
     return DeviceCosts.read(Path(name))

@@ -83,7 +83,7 @@ class Pipeline:
             stack.push_async_callback(self._stop_children)
             kafka, topics = self.settings.kafka, self.topics
             await asyncio.gather(*(child.wait_ready() for child in self._children))
-            statuses = TopicTail(kafka, topics.worker_status.name, [0], "earliest", self._on_statuses)
+            statuses = TopicTail(kafka, topics.worker_status.name, [0], "recent", self._on_statuses)
             await stack.enter_async_context(statuses)
             lanes = range(topics.lanes)
             self._signals = TopicTail(kafka, topics.pre_infer.name, lanes, "latest", self._on_signals, relaxed=True)

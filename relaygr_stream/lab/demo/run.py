@@ -141,7 +141,7 @@ async def _play(
         console.print("starting a trigger and two workers (loading torch takes some seconds) …")
         await asyncio.gather(*(child.wait_ready() for child in children))
         async with AsyncExitStack() as stack:
-            statuses = TopicTail(settings.kafka, topics.worker_status.name, [0], "earliest", seen.statuses)
+            statuses = TopicTail(settings.kafka, topics.worker_status.name, [0], "recent", seen.statuses)
             lanes = range(topics.pre_infer.partitions)
             signals = TopicTail(settings.kafka, topics.pre_infer.name, lanes, "latest", seen.signals, relaxed=True)
             await stack.enter_async_context(statuses)

@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from relaygr_stream.errors import InputError
 from relaygr_stream.models.kv import KVLayout
+from relaygr_stream.settings.inputs import read_text
 
 #: On two cores during a bench, device times correlate like those of messages (bus.py).
 LASTING_MS: Final = 10.0
@@ -148,12 +149,12 @@ class DeviceCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def read(cls, path: Path) -> DeviceCosts:
         """Read a TOML file. Raises InputError, which names file and key."""
         try:
-            return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), cls)
+            return msgspec.convert(tomllib.loads(read_text(path)), cls)
         except OSError as error:
             raise InputError(f"costs {path}: {error.strerror or error}") from error
-        except UnicodeDecodeError as error:
+        except UnicodeError as error:
             raise InputError(f"costs {path}: not UTF-8 text") from error
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise InputError(f"costs {path}: not TOML: {error}") from error
         except msgspec.ValidationError as error:
             raise InputError(

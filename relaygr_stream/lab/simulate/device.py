@@ -55,6 +55,10 @@ class SimulatedModel:
         self._worked_until = clock.now
         self._zeros: dict[int, torch.Tensor] = {}
 
+    def busy_until(self, now: float) -> float:
+        """Seconds that the device had worked by then: the operation under way may end later."""
+        return self.busy_s - max(0.0, self._worked_until - now)
+
     def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         """Take the time of `DeviceCosts.extend`."""
         count = len(tokens)

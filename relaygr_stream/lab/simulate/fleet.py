@@ -33,14 +33,17 @@ from relaygr_stream.lab.simulate.bus import Paths
 from relaygr_stream.lab.simulate.peers import Peers, Routes
 from relaygr_stream.lab.simulate.scenario import Group, Request, Scenario, Sent
 from relaygr_stream.lab.simulate.timeline import Timeline
-from relaygr_stream.lab.simulate.trigger import SimulatedTrigger
 from relaygr_stream.lab.simulate.worker import SimulatedWorker
 from relaygr_stream.lab.workload.users import Part
 from relaygr_stream.lab.workload.visits import Arrival, arrivals, on_one_lane
 from relaygr_stream.models.api import Tokens
-from relaygr_stream.trigger.delegation import FLUSH_S, Place
-from relaygr_stream.trigger.ledger import Pending
-from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
+from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
+from relaygr_stream.trigger.service import RECONCILE_S
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import RequestEvent, WorkerStatus
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker.forwarding import time_left_ms
 from relaygr_stream.worker.intake import due_ms
@@ -95,10 +98,17 @@ class Fleet:
         self.lanes = [Lane(self._paths[self.first_owners[number]]) for number in range(count)]
         for number, name in self.first_owners.items():
             self.lanes[number].owner = self._by_name[name]
-        topics, decide = load_topics(settings.kafka), decider(scenario.policy)
-        self._trigger = SimulatedTrigger(
-            settings, topics, count, scenario.traffic, self.timeline, decide, scenario.seed + group.index
+        # The triggers of all lanes are one core: they share only the owner directory, which is equal in all.
+        self._owners = OwnerDirectory(settings.trigger.max_status_age_ms, clock=self.timeline.clock)
+        self._trigger = TriggerCore(
+            Policy.of(settings),
+            self._owners,
+            load_topics(settings.kafka).pre_infer.retention_ms / 1e3,
+            decider(scenario.policy),
+            partial(Delegation, lanes=count, seed=scenario.seed + group.index),
         )
+        for number in range(count):
+            self._trigger.take_lane(number, 0, self.timeline.clock.now)
         self.start = START_STATUSES * settings.worker.status_interval_ms / 1e3
         part = Part(group.first * scenario.lanes_per_worker, count, scenario.workers * scenario.lanes_per_worker)
         self._arrivals = requests or arrivals(scenario.traffic, part, int(seeds[2].generate_state(1)[0]))
@@ -110,6 +120,7 @@ class Fleet:
         self._peers = Peers(settings, list(self._by_name), count, self.timeline.clock, forward_seed)
         self._routes = Routes(scenario.route, forward_seed)
         self._announces_at = 0.0  # when the client sends the events that it has gathered
+        self._zeros = bytes(4 * settings.relay.max_prefix_tokens)
         self._sequence = np.zeros((1, settings.relay.max_prefix_tokens), np.int8)
         self._suffix = self._tokens(scenario.traffic.suffix)
         self._candidates = np.zeros(scenario.traffic.candidates, np.int64)
@@ -130,7 +141,7 @@ class Fleet:
         until = self.start + scenario.warm_s + scenario.seconds
         for worker in self.workers:
             self._state_every(worker, float(self._rng.random()) * self._settings.worker.status_interval_ms / 1e3)
-        self._trigger.reconcile_every_second(lambda: [lane.end for lane in self.lanes])
+        timeline.at(timeline.clock.now + RECONCILE_S, self._reconcile)
         self._next_event(until)
         if scenario.failure is not None and self._dying:
             timeline.at(self.start + scenario.warm_s + scenario.failure.at, self._fail)
@@ -164,20 +175,36 @@ class Fleet:
         self.timeline.at(self.lanes[request.lane].paths.to_trigger.arrival(now), partial(self._decide, request))
 
     def _decide(self, request: Request, now: float) -> None:
-        pending = self._trigger.consider(request, now)
+        """The trigger reads the request's event."""
+        event = RequestEvent(
+            request_id=request.name,
+            user_id=request.user_id,
+            prefix=Behaviours(items=self._zeros[: 4 * request.prefix]),  # the decision uses only the length
+            candidates=self._scenario.traffic.candidates,
+            rank_in_ms=self._scenario.traffic.delay.median_ms,
+        )
+        effect = self._trigger.on_event(request.lane, event, (now - request.at) * 1e3, now)
+        request.reason = effect.decision.reason
         lane = self.lanes[request.lane]
-        if isinstance(pending, Place):
-            to = self.lanes[pending.lane]
+        if isinstance(effect, Delegate):
+            assert effect.decision.delegate is not None
+            to = self.lanes[effect.decision.delegate.lane]
             signal = partial(self._signal, request, now, DELEGATED_LANE)
             self.timeline.at(to.paths.to_worker.arrival(now), partial(self._arrive, to, signal))
             flushed = now + FLUSH_S * float(self._rng.random())
-            self.timeline.at(flushed, partial(self._tell, lane, request, pending.worker))
-        if not isinstance(pending, Pending):
-            return
-        offset, lane.end = lane.end, lane.end + 1
-        at = lane.paths.to_worker.arrival(now)
-        self.timeline.at(lane.paths.to_trigger.arrival(now), partial(self._acknowledge, request.lane, pending, offset))
-        self.timeline.at(at, partial(self._arrive, lane, partial(self._signal, request, now, request.lane)))
+            self.timeline.at(flushed, partial(self._tell, lane, request, effect.decision.delegate.worker))
+        elif isinstance(effect, Signal):
+            offset, lane.end = lane.end, lane.end + 1
+            at = lane.paths.to_worker.arrival(now)
+            acknowledged = partial(self._trigger.on_acknowledged, request.lane, effect.pending, offset)
+            self.timeline.at(lane.paths.to_trigger.arrival(now), acknowledged)
+            self.timeline.at(at, partial(self._arrive, lane, partial(self._signal, request, now, request.lane)))
+
+    def _reconcile(self, now: float) -> None:
+        """The trigger learns where the lanes' signal logs end."""
+        for number, lane in enumerate(self.lanes):
+            self._trigger.on_log_end(number, lane.end, now, now)
+        self.timeline.at(now + RECONCILE_S, self._reconcile)
 
     def _tell(self, lane: Lane, request: Request, delegate: str, now: float) -> None:
         """The trigger tells the lane's owner where the prefix KV of a request are."""
@@ -187,9 +214,6 @@ class Fleet:
             request.delegate = delegate
 
         self.timeline.at(lane.paths.to_worker.arrival(now), told)
-
-    def _acknowledge(self, lane: int, pending: Pending, offset: int, now: float) -> None:
-        self._trigger.acknowledged(lane, pending, offset, now)
 
     def _rank(self, request: Request, now: float) -> None:
         """The client sends the ranking request."""
@@ -305,7 +329,7 @@ class Fleet:
     def _take(self, status: WorkerStatus, now: float) -> None:
         """Triggers and peers read a status."""
         del now
-        self._trigger.take(status)
+        self._owners.take(status)
         self._peers.owners.take(status)
 
     # ---- faults ----

@@ -59,6 +59,7 @@ def summary(scenario: Scenario, story: Story) -> dict[str, Any]:
         "forwards": dict(story.forwards),
         "busy": {"mean": float(story.busy.mean()), "most": float(story.busy.max())},
         "pinned_bytes_most": float(story.pinned_bytes.max()),
+        "held_bytes_most": float(story.held_bytes.max()),
         "hbm_bytes": float(story.hbm_bytes.mean()),
         "dram_bytes": float(story.dram_bytes.mean()),
         "cache": dict(story.cache),
@@ -114,6 +115,7 @@ def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Tab
         ("device busy", f"{busy.mean():.1%} on average, {busy.max():.1%} the busiest worker"),
         ("HBM a worker", f"{render_bytes(float(story.hbm_bytes.mean()))} used of {render_bytes(worker.hbm_bytes)}"),
         ("pinned at most", f"{render_bytes(pinned)} of {render_bytes(worker.pinned_share * worker.hbm_bytes)}"),
+        ("held at most", f"{render_bytes(float(story.held_bytes.max()))}, with what waiting rankings hold"),
         ("DRAM a worker", f"{render_bytes(float(story.dram_bytes.mean()))} used of {render_bytes(worker.dram_bytes)}"),
     ]
     if scenario.failure is not None:

@@ -26,15 +26,18 @@ def run_group(scenario: Scenario, group: Group) -> Story:
     """Simulate one group, in this process."""
     started = time.process_time()
     fleet = Fleet(scenario, group)
-    busy: list[float] = []
+    busy: list[list[float]] = []
     before: Counter[str] = Counter()
 
     def begin(now: float) -> None:
-        del now
-        busy.extend(worker.model.busy_s for worker in fleet.workers)
+        busy_at(now)
         before.update(signals_of(fleet))
 
+    def busy_at(now: float) -> None:
+        busy.append([worker.model.busy_until(now) for worker in fleet.workers])
+
     fleet.timeline.at(fleet.start + scenario.warm_s, begin)
+    fleet.timeline.at(fleet.start + scenario.warm_s + scenario.seconds, busy_at)
     gc.disable()  # objects live as long as the group, so collections would find nothing
     try:
         fleet.run()
@@ -42,7 +45,8 @@ def run_group(scenario: Scenario, group: Group) -> Story:
         gc.enable()
     for worker in fleet.workers:
         worker.scheduler.check_integrity()
-    return story_of(fleet, scenario, busy, time.process_time() - started, before)
+    worked = [until - since for since, until in zip(*busy, strict=True)]
+    return story_of(fleet, scenario, worked, time.process_time() - started, before)
 
 
 def run_scenario(scenario: Scenario, processes: int = 0, report: Report = lambda done, of: None) -> Story:

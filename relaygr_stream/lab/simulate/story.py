@@ -34,7 +34,7 @@ GOOD_WINDOWS: Final = 3
 ALLOWED_LATE: Final = 0.01
 
 PER_REQUEST: Final = ("at", "latency_ms", "status", "outcome", "reason", "returning", "long")
-PER_WORKER: Final = ("busy", "pinned_bytes", "hbm_bytes", "dram_bytes")
+PER_WORKER: Final = ("busy", "pinned_bytes", "held_bytes", "hbm_bytes", "dram_bytes")
 
 Floats = npt.NDArray[np.float64]
 
@@ -54,7 +54,8 @@ class Story:
     group: npt.NDArray[np.int32]  # of each worker: groups are independent, workers of one group forward to each other
     forwards: Counter[str]  # refused rankings that were forwarded (`sent`), or why they were not, since the start
     busy: Floats  # share of the measured time that the device worked
-    pinned_bytes: Floats  # the most pinned bytes in any status
+    pinned_bytes: Floats  # the most in any status that the lanes' admitted requests had pinned
+    held_bytes: Floats  # the most in any status that those, delegates' pins and waiting rankings held
     hbm_bytes: Floats  # used at the end
     dram_bytes: Floats
     cache: Counter[str]  # the caches' counters since the start
@@ -77,11 +78,12 @@ def signals_of(fleet: Fleet) -> Counter[str]:
 def story_of(
     fleet: Fleet,
     scenario: Scenario,
-    busy_before: Sequence[float],
+    busy_s: Sequence[float],
     cpu_s: float,
     signals_before: Counter[str] | None = None,
 ) -> Story:
-    """The results of a fleet that has run. busy_before, signals_before: when the measured time began."""
+    """The results of a fleet that has run. busy_s: of each worker's device, in the measured time. signals_before: when
+    that began."""
     begin = fleet.start + scenario.warm_s
     measured = [request for request in fleet.requests if request.rank_at >= begin]
     index = {worker.name: number for number, worker in enumerate(fleet.workers)}
@@ -102,13 +104,9 @@ def story_of(
         returning=np.array([request.returning for request in measured], np.bool_),
         long=np.array([request.long for request in measured], np.bool_),
         worker=np.array([index[home[request.lane]] for request in measured], np.int32),
-        busy=np.array(
-            [
-                (worker.model.busy_s - before) / scenario.seconds
-                for worker, before in zip(fleet.workers, busy_before, strict=True)
-            ]
-        ),
+        busy=np.array(busy_s, np.float64) / scenario.seconds,
         pinned_bytes=np.array([worker.most_pinned for worker in fleet.workers], np.float64),
+        held_bytes=np.array([worker.most_held for worker in fleet.workers], np.float64),
         hbm_bytes=np.array([each.hbm_used for each in caches], np.float64),
         dram_bytes=np.array([each.dram_used for each in caches], np.float64),
         group=np.zeros(len(fleet.workers), np.int32),

@@ -77,7 +77,7 @@ class SimulatedWorker:
         self._clock.now, self.model.busy_s = timeline.clock.now, 0.0
         self._statements = Statements(settings, self._runtime, timeline.clock.now)
         self._identity = Identity(name, 1, "simulated", 1)
-        self.most_pinned = 0
+        self.most_pinned = self.most_held = 0  # bytes in any status: by the lanes' admitted requests; by all
 
     def submit(self, command: Command) -> None:
         """Enqueue a command for the next turn."""
@@ -96,7 +96,8 @@ class SimulatedWorker:
         self.alive = False
 
     def _state(self, taken: Snapshot, positions: Mapping[int, int], tell: Tell, now: float) -> None:
-        self.most_pinned = max(self.most_pinned, taken.pinned_bytes)
+        self.most_pinned = max(self.most_pinned, sum(taken.lane_bytes.values()))
+        self.most_held = max(self.most_held, taken.pinned_bytes)
         tell(self._statements.status(self._identity, "serving", taken, positions, now, int(now * 1e3)), now)
 
     def _wake(self, at: float) -> None:

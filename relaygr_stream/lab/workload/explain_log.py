@@ -15,9 +15,9 @@ from typing import Final
 from relaygr_stream.engine.budgets import Demand, LaneBudgets, LaneShares
 from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.trigger.decision import LaneState, Policy
+from relaygr_stream.trigger.core import Signal, TriggerCore
+from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import Explanation, explain
-from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.topic_files import lane_of
@@ -122,8 +122,9 @@ def explain_log(
         budgets = LaneBudgets(int(worker.pinned_share * worker.hbm_bytes), hold_s, hold_s + policy.life_ms / 1e3)
         owners.append(_Owner(f"worker-{number}", lanes, budgets))
     owner_of = {lane: owner for owner in owners for lane in owner.lanes}
-    loads = OwnerLoads(policy.averaging)
-    states = {lane: LaneState(policy, 0, KEEP_S, 0.0, lane, loads) for lane in range(fleet.lanes)}
+    core = TriggerCore(policy, directory, KEEP_S)
+    for lane in range(fleet.lanes):
+        core.take_lane(lane, 0, 0.0)
     rankings: list[tuple[float, int, int]] = []  # (when, lane, bytes): future rankings, the owners' demand
     next_status = 0.0
     for item in items:
@@ -135,8 +136,8 @@ def explain_log(
             for owner in owners:
                 owner.expire(now)
                 directory.take(owner.status(fleet, 1e3 * worker.pre_infer_share, now))
-            for lane, state in states.items():
-                state.observe(directory.owner(lane), now)
+            for lane in range(fleet.lanes):
+                core.observe(lane, now)
             next_status += period_s
             if not rankings and not any(owner.asked for owner in owners):
                 # Nothing is pinned or asked for, so statuses stay as they are: only those that the next request can
@@ -144,16 +145,16 @@ def explain_log(
                 next_status += period_s * max(0, int((item.at - 2 * hold_s - next_status) / period_s))
         now = item.at
         lane = lane_of(item.event.user_id, fleet.lanes)
-        state, claim = states[lane], directory.owner(lane)
-        state.observe(claim, now)
-        row, decision = explain(item.event, state, age_ms=0.0, now_s=now, at_s=now)
+        row, decision = explain(core, lane, item.event, age_ms=0.0, now_s=now, at_s=now)
+        claim = directory.owner(lane)
         assert claim is not None
         nbytes = prefix_bytes(len(item.event.prefix), claim.worker)
         heapq.heappush(rankings, (item.rank_at, lane, nbytes))
-        if decision.admit:
+        effect = core.book(lane, item.event, decision, now)
+        if isinstance(effect, Signal):
             owner = owner_of[lane]
             offset = owner.read_to.get(lane, 0)
-            state.ledger.acknowledged(state.admit(item.event, decision, now), offset, now)
+            core.on_acknowledged(lane, effect.pending, offset, now)
             owner.read_to[lane] = offset + 1
             owner.pin(lane, decision.nbytes, min(item.rank_at, now + policy.life_ms / 1e3))
         yield row

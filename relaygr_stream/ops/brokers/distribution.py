@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from relaygr_stream.errors import BrokerUnavailable
+from relaygr_stream.settings.inputs import read_text
 
 # Plans of a private node: memory, compilers, threads.
 
@@ -150,9 +151,22 @@ def internal_replication(copies: int) -> dict[str, str]:
 
 def node_properties(home: Path, ours: Mapping[str, str]) -> str:
     """A properties file: the distribution's own, with `ours` in place of what they name, too."""
-    theirs = (home / "config" / "server.properties").read_text(encoding="utf-8").splitlines()
-    kept = [line for line in theirs if line.split("=", 1)[0].strip() not in ours]
-    return "\n".join([*kept, *(f"{key}={value}" for key, value in ours.items()), ""])
+    theirs = read_text(home / "config" / "server.properties").splitlines()
+    kept = [_ascii(line) for line in theirs if line.split("=", 1)[0].strip() not in ours]
+    return "\n".join([*kept, *(f"{key}={_property(value)}" for key, value in ours.items()), ""])
+
+
+def _property(value: str) -> str:
+    """A value as java.util.Properties reads it: a backslash begins an escape, and leading blanks are dropped."""
+    escaped = value.replace("\\", r"\\").replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")
+    return _ascii(f"\\{escaped}" if escaped.startswith(" ") else escaped)
+
+
+def _ascii(text: str) -> str:
+    r"""The text with \uXXXX, UTF-16's units, for what is not ASCII: Java reads properties as Latin-1."""
+    units = text.encode("utf-16-be", "surrogatepass")
+    codes = [int.from_bytes(units[at : at + 2]) for at in range(0, len(units), 2)]
+    return "".join(chr(code) if code < 0x80 else f"\\u{code:04x}" for code in codes)
 
 
 def new_cluster_id() -> str:

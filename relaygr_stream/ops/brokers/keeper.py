@@ -65,7 +65,7 @@ class KeptProcess:
     """Runs `command` under a keeper; appends its output to `log`. The keeper removes `folder` if this process dies."""
 
     def __init__(self, folder: Path, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        with log.open("ab") as output:
+        with open(log, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as output:
             self._keeper = subprocess.Popen(
                 # -I -S: a bare interpreter starts in 15 ms and ignores the user's environment.
                 [sys.executable, "-I", "-S", __file__, str(folder), *command],

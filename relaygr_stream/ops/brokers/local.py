@@ -232,7 +232,7 @@ def _kafka_command(folder: Path, ports: list[int], node: NodePlan, data: Path) -
     variables = environment(folder, node.heap, node.compilers)
     if not properties.exists():
         ours = {**_single_node(data, ports), **node.properties}
-        properties.write_text(node_properties(home, ours), encoding="utf-8")
+        properties.write_text(node_properties(home, ours), encoding="ascii")
         if not (data / "meta.properties").exists():
             format_storage(home, properties, new_cluster_id(), ["--standalone"], variables)
     return [str(home / "bin" / "kafka-server-start.sh"), str(properties)], variables

@@ -19,7 +19,10 @@ def layouts(dtype: torch.dtype) -> st.SearchStrategy[KVLayout]:
     per_token = st.builds(
         KVLayout, small, small, st.integers(1, 9), st.integers(1, 9), st.just(dtype), state, st.booleans()
     )
-    return per_token | st.builds(KVLayout.of_state, st.integers(1, 9), st.just(dtype))
+    one_kind = st.builds(
+        lambda width, keys: KVLayout(2, 2, width * keys, width * (1 - keys), dtype), small, st.integers(0, 1)
+    )
+    return per_token | one_kind | st.builds(KVLayout.of_state, st.integers(1, 9), st.just(dtype))
 
 
 def round_trip(form: Storage, region: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +38,7 @@ def rows(layout: KVLayout, region: torch.Tensor) -> list[torch.Tensor]:
     """K or V of one token and head each, in the region's order."""
     capacity = (region.numel() - layout.state) // max(1, layout.elements_per_token)
     found, start = [], 0
-    for width in (layout.dqk, layout.dv) * layout.layers:
+    for width in [width for width in (layout.dqk, layout.dv) if width] * layout.layers:
         size = layout.heads * capacity * width
         found += list(region[start : start + size].view(-1, width))
         start += size

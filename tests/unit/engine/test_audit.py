@@ -10,11 +10,12 @@ import torch
 
 from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.engine.audit import MAX_WAITING, Auditor, audit_deviation
-from relaygr_stream.engine.commands import RankTask
+from relaygr_stream.engine.commands import EraseUser, RankTask
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.settings.worker import Model
+from relaygr_stream.wire.erase import Erase, user_mark
 from relaygr_stream.worker.watch import AUDIT_TOLERANCE
 from tests.unit.engine.worlds import CPU, MAX_TOKENS, Fraud, World, Wrapped
 from tests.unit.models.small_models import full_scores, prefilled, random_items, random_tokens
@@ -232,3 +233,41 @@ def test_scores_from_rounded_prefix_kv_are_told_apart(storage: StorageKind) -> N
         assert 1e-5 < max(deviations) < 0.1
     assert w.scheduler.auditor.worst <= 1e-5
     w.close()
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_audits_of_an_erased_user_are_dropped(running: bool) -> None:
+    """They kept the erased user's behaviours, and inferred them again."""
+    w = World(audit_share=1.0)
+    for user in (1, 2):
+        w.signal(f"s{user}", user, MAX_TOKENS)
+    w.settle()
+    for user in (1, 2):
+        w.rank(f"s{user}", user, MAX_TOKENS)
+    while len(w.answers) < 2:
+        w.step()
+    if running:
+        w.step()
+        assert not w.cache.scratch.free
+    w.handle(EraseUser(erasing("u1")))
+    assert w.scheduler.auditor.users() == {"u2"}
+    assert w.cache.scratch.free
+    w.settle()
+    assert [task.user_id for task, _ in w.audits] == ["u2"]
+    w.scheduler.check_integrity()
+
+
+def test_a_ranking_in_progress_of_an_erased_user_is_not_audited() -> None:
+    w = World(audit_share=1.0)
+    w.signal("s", 1, 40)
+    w.settle()
+    w.rank("s", 1, 40)  # it is ready to be scored
+    w.handle(EraseUser(erasing("u1")))
+    w.settle()
+    assert w.outcome("s") == "hbm"
+    assert w.audits == []
+
+
+def erasing(user: str) -> Erase:
+    mark = "0123456789abcdef"
+    return Erase(id=mark, user=user_mark(mark, user), sent_ms=1)

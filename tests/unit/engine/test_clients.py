@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.clients import MOST_CLIENTS, UNBOOKED, Account, Clients
-from relaygr_stream.engine.commands import RankTask
+from relaygr_stream.engine.commands import Query, RankTask
 from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
@@ -111,8 +111,14 @@ def test_a_ranking_that_does_not_fit_even_then_costs_nobody_a_place() -> None:
     with world(limits=dataclasses.replace(LIMITS, waiting_bytes=1200)) as w:
         for number in range(6):
             w.rank(f"a{number}", number, 20, client="a", nbytes=100)
+            w.now += 0.01
         w.rank("b", 8, 20, client="b", nbytes=500)
+        waiting = list(w.scheduler.admission.waiting)
         w.rank("c", 9, 20, client="c", nbytes=550)  # a has more until it has lost one, and that is not enough
+        assert list(w.scheduler.admission.waiting) == waiting, "who lost a place got another one back"
+        w.step()  # some are started: the oldest of the others is what queue_ms tells of
+        unstarted = [task for task in waiting if not task.started]
+        assert w.handle(Query()).queue_ms >= (w.now - unstarted[0].arrived) * 1e3  # type: ignore[attr-defined]
         assert [(answer.task.request_id, answer.status) for answer in w.answers] == [("c", "overloaded")]
         w.settle()
         assert {answer.status for answer in w.answers if answer.task.request_id != "c"} == {"ok"}

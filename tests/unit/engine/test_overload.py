@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from relaygr_stream.engine.clients import Account, Clients
 from relaygr_stream.engine.commands import Rank, RankTask
 from relaygr_stream.engine.forecast import (
     ALONE_DEADLINE_FACTOR,
@@ -178,8 +181,8 @@ def test_a_forecast_counts_what_comes_before_and_protects_what_was_accepted() ->
     assert not forecast.full(waiting(0.020, 12.0), 0.0)
     assert "before it take 6 ms" in str(forecast.full(waiting(0.020, 15.0), 0.0))
     first.device_ms = 6.0
+    forecast.worked(first)
     assert not forecast.full(waiting(0.020, 15.0), 0.0)
-    forecast.remove(first)
     forecast.remove(first)
     forecast.remove(last)
     assert not forecast.full(waiting(0.020, ALONE_DEADLINE_FACTOR * 20.0), 0.0)
@@ -275,3 +278,55 @@ def test_rankings_that_are_rightly_refused_cost_others_nothing() -> None:
     statuses = simulation.statuses(misses[2 * MIN_SAMPLES :])
     assert set(simulation.statuses(hits)) == {"ok"}
     assert statuses.count("overloaded") > 0.9 * len(statuses)
+
+
+@given(
+    tasks=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(0, 12), st.sampled_from("abc"), st.integers(0, 12)), max_size=25
+    ),
+    deadline=st.integers(1, 70), own=st.integers(1, 12), client=st.sampled_from("abc"), guest=st.booleans(),
+)  # fmt: skip
+def test_a_forecast_says_what_a_walk_over_all_waiting_rankings_would(
+    tasks: list[tuple[int, int, str, int]], deadline: int, own: int, client: str, guest: bool
+) -> None:
+    clients = Clients(20.0)
+    forecast = Forecast(clients)
+    accounts = {name: clients.account(name) for name in "abc"}
+    accounts["a"].served_ms = 7.0
+    everyone = []
+    for number, (at, work, name, done) in enumerate(tasks):
+        task = waiting(at / 1e3, float(work))
+        task.account, task.number = accounts[name], number
+        forecast.add(task)
+        task.device_ms = float(done)
+        forecast.worked(task)
+        everyone.append(task)
+    asked = waiting(deadline / 1e3, float(own) - 0.25, guest=guest)  # off what deadlines are compared with
+    asked.account = accounts[client]
+    assert forecast.full(asked, 0.0) == walked(everyone, asked, clients)
+
+
+def walked(tasks: list[RankTask], task: RankTask, clients: Clients) -> Full | None:
+    """`Forecast.full` at time 0, from the definition."""
+    left, own = task.deadline * 1e3, task.expected_ms
+    if not tasks:
+        late = own > ALONE_DEADLINE_FACTOR * left
+        return Full("ms", f"it takes {own:.0f} ms, and {left:.0f} ms are left", hopeless=True) if late else None
+    sure = left * (FORWARDED_DEADLINE_FRACTION if task.guest else QUEUED_DEADLINE_FRACTION)
+    before: dict[Account, float] = {}
+    total = 0.0
+    for each in sorted(tasks, key=lambda each: (each.deadline, each.number)):
+        work = max(0.0, each.expected_ms - each.device_ms)
+        total += work
+        if each.deadline <= task.deadline:
+            before[each.account] = before.get(each.account, 0.0) + work
+        elif 0.0 <= each.deadline * 1e3 - total < own:
+            reason = f"its {own:.0f} ms would make a ranking late that was accepted before it"
+            return Full("ms", reason, each.deadline)
+    mine = before.pop(task.account, 0.0)
+    until = max(task.account.served_ms, clients.floor_ms) + mine + own + clients.slack_ms
+    ahead = mine + sum(min(work, max(0.0, until - other.served_ms)) for other, work in before.items())
+    if ahead + own <= (sure if ahead else ALONE_DEADLINE_FACTOR * left):
+        return None
+    reason = f"the rankings before it take {ahead:.0f} ms, it takes {own:.0f} ms, and {left:.0f} ms are left"
+    return Full("ms", reason, task.deadline, hopeless=mine + own > sure)

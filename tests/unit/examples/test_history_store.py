@@ -54,3 +54,5 @@ async def test_a_worker_reads_it_and_then_only_what_is_new(tmp_path: Path, monke
     with pytest.raises(HistoryMismatch):
         await wrong.find("ann", "shop", grown, monotonic() + 20)
     assert await store.reference("nobody", "shop") is None
+    for start, stop in ((0, 0), (5, 0), (110, 120)):
+        assert len(await store.read("ann", "shop", 1, start, stop)) == 0

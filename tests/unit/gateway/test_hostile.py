@@ -334,6 +334,11 @@ async def test_without_a_valid_token_nothing_is_done(embedded_settings: Kafka, s
             with subtests.test(f"{method} {path} with {token!r}"):
                 found = await door.ask(method, path, json.dumps(RANK), token_=token)
                 assert (found.status, found.headers["www-authenticate"]) == (401, 'Bearer realm="relaygr"')
+        valid = base64.b64encode(f"anyone:{TOKEN}".encode()).decode()
+        for scheme, (method, path) in product(("Basic", "basic", "BASIC"), verbs):
+            with subtests.test(f"{method} {path} with {scheme}: a browser sends it along on its own"):
+                found = await door.ask(method, path, RANK, token_="", authorization=f"{scheme} {valid}")
+                assert (found.status, found.headers["www-authenticate"]) == (401, 'Bearer realm="relaygr"')
         for credentials in ("é", "====", base64.b64encode(b"\xff").decode(), base64.b64encode(b"me:wrong").decode()):
             with subtests.test(f"the page with {credentials!r}"):
                 found = await door.ask("GET", "/", authorization=f"Basic {credentials}", token_="")
@@ -350,6 +355,9 @@ async def test_without_a_valid_token_nothing_is_done(embedded_settings: Kafka, s
         (Gateway(host="0.0.0.0"), "gateway.tokens is empty"),
         (Gateway(tokens=f"{129 * 's'}:{TOKEN}"), "the tenant of entry 1 has more than 128 characters"),
         (Gateway(tokens=f"sh\x7fop:{TOKEN}"), "or control characters"),
+        (Gateway(tokens=f"shop:more:{TOKEN}"), "entry 1 has more than one colon"),
+        (Gateway(tokens=f"library:{OTHER} shop:{TOKEN}:{TOKEN}"), "entry 2 has more than one colon"),
+        (Gateway(tokens=f"shop:{TOKEN}é"), "printable ASCII"),
     ],
 )
 def test_tokens_that_are_none_are_refused_without_being_shown(settings: Gateway, named: str) -> None:

@@ -18,7 +18,7 @@ from relaygr_stream.settings.schema import Client, History, Kafka
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.history import HistoryReference
-from relaygr_stream.wire.messages import RequestEvent, ScoreReply
+from relaygr_stream.wire.messages import RankingRequest, RequestEvent, ScoreReply
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import ANNOUNCE, HISTORY, OTHER, RANK, TOKEN, door_on
 from tests.waiting import until
@@ -163,6 +163,23 @@ async def test_no_answer_in_time_is_504_and_a_full_gateway_429(embedded_settings
         assert (await waiting).status == 200
 
 
+async def test_what_the_relay_says_of_its_own_parts_stays_in_its_log(embedded_settings: Kafka) -> None:
+    said = f"cannot write /var/lib/relay/kv: broker kafka-1:9092 of {embedded_settings.prefix}ranking at 10.0.0.7"
+    reply = ScoreReply(request_id="", status="failed", detail=said)
+
+    def answers(request: RankingRequest) -> list[ScoreReply]:
+        return [msgspec.structs.replace(reply, request_id=request.request_id)]
+
+    async with responder_on(embedded_settings, answers), door_on(embedded_settings, max_body_bytes=4 << 20) as door:
+        failed = await door.ask("POST", "/v1/rank", RANK)
+        assert (failed.status, failed.value["detail"]) == (
+            502, "cannot write (internal): broker (internal) of (internal) at (internal)",
+        )  # fmt: skip
+        wide = {"user": {f"{number}:int32": base64.b64encode(bytes(1800)).decode() for number in range(1000)}}
+        large = await door.ask("POST", "/v1/rank", {**RANK, "columns": wide})
+        assert (large.status, "bytes with headers, (internal) takes" in large.value["detail"]) == (400, True)
+
+
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"user_id": ""}, "$.user_id"),
     ({"history": {**HISTORY, "items": [1]}}, "history: items, actions and times"),
@@ -202,5 +219,11 @@ async def test_pages_tell_of_the_fleet_and_the_process(embedded_settings: Kafka)
         for path in ("/", "/metrics"):
             closed = await door.ask("GET", path, token_="")
             assert (closed.status, closed.headers["www-authenticate"][:5]) == (401, "Basic")
+        for path in ("/", "/metrics", "/readyz", "/healthz", "/openapi.json", "/docs"):
+            for token in (TOKEN, ""):  # an answer to one caller, or of one moment, is no other's
+                assert (await door.ask("GET", path, token_=token)).headers["cache-control"] == "no-store"
+        for path in ("/docs/", "/v1/rank/", "/v1/announce/", "/metrics/", "//"):
+            elsewhere = await door.ask("GET", path, host="elsewhere.example")
+            assert (elsewhere.status, "location" in elsewhere.headers) == (404, False)
         assert (await door.ask("GET", "/v1/rank")).status == 405
         assert (await door.ask("GET", "/v2")).status == 404

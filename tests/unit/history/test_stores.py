@@ -1,36 +1,164 @@
-"""What every history store does: in SQLite, and in a real Redis."""
+"""What every history store does: in SQLite, in a real Redis, and in a user's own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
+from redis import Redis
 
-from relaygr_stream.errors import ConfigError, HistoryUnavailable, InputError
-from relaygr_stream.history.packed import KEPT_SHARE, Write
+from relaygr_stream.errors import ConfigError, HistoryMismatch, HistoryUnavailable, InputError
+from relaygr_stream.history.packed import CONFLICTS, FIRST_WAIT_S, KEPT_SHARE, LONGEST_WAIT_S, Write
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.history.store import WritableStore, open_store
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference
+from tests.unit.history import own_store
 from tests.unit.history.behaviours import history
 from tests.unit.history.servers import RedisServer
 
 
-@pytest.fixture(params=["sqlite", "redis"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[WritableStore]:
+@pytest.fixture(params=["sqlite", "redis", "own"])
+async def settings(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[History]:
+    if request.param == "redis":
+        async with RedisServer(tmp_path) as server:
+            yield server.settings()
+    elif request.param == "own":
+        yield History(store=f"{own_store.__name__}:make", prefix=str(tmp_path))
+    else:
+        yield History(store=f"sqlite:{tmp_path / 'histories'}", timeout_ms=20_000.0)
+
+
+@pytest.fixture
+async def store(settings: History) -> AsyncIterator[WritableStore]:
+    async with opened(settings) as store:
+        yield store
+
+
+@asynccontextmanager
+async def opened(settings: History) -> AsyncIterator[WritableStore]:
+    """One more store of the same histories, as another process has it."""
+    store = cast(WritableStore, open_store(settings))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def tamper(settings: History, group: str, change: Callable[[bytes], bytes]) -> None:
+    """Change the rows of user u behind the store's back, as an eviction, a partial restore or another program does."""
+    if settings.store.startswith("redis://"):
+        with Redis.from_url(settings.store) as redis:
+            key = f"{settings.prefix}{{u}}:{group}"
+            rows = change(cast(bytes, redis.get(key)))
+            redis.set(key, rows) if rows else redis.delete(key)
+    elif settings.store.startswith("sqlite:"):
+        with closing(sqlite3.connect(settings.store.removeprefix("sqlite:"))) as db, db:
+            ((rows,),) = db.execute(f"SELECT {group} FROM histories")
+            db.execute(f"UPDATE histories SET {group} = ?", (change(rows),))
+    else:
+        groups = own_store.KEPT[settings.prefix].groups["u"]
+        at = ("behaviours", "features").index(group)
+        groups[at] = change(groups[at])
+
+
+@pytest.mark.parametrize("length", [50, 64])
+@pytest.mark.parametrize(
+    ("group", "change", "most"),
+    [
+        ("behaviours", lambda rows: b"", 0),
+        ("features", lambda rows: b"", 0),
+        ("behaviours", lambda rows: rows[: 13 * 20], 0),
+        ("behaviours", lambda rows: rows[: 13 * 20] + rows[13 * 21 :], 0),
+        ("features", lambda rows: rows[:-20], 0),
+        ("behaviours", lambda rows: rows + rows[-13:], 0),
+        ("features", lambda rows: rows + rows[-20:], 0),
+        ("behaviours", lambda rows: b"", 50),
+        ("features", lambda rows: rows[20:], 50),
+        ("behaviours", lambda rows: b"\xff" + rows[1:], 50),
+    ],
+    ids=[
+        *("rows gone", "features gone", "a part", "one missing", "a row of features missing", "more", "more features"),
+        *("rows gone, cut", "a row of features missing, cut", "another first row, cut"),
+    ],
+)
+async def test_an_append_onto_lost_rows_is_an_error_and_later_ones_are_too(
+    settings: History, store: WritableStore, group: str, change: Callable[[bytes], bytes], length: int, most: int
+) -> None:
+    """A digest made from the head alone would say that what is left is the history."""
+    whole = history(length + 60, features=True)
+    before = await store.append("u", "", whole.slice(0, length))
+    await asyncio.to_thread(tamper, settings, group, change)
+    for start in (length, length, length + 50):
+        with pytest.raises(HistoryMismatch, match="erase"):
+            await store.append("u", "", whole.slice(start, length + 60), most)
+    assert await store.reference("u") == before
+    assert await store.replace("u", "", whole) == HistoryReference.of(whole, 2)
+    assert await store.read("u", "", 2, 0, 999) == whole
+
+
+async def test_an_append_onto_other_rows_at_the_end_is_an_error(settings: History, store: WritableStore) -> None:
+    await store.append("u", "", history(100))
+    await asyncio.to_thread(tamper, settings, "behaviours", lambda rows: rows[:-13] + b"\xff" + rows[-12:])
+    with pytest.raises(HistoryMismatch, match="erase"):
+        await store.append("u", "", history(110).slice(100, 110))
+
+
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "features"])
+async def test_a_range_without_rows_is_empty(store: WritableStore, features: bool) -> None:
+    await store.append("u", "", history(10, features=features))
+    for start, stop in ((0, 0), (3, 3), (5, 0), (2, 1), (10, 10), (10, 12), (-4, 0), (-4, -1), (3, -1)):
+        assert len(await store.read("u", "", 1, start, stop)) == 0, (start, stop)
+    assert await store.read("u", "", 1, -4, 3) == history(3, features=features)
+
+
+async def test_many_writers_of_one_user_all_succeed(settings: History) -> None:
+    """Each has a store of its own, as processes have: nothing but the store keeps them apart."""
+    one = Behaviours.of([1], [1], [1])
     async with AsyncExitStack() as stack:
-        settings = History(store=f"sqlite:{tmp_path / 'histories'}", timeout_ms=5000.0)
-        if request.param == "redis":
-            settings = (await stack.enter_async_context(RedisServer(tmp_path))).settings()
-        opened = open_store(settings)
-        stack.push_async_callback(opened.close)
-        yield cast(WritableStore, opened)
+        stores = [await stack.enter_async_context(opened(settings)) for _ in range(16)]
+
+        async def write(store: WritableStore) -> None:
+            for _ in range(5):
+                await store.append("u", "", one)
+
+        await asyncio.gather(*map(write, stores))
+        found = await stores[0].reference("u")
+        assert found is not None
+        assert (found.length, found.version) == (80, 80)
+        rows = await stores[0].read("u", "", 80, 0, 80)
+        assert HistoryReference.of(rows).digest == found.digest
+
+
+async def test_writers_that_meet_wait_longer_each_time_and_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Beaten(own_store.OwnStore):
+        async def _write(self, user: str, write: Write) -> bool:
+            return False
+
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("relaygr_stream.history.packed.asyncio.sleep", noted)
+    for write in ("append", "replace"):
+        waits.clear()
+        with pytest.raises(HistoryUnavailable, match="at the same time"):
+            await getattr(Beaten(own_store.Kept()), write)("u", "", history(1))
+        slept = [wait for wait in waits if wait]
+        assert len(slept) == CONFLICTS
+        assert all(wait <= FIRST_WAIT_S * 2**number for number, wait in enumerate(slept[:5]))
+        assert LONGEST_WAIT_S / 2 < max(slept) <= LONGEST_WAIT_S
+        assert len(set(slept)) == CONFLICTS, "by chance: writers that met do not meet again"
 
 
 async def test_an_append_whose_answer_is_lost_is_not_made_twice(tmp_path: Path) -> None:
@@ -169,7 +297,7 @@ def test_a_store_that_is_none_is_a_configuration_error(name: str) -> None:
         open_store(History(store=name))
 
 
-async def test_both_stores_have_the_protocol(store: object) -> None:
+async def test_every_store_has_the_protocol(store: object) -> None:
     assert isinstance(store, WritableStore)
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,8 +107,17 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
         (lambda config: config.update(architecture="gpt"), "`architecture` must be 'hstu', found 'gpt'"),
         (lambda config: config.pop("format"), "`format` must be 1, found None"),
         (lambda config: config.update(format=True), "`format` must be 1, found True"),
-        (lambda config: config.update(vocab=10**16), "a model of this shape cannot be allocated"),
-        (lambda config: config.update(vocab=10**30), "a model of this shape cannot be allocated"),
+        (lambda config: config.update(vocab=10**16), r"`int` <= 2147483647 - at `\$.vocab`"),
+        (lambda config: config.update(dim=10**30), r"`int` <= 2147483647 - at `\$.dim`"),
+        (lambda config: config.update(dim=-1), r"`int` >= 1 - at `\$.dim`"),
+        (lambda config: config.update(dim=True), r"Expected `int`, got `bool` - at `\$.dim`"),
+        (lambda config: config.update(dim=1.5), r"Expected `int`, got `float` - at `\$.dim`"),
+        (lambda config: config.update(dim=None), r"Expected `int`, got `null` - at `\$.dim`"),
+        (lambda config: config.update(dim=float("nan")), "not a JSON object"),
+        (lambda config: config.update(layers=10**7), r"`int` <= 4096 - at `\$.layers`"),
+        (lambda config: config.update(relative_times=10**12), r"`int` <= 2147483647 - at `\$.relative_times`"),
+        (lambda config: config.update(format="x" * 10_000), "`format` must be 1, found 'x{70}"),
+        (lambda config: config.update(tasks="deep"), "Expected `array`, got `str`"),
     ],
 )
 def test_a_wrong_configuration_is_named(folder: Path, edit: Callable[[dict[str, Any]], object], words: str) -> None:
@@ -115,7 +126,66 @@ def test_a_wrong_configuration_is_named(folder: Path, edit: Callable[[dict[str, 
         load_checkpoint(folder)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe"])
+def test_a_large_table_is_refused_by_the_weights_before_it_takes_memory(folder: Path) -> None:
+    edit_config(folder, lambda config: config.update(vocab=2**31 - 1))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelError, match=r"model.safetensors: `embedding.item` has shape"):
+        load_checkpoint(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."])
+def test_a_wrappers_prefix_is_no_part_of_the_names(folder: Path, prefix: str) -> None:
+    version, weights = load_checkpoint(folder).version, load_file(folder / "model.safetensors")
+    save_file({prefix + name: value for name, value in weights.items()}, folder / "model.safetensors")
+    assert load_checkpoint(folder).version == version
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.net."])
+def test_another_prefix_is_named(folder: Path, prefix: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({prefix + name: value for name, value in weights.items()}, folder / "model.safetensors")
+    rest = re.escape(prefix.removeprefix("module."))
+    with pytest.raises(ModelError, match=rf"`{rest}embedding\.\w+` is there: leave `{rest}` out"):
+        load_checkpoint(folder)
+
+
+def test_a_prefix_of_some_names_is_named(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "stack.layers.1.uvqk_bias"
+    weights[f"_orig_mod.{name}"] = weights.pop(name)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"`{name}` is missing.*leave `_orig_mod\.` out"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["pointer", "pipe", "device", "folder", "absent"])
+def test_what_is_no_file_of_a_checkpoint_is_called_what_it_is(folder: Path, name: str, kind: str) -> None:
+    file = folder / name
+    file.unlink()
+    if kind == "pointer":
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n")
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    elif kind == "folder":
+        file.mkdir()
+    words = {"pointer": "Git LFS pointer.*git lfs pull", "absent": "[Nn]o such file"}.get(kind, f"is a {kind}")
+    with pytest.raises(ModelError, match=rf"{name}: .*{words}"):
+        load_checkpoint(folder)
+
+
+def test_a_configuration_with_a_byte_order_mark_is_read(folder: Path) -> None:
+    version = load_checkpoint(folder).version
+    (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + (folder / "config.json").read_bytes())
+    assert load_checkpoint(folder).version == version
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"[1]", b"\xff\xfe", b'{"a":' + b"[" * 100_000, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"]
+)
 def test_a_configuration_that_is_no_json_object(folder: Path, content: bytes) -> None:
     (folder / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json: not a JSON object"):

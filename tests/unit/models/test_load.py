@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 
 from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError, ModelError
-from relaygr_stream.models.api import RankingModel
+from relaygr_stream.models.api import KVLayout, RankingModel, unknown_items
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.loading import load_model, save_checkpoint
 from tests.unit.models.small_models import full_scores, random_items, random_tokens, small_model
@@ -150,6 +151,9 @@ no_tasks = _but(tasks=())
 same_tasks = _but(tasks=("a", "a"))
 no_version = _but(version="")
 note_missing = _but(note=None)
+no_count = _but(unknown_items=None)
+not_finite = _but(unknown_items=float("nan"))
+counts = _but(unknown_items=torch.tensor(3))
 not_callable = 3
 
 class Half:
@@ -185,6 +189,19 @@ def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{name}_fails.py").write_text("import a_package_that_is_not_there")
     monkeypatch.syspath_prepend(str(tmp_path))
     return name
+
+
+@pytest.mark.parametrize("value", [-1, True, float("nan"), 1.5, None])
+def test_a_layout_of_no_numbers_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"a layout's `dv` must be an integer of at least 0"):
+        KVLayout(1, 1, 4, value, torch.float32)
+
+
+def test_a_count_may_be_anything_that_is_a_number(users_module: str) -> None:
+    assert unknown_items(load(replace(SMALL, factory=f"{users_module}:counts"))) == 3
+    assert unknown_items(load(SMALL)) == 0
+    with pytest.raises(ModelError, match="`unknown_items` must be a count, found None"):
+        unknown_items(SimpleNamespace(unknown_items=None))
 
 
 def test_a_users_own_model(users_module: str) -> None:
@@ -226,6 +243,8 @@ def test_methods_by_their_former_names_work_and_say_so(users_module: str) -> Non
         ("{}:no_tasks", r"its `tasks` must be one or more different names, found \(\)"),
         ("{}:same_tasks", "its `tasks` must be one or more different names"),
         ("{}:no_version", "its `version` is empty"),
+        ("{}:no_count", "its `unknown_items` must be a count, found None"),
+        ("{}:not_finite", "its `unknown_items` must be a count, found nan"),
     ],
 )
 def test_what_is_wrong_with_a_factory_is_said(users_module: str, name: str, words: str) -> None:

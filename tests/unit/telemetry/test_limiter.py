@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
 import pytest
 
-from relaygr_stream.telemetry.limiter import MAX_KINDS, LogLimiter, flush_limiters
+from relaygr_stream.telemetry.limiter import MAX_KINDS, LibraryLines, LogLimiter, flush_limiters
 from tests.retained import retained
 from tests.waiting import Clock
 
@@ -102,3 +103,22 @@ def test_threads_lose_no_count(clock: Clock) -> None:
     limiter.flush(all_windows=True)
     assert write.events.count("x") == 10
     assert write.seen[-1][1]["held_back"] == 1990
+
+
+def test_a_librarys_lines_are_limited_inside_another_program_and_no_others(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    limiter = LogLimiter(first=3, interval_s=10, clock=clock)
+    lines = LibraryLines(limiter)
+    library, own = logging.getLogger("some.library.part"), logging.getLogger("somebody")
+    lines.attach("some.library")
+    lines.attach("some.library")
+    for node in range(1000):
+        library.error("Unable to connect to node %s", node)
+        own.error("mine %s", node)
+    assert sum(record.name == "somebody" for record in caplog.records) == 1000
+    assert sum(record.name == "some.library.part" for record in caplog.records) == 3
+    clock.now += 10
+    limiter.flush()
+    assert caplog.messages[-1] == "more of these: Unable to connect to node %s (997 in 10 s)"
+    library.removeFilter(lines)

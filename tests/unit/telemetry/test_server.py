@@ -60,7 +60,8 @@ def test_metrics_as_prometheus_text(server: TelemetryServer) -> None:
     assert values["relaygr_things_total"] == 3
 
 
-def test_readiness_is_a_metric_too(server: TelemetryServer, checks: Checks) -> None:
+def test_readiness_is_a_metric_too(server: TelemetryServer, checks: Checks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relaygr_stream.telemetry.exposition.FRESH_S", 0.0)
     for reason, value in (("no broker answers", 0.0), (None, 1.0)):
         checks.ready = reason
         assert f"relaygr_ready {value}\n" in request(server, "/metrics")[2]

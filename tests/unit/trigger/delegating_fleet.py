@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from relaygr_stream.engine.budgets import LoadSplit
-from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
+from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.wire.fleet import OwnerDirectory
@@ -24,7 +25,7 @@ STATUS_S, TRAVEL_S, SLICE_S = 0.25, 0.005, 0.005
 TOKENS, TOKEN_MS, SCORE_MS = 195, 0.5, 2.5
 PREFILL_MS = TOKENS * TOKEN_MS
 SERVICE_MS = PREFILL_MS + SCORE_MS
-POLICY = Policy(risk_ms=5.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000)
+POLICY = Policy(risk_ms=5.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000, delegate=True)
 #: owners, loads, lanes, seed
 MakeDelegation = Callable[[OwnerDirectory, OwnerLoads, int, int], Delegation]
 
@@ -139,16 +140,15 @@ class Fleet:
         self._order = itertools.count()
         self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
         count = workers * each
-        loads = [OwnerLoads() for _ in range(triggers)]
-        self.delegations = [
-            None if make is None else make(self.owners, known, count, seed) for seed, known in enumerate(loads)
+        self.cores = [
+            TriggerCore(POLICY, self.owners, 60.0, delegation=make and partial(_made, make, count, seed))
+            for seed in range(triggers)
         ]
         self.workers = [Worker(self, f"w{n}", list(range(n * each, (n + 1) * each))) for n in range(workers)]
         self.by_name = {worker.name: worker for worker in self.workers}
-        self.lanes = [
-            LaneState(POLICY, 0, 60.0, self.now, lane, loads[lane % triggers], self.delegations[lane % triggers])
-            for lane in range(count)
-        ]
+        self.core_of = [self.cores[lane % triggers] for lane in range(count)]
+        for lane, core in enumerate(self.core_of):
+            core.take_lane(lane, 0, self.now)
         self.home = {lane: worker for worker in self.workers for lane in worker.lanes}
         for number, worker in enumerate(self.workers):
             self.after(number * STATUS_S / workers, partial(self.state, worker))
@@ -165,7 +165,7 @@ class Fleet:
         random = np.random.default_rng(seed)
         at, number, until = self.now + 1.0, 0, self.now + 1.0 + seconds
         while (at := at + random.exponential(SERVICE_MS / 1e3 / load / len(self.workers))) < until:
-            lane = int(random.integers(len(self.lanes)))
+            lane = int(random.integers(len(self.core_of)))
             self.after(at - self.now, partial(self.announce, number, lane, head_start_s))
             number += 1
         while self._events and len(self.answered_s) < number:
@@ -174,22 +174,20 @@ class Fleet:
         return self.books
 
     def announce(self, number: int, lane: int, head_start_s: float) -> None:
-        state = self.lanes[lane]
-        state.observe(self.owners.owner(lane), self.now)
         asked = event(0, str(number), f"u{number}", rank_in_ms=head_start_s * 1e3)
         asked = msgspec.structs.replace(asked, prefix=PREFIX)
-        found = decide(asked, state, age_ms=0.0, now_s=self.now)
+        effect = self.core_of[lane].on_event(lane, asked, 0.0, self.now)
+        found = effect.decision
         self.books.decisions[found.reason] += 1
         home, due_s = self.home[lane], self.now + head_start_s
         self.books.homes[number] = home.name
         target = home
-        if found.admit:
-            state.ledger.acknowledged(state.admit(asked, found, self.now), 0, self.now)
+        if isinstance(effect, Signal):
+            self.core_of[lane].on_acknowledged(lane, effect.pending, 0, self.now)
         elif found.delegate is not None:
-            state.delegate(asked, found, self.now)
             target = self.by_name[found.delegate.worker]
             self.books.delegates[number] = target.name
-        if found.admit or found.delegate is not None:
+        if isinstance(effect, Signal | Delegate):
             self.after(TRAVEL_S, partial(target.prefill, number, due_s))
         ways = 1 + (target is not home)
         self.ranked_s[number] = due_s
@@ -199,6 +197,10 @@ class Fleet:
         self.books.answers[number].append(worker)
         self.answered_s[number] = self.now
         self.books.latencies_ms.append((self.now - self.ranked_s[number] + TRAVEL_S) * 1e3)
+
+
+def _made(make: MakeDelegation, lanes: int, seed: int, owners: OwnerDirectory, loads: OwnerLoads) -> Delegation:
+    return make(owners, loads, lanes, seed)
 
 
 PREFIX = behaviours(TOKENS)

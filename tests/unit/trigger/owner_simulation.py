@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.engine.budgets import Demand, LaneBudgets, LaneShares
-from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.trigger.core import Signal as Admitted
+from relaygr_stream.trigger.core import TriggerCore
+from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import LaneStatus, RequestEvent, WorkerStatus
@@ -35,7 +37,7 @@ class Signal:
     lane: int
     nbytes: int
     pending: Pending
-    state: LaneState
+    trigger: Trigger
     lands_s: float
 
 
@@ -44,6 +46,7 @@ class Trigger:
 
     def __init__(self, owner: Owner) -> None:
         self.directory = OwnerDirectory(SILENCE_S * 1e3, clock=lambda: owner.now)
+        self.core = TriggerCore(POLICY, self.directory, KEEP_S)
         self.inbox: deque[tuple[float, WorkerStatus]] = deque()
 
 
@@ -64,10 +67,11 @@ class Owner:
         self.read_to = dict.fromkeys(range(self.count), 0)
         self.pins: dict[int, list[tuple[float, int]]] = {lane: [] for lane in range(self.count)}
         self.rankings: list[tuple[float, int, int]] = []
-        self.flying: list[Signal] = []
+        self.sent: list[Signal] = []
         self.triggers = [Trigger(self) for _ in range(self.random.randint(1, 3))]
         self.trigger_of = {lane: self.random.choice(self.triggers) for lane in range(self.count)}
-        self.states = {lane: LaneState(POLICY, 0, KEEP_S, self.now) for lane in range(self.count)}
+        for lane, trigger in self.trigger_of.items():
+            trigger.core.take_lane(lane, 0, self.now)
         self.hot = 0
         self.requests = 0
         self.long_asked: Counter[int] = Counter()  # lane → requests of the longest prefix
@@ -126,12 +130,11 @@ class Owner:
         for trigger in self.triggers:
             while trigger.inbox and trigger.inbox[0][0] <= self.now:
                 trigger.directory.take(trigger.inbox.popleft()[1])
-        for signal in [signal for signal in self.flying if signal.lands_s <= self.now]:
-            self.flying.remove(signal)
+        for signal in [signal for signal in self.sent if signal.lands_s <= self.now]:
+            self.sent.remove(signal)
             log = self.logs[signal.lane]
             log.append(signal)
-            if self.states[signal.lane] is signal.state:
-                signal.state.ledger.acknowledged(signal.pending, len(log) - 1, self.now)
+            signal.trigger.core.on_acknowledged(signal.lane, signal.pending, len(log) - 1, self.now)
         for lane, log in self.logs.items():
             self.pins[lane] = [pin for pin in self.pins[lane] if pin[0] > self.now]
             for signal in log[self.read_to[lane] :]:
@@ -149,19 +152,19 @@ class Owner:
         tokens = self.random.choice([10, 30, LONGEST])
         self.long_asked[lane] += tokens == LONGEST
         event = RequestEvent(request_id=str(self.requests), user_id="u", prefix=PREFIXES[tokens], candidates=0)
-        state, claim = self.states[lane], self.trigger_of[lane].directory.owner(lane)
-        state.observe(claim, self.now)
-        decision = decide(event, state, age_ms=0.0, now_s=self.now)
-        if decision.admit:
+        trigger = self.trigger_of[lane]
+        effect = trigger.core.on_event(lane, event, 0.0, self.now)
+        if isinstance(effect, Admitted):
             lands = self.now + self.random.uniform(0, STATUS_S / 4)
-            self.flying.append(Signal(lane, tokens, state.admit(event, decision, self.now), state, lands))
+            self.sent.append(Signal(lane, tokens, effect.pending, trigger, lands))
         self.rankings.append((self.now + 0.1, lane, tokens))
 
     def lane_moves(self) -> None:
         """Its next trigger starts where the log ends now; what is in flight still lands."""
         lane = self.random.randrange(self.count)
+        self.trigger_of[lane].core.leave_lane(lane, self.now)
         self.trigger_of[lane] = self.random.choice(self.triggers)
-        self.states[lane] = LaneState(POLICY, self.end_of(lane), KEEP_S, self.now)
+        self.trigger_of[lane].core.take_lane(lane, self.end_of(lane), self.now)
 
     def trigger_restarts(self) -> None:
         old, new = self.random.choice(self.triggers), Trigger(self)
@@ -169,11 +172,11 @@ class Owner:
         for lane, trigger in self.trigger_of.items():
             if trigger is old:
                 self.trigger_of[lane] = new
-                self.states[lane] = LaneState(POLICY, self.end_of(lane), KEEP_S, self.now)
+                new.core.take_lane(lane, self.end_of(lane), self.now)
 
     def end_of(self, lane: int) -> int:
         """Where the log ends once the former trigger's sends are through: it drains before its lanes move."""
-        for signal in [signal for signal in self.flying if signal.lane == lane]:
-            self.flying.remove(signal)
+        for signal in [signal for signal in self.sent if signal.lane == lane]:
+            self.sent.remove(signal)
             self.logs[lane].append(signal)
         return len(self.logs[lane])

@@ -13,7 +13,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.trigger.core import Signal as Admitted
+from relaygr_stream.trigger.core import TriggerCore
+from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.trigger.load import START_S
 from relaygr_stream.wire.fleet import Claim, OwnerDirectory
@@ -87,8 +89,8 @@ class Lane:
         self.rate = self.random.choice([50.0, 500.0, 1e6])
         self.now = 1000.0
         self.log: list[Signal] = []
-        self.flying: deque[Signal] = deque()  # handed to the producer, not in the log
-        self.landed: deque[tuple[Signal, int]] = deque()  # in the log, acknowledgement under way
+        self.sent: deque[Signal] = deque()  # handed to the producer, not in the log
+        self.logged: deque[tuple[Signal, int]] = deque()  # in the log, acknowledgement under way
         self.statements: deque[WorkerStatus] = deque()
         self.workers = [Worker("w0", 0)]
         self.unclean = False  # signals were read again, or a former owner spoke
@@ -119,7 +121,8 @@ class Lane:
     def start_trigger(self) -> None:
         self.triggers += 1
         self.directory = OwnerDirectory(SILENCE_MS, clock=lambda: self.now)
-        self.lane = LaneState(POLICY, len(self.log), KEEP_S, self.now)
+        self.core = TriggerCore(POLICY, self.directory, KEEP_S)
+        self.core.take_lane(0, len(self.log), self.now)
         self.admitted: list[tuple[float, float]] = []  # (what was refilled until then, device ms)
         self.admitted_ids: dict[str, float] = {}  # request id → when
         self.refilled: float | None = None  # device ms that the rates known to the trigger have given; None: no rate
@@ -144,7 +147,7 @@ class Lane:
 
     def observe(self) -> Claim | None:
         owner = self.directory.owner(0)
-        self.lane.observe(owner, self.now)
+        self.core.observe(0, self.now)
         if self.refilled is not None:
             self.refilled += self.known_rate * (self.now - self.known_at)
         self.known_at = self.now
@@ -156,15 +159,15 @@ class Lane:
 
     def decide_on(self, event: RequestEvent) -> None:
         owner = self.observe()
-        decision = decide(event, self.lane, age_ms=0.0, now_s=self.now)
-        if decision.admit:
+        effect = self.core.on_event(0, event, 0.0, self.now)
+        decision = effect.decision
+        if isinstance(effect, Admitted):
             assert owner is not None
             assert self.refilled is not None
             before = self.admitted_ids.get(event.request_id)
             assert before is None or self.now - before > POLICY.life_ms / 1000, "admitted twice"
             self.admitted_ids[event.request_id] = self.now
-            pending = self.lane.admit(event, decision, self.now)
-            self.flying.append(Signal(decision.nbytes, owner.worker.name, pending, self.triggers))
+            self.sent.append(Signal(decision.nbytes, owner.worker.name, effect.pending, self.triggers))
             self.admitted.append((self.refilled, decision.cost_ms))
             self.admissions += 1
             self.check_load()
@@ -180,40 +183,41 @@ class Lane:
         assert total <= self.start_ms + refilled + excess, "load since the start"
 
     def trigger_restarts(self) -> None:
-        self.flying.clear()  # what the old one had under way has landed, or never will
+        self.sent.clear()  # what the old one had under way has landed, or never will
         self.start_trigger()
 
     def trigger_reconciles(self) -> None:
-        self.lane.ledger.reconcile(len(self.log), self.now)
+        self.observe()  # the core observes, too: what it knows is counted here
+        self.core.on_log_end(0, len(self.log), self.now, self.now)
 
     # ---- the log ----
 
     def signal_lands(self) -> None:
-        if self.flying:
-            signal = self.flying.popleft()
-            self.landed.append((signal, len(self.log)))
+        if self.sent:
+            signal = self.sent.popleft()
+            self.logged.append((signal, len(self.log)))
             self.log.append(signal)
 
     def acknowledgement_comes(self) -> None:
-        if self.landed:
-            signal, offset = self.landed.popleft()
+        if self.logged:
+            signal, offset = self.logged.popleft()
             if signal.trigger == self.triggers:
-                self.lane.ledger.acknowledged(signal.pending, offset, self.now)
+                self.core.on_acknowledged(0, signal.pending, offset, self.now)
 
     def acknowledgement_is_lost(self) -> None:
-        if self.landed:
-            signal, _ = self.landed.popleft()
+        if self.logged:
+            signal, _ = self.logged.popleft()
             if signal.trigger == self.triggers:
-                self.lane.ledger.failed(signal.pending, self.now)
+                self.core.on_not_sent(0, signal.pending, self.now, taken=True)
 
     def signal_is_lost(self) -> None:
-        if self.flying:
-            signal = self.flying.popleft()
+        if self.sent:
+            signal = self.sent.popleft()
             if signal.trigger == self.triggers:
-                self.lane.ledger.failed(signal.pending, self.now)
+                self.core.on_not_sent(0, signal.pending, self.now, taken=True)
 
     def log_loses_its_tail(self) -> None:
-        if not self.landed:
+        if not self.logged:
             del self.log[max(self.worker.read_to, len(self.log) - self.random.randint(1, 3)) :]
 
     # ---- workers and their statements ----
@@ -282,9 +286,9 @@ class Lane:
 
     def settle(self) -> None:
         """Once all is read, and ranked or expired, the whole budget must be free again."""
-        while self.flying:
+        while self.sent:
             self.signal_lands()
-        while self.landed:
+        while self.logged:
             self.acknowledgement_comes()
         while self.worker.read_to < len(self.log):
             self.worker_reads()
@@ -292,5 +296,6 @@ class Lane:
         self.trigger_reconciles()
         self.directory.take(self.statement(self.worker))
         self.observe()
-        assert self.lane.ledger.outstanding == 0, "counted for ever"
-        assert self.lane.ledger.fits(self.budget), "on hold for ever"
+        ledger = self.core.observe(0, self.now).ledger
+        assert ledger.outstanding == 0, "counted for ever"
+        assert ledger.fits(self.budget), "on hold for ever"

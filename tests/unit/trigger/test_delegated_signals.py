@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +13,13 @@ import pytest
 from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, MessageTooLarge
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.trigger import signals
+from relaygr_stream.trigger import outbox
+from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
 from relaygr_stream.trigger.decision import Decision
-from relaygr_stream.trigger.delegation import Place
-from relaygr_stream.trigger.ledger import LaneLedger
-from relaygr_stream.trigger.signals import LaneSignals
+from relaygr_stream.trigger.delegation import Delegation, Place
+from relaygr_stream.trigger.outbox import Outbox, Sending
 from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal
 from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import Refusal
@@ -26,7 +29,8 @@ from tests.waiting import until
 
 TOPICS = load_topics(Kafka(partitions=8))
 PLACE = Place("w2", 1, 6, 250, 25.0)
-RECORD = Record(TOPICS.retrieval.name, 3, 11, 0, b"u", b"", ())
+LANE = 3
+RECORD = Record(TOPICS.retrieval.name, LANE, 11, 0, b"u", b"", ())
 
 
 class World:
@@ -40,26 +44,21 @@ class World:
         self.leaders: dict[int, int] = {}  # of lanes with another one
         self.room = asyncio.Event()
         self.room.set()
-        self.own: list[int] = []  # how many were sent together
+        self.together: list[int] = []  # how many were sent together
         self.told: list[tuple[str, Refusal]] = []
         self.done: list[Record] = []
         self.failed = 0
         self.paused: list[int | None] = []  # lanes; None: all
-        shared = SimpleNamespace(
-            policy=POLICY,
-            topics=TOPICS,
-            producer=SimpleNamespace(
-                send=self.send,
-                send_together=self.send_together,
-                broker_of=self.broker_of,
-            ),
-            refused=SimpleNamespace(add=lambda owner, lane, ledger, refusal: self.told.append((owner, refusal))),
-            metrics=SimpleNamespace(signals_failed=SimpleNamespace(inc=self.count_failed)),
-            delegation=SimpleNamespace(not_sent=self.count_paused),
-            done=self.done.append,
-        )
-        self.ledger = LaneLedger(0, 60.0, 0.0)
-        self.signals = LaneSignals(3, shared, self.ledger)  # type: ignore[arg-type]
+        producer = SimpleNamespace(send=self.send, send_together=self.send_together, broker_of=self.broker_of)
+        notices = SimpleNamespace(add=lambda owner, lane, refusal: self.told.append((owner, refusal)))
+        metrics = SimpleNamespace(signals_failed=SimpleNamespace(inc=self.count_failed))
+        owners = OwnerDirectory(3000.0)
+        policy = replace(POLICY, delegate=True)
+        self.core = TriggerCore(policy, owners, 60.0, delegation=partial(Delegation, lanes=TOPICS.lanes))
+        self.core.take_lane(LANE, 0, 0.0)
+        assert self.core.delegation is not None
+        self.core.delegation.not_sent = self.count_paused  # type: ignore[method-assign]
+        self.outbox = Outbox(self.core, TOPICS, producer, notices, metrics, self.done.append)  # type: ignore[arg-type]
 
     def broker_of(self, topic: str, lane: int) -> int:
         return self.leaders.get(lane, self.leader)
@@ -67,7 +66,7 @@ class World:
     def count_failed(self) -> None:
         self.failed += 1
 
-    def count_paused(self, now_s: float, lane: int | None) -> None:
+    def count_paused(self, now_s: float, lane: int | None = None) -> None:
         self.paused.append(lane)
 
     async def send(self, topic: str, value: bytes, **more: Any) -> asyncio.Future[int]:
@@ -78,15 +77,26 @@ class World:
         return self.acknowledged
 
     async def send_together(self, topic: str, messages: list[Any], **more: Any) -> None:
-        self.own.append(len(messages))
+        self.together.append(len(messages))
 
-    async def delegate(self, number: int = 1, lanes: tuple[int, ...] = (PLACE.lane,)) -> None:
+    async def delegate(self, number: int = 1, lanes: tuple[int, ...] = (PLACE.lane,), *before: Sending) -> None:
+        sending = list(before)
         asked = event(25, "r", "u", tenant="shop", rank_in_ms=300.0)
         for lane in lanes * number:
             place = PLACE._replace(lane=lane)
             decision = Decision("delegated", 25, 40.0, 30.0, PLACE.nbytes, PLACE.cost_ms, 260.0, place)
-            self.signals.delegate(asked, RECORD, decision, "w1")
-        await self.signals.flush()
+            sending.append(Sending(Delegate(LANE, asked, decision, "w1"), RECORD))
+        await self.outbox.send(LANE, sending)
+
+    def own(self) -> Sending:
+        """A signal of the lane's own."""
+        ledger = self.core.observe(LANE, 0.0).ledger
+        admitted = Decision("admitted", 25, 40.0)
+        return Sending(Signal(LANE, event(25, "own", "u"), admitted, ledger.admit(250)), RECORD)
+
+    @property
+    def outstanding(self) -> int:
+        return self.core.bounds().outstanding_bytes
 
 
 async def test_it_goes_to_the_delegates_lane_and_the_owner_learns_of_it_once_it_is_there() -> None:
@@ -103,7 +113,7 @@ async def test_it_goes_to_the_delegates_lane_and_the_owner_learns_of_it_once_it_
     await asyncio.sleep(0)
     assert world.told == [("w1", Refusal("r", "delegated", "shop", "w2"))]
     assert world.done == [RECORD]
-    assert world.ledger.outstanding == 0
+    assert world.outstanding == 0
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -138,22 +148,20 @@ async def test_a_delegates_lane_without_a_leader_is_not_waited_for() -> None:
 async def test_a_delegates_lane_that_takes_nothing_holds_up_neither_own_signals_nor_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(signals, "SENDING_S", 0.02)
+    monkeypatch.setattr(outbox, "SENDING_S", 0.02)
     world = World()
     world.room.clear()
-    own = event(25, "own", "u")
-    world.signals.add(own, RECORD, Decision("admitted", 25, 40.0), world.ledger.admit(250))
-    flushing = asyncio.create_task(world.delegate(3))
+    sending = asyncio.create_task(world.delegate(3, (PLACE.lane,), world.own()))
     await until(lambda: len(world.sent) == 1)
-    assert world.own == [1], "own signals wait for no delegate"
-    await flushing
+    assert world.together == [1], "own signals wait for no delegate"
+    await sending
     assert len(world.sent) == 1, "one wait tells of the lane"
     assert world.told == [("w1", Refusal("r", "delegated", "shop"))] * 3
     assert world.done == [RECORD] * 3
 
 
 async def test_a_hung_broker_is_waited_for_once_whichever_lanes_it_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "SENDING_S", 0.02)
+    monkeypatch.setattr(outbox, "SENDING_S", 0.02)
     world = World()
     world.room.clear()
     world.leaders = {5: 2}
@@ -174,11 +182,10 @@ async def test_a_message_that_is_too_large_says_nothing_of_others() -> None:
 async def test_own_signals_of_a_lane_without_a_leader_are_not_waited_for() -> None:
     """Each turn of the lane waited for the request timeout, and what piled up stopped every lane."""
     world = World()
-    world.leaders[3] = NO_LEADER
-    world.signals.add(event(25, "own", "u"), RECORD, Decision("admitted", 25, 40.0), world.ledger.admit(250))
-    await world.signals.flush()
-    assert (world.own, world.failed, world.done) == ([], 1, [RECORD])
-    assert world.ledger.outstanding == 0
+    world.leaders[LANE] = NO_LEADER
+    await world.outbox.send(LANE, [world.own()])
+    assert (world.together, world.failed, world.done) == ([], 1, [RECORD])
+    assert world.outstanding == 0
 
 
 async def test_a_trigger_that_stops_meanwhile_leaves_the_event_to_the_next() -> None:

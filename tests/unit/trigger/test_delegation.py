@@ -28,7 +28,7 @@ def test_what_would_be_refused_goes_to_a_worker_with_room_and_time(reason: str) 
     assert (found.delegate.worker, found.delegate.lane in (2, 3)) == ("b", True)
     assert (found.nbytes, found.cost_ms) == (10 * TOKENS, TOKENS)
     assert not found.admit
-    assert view.lanes[0].ledger.outstanding == 0, "the owner does not pin it"
+    assert view.ledger(0).outstanding == 0, "the owner does not pin it"
 
 
 @pytest.mark.parametrize("reason", ["over_load", "over_footprint"])
@@ -51,10 +51,10 @@ def test_nothing_is_delegated_whose_ranking_comes_before_the_owner_knows(reason:
 def test_while_a_lane_is_on_hold_an_owner_in_time_keeps_its_own() -> None:
     """A restarted trigger delegated everybody until the owner's next status, and users stay with their delegates."""
     view = View()
-    view.lanes[0].ledger.acknowledged(view.lanes[0].ledger.admit(1), 1, view.now)  # another trigger's is at offset 0
+    view.ledger(0).acknowledged(view.ledger(0).admit(1), 1, view.now)  # another trigger's is at offset 0
     view.state("a", (0, 1))
     view.state("b", (2, 3))
-    assert view.lanes[0].ledger.on_hold
+    assert view.ledger(0).on_hold
     assert view.ask().reason == "over_footprint"
     view.state("a", (0, 1), pre_infer_wait_ms=HEAD_MS)
     assert view.ask().reason == "delegated", "it would be late anyhow"

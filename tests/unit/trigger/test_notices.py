@@ -11,11 +11,13 @@ import pytest
 from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.telemetry.background import Background
-from relaygr_stream.trigger import signals
+from relaygr_stream.trigger import outbox
+from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.delegation import FLUSH_S
-from relaygr_stream.trigger.ledger import LaneLedger
-from relaygr_stream.trigger.signals import RefusalNotices
+from relaygr_stream.trigger.outbox import RefusalNotices
+from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.refusals import MAX_IDS, Refusal, decode_refusals
+from tests.unit.trigger.parts import POLICY
 from tests.waiting import until
 
 LONG_S = 60.0
@@ -30,9 +32,11 @@ class World:
         self.errors: dict[int, Exception] = {}
         self.sent: list[tuple[int, list[str]]] = []
         self.tried: list[int] = []
-        self.ledgers = {lane: LaneLedger(0, LONG_S, 0.0) for lane in range(4)}
+        self.core = TriggerCore(POLICY, OwnerDirectory(LONG_S), LONG_S)
+        for lane in range(4):
+            self.core.take_lane(lane, 0, 0.0)
         self.background = Background()
-        self.notices = RefusalNotices("pre-infer", self, self.background)  # type: ignore[arg-type]
+        self.notices = RefusalNotices("pre-infer", self.core, self, self.background)  # type: ignore[arg-type]
 
     def broker_of(self, topic: str, lane: int) -> int:
         return NO_LEADER if lane in self.unled else 1
@@ -49,10 +53,10 @@ class World:
         return acknowledged
 
     def add(self, owner: str, lane: int, request: str) -> None:
-        self.notices.add(owner, lane, self.ledgers[lane], Refusal(request, "over_load"))
+        self.notices.add(owner, lane, Refusal(request, "over_load"))
 
     def pending(self, lane: int) -> int:
-        return len(self.ledgers[lane]._pending)
+        return len(self.core.observe(lane, 0.0).ledger._pending)
 
 
 @pytest.fixture
@@ -64,7 +68,7 @@ async def world() -> AsyncIterator[World]:
 
 
 async def test_an_owner_whose_broker_hangs_holds_up_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "SENDING_S", LONG_S)
+    monkeypatch.setattr(outbox, "SENDING_S", LONG_S)
     world.hung = {0}
     world.add("w0", 0, "lost")
     world.add("w1", 1, "a")
@@ -80,7 +84,7 @@ async def test_an_owner_whose_broker_hangs_holds_up_no_other(world: World, monke
 async def test_what_a_hung_broker_did_not_take_is_given_up_and_the_next_is_told(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signals, "SENDING_S", 0.02)
+    monkeypatch.setattr(outbox, "SENDING_S", 0.02)
     world.hung = {0}
     for number in range(MAX_IDS + 1):
         world.add("w0", 0, str(number))
@@ -95,7 +99,7 @@ async def test_what_a_hung_broker_did_not_take_is_given_up_and_the_next_is_told(
 async def test_what_is_gathered_while_an_owner_is_waited_for_is_told_behind_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signals, "SENDING_S", 0.02)
+    monkeypatch.setattr(outbox, "SENDING_S", 0.02)
     world.hung = {0}
     world.add("w0", 0, "lost")
     flushing = asyncio.create_task(world.notices.flush(LONG_S))
@@ -114,7 +118,7 @@ async def test_an_owner_is_told_on_a_lane_that_has_a_leader(world: World) -> Non
     world.add("w0", 0, "nobody hears of")
     await world.notices.flush(FLUSH_S)
     assert world.tried == [1]
-    assert not world.ledgers[0]._pending
+    assert world.pending(0) == 0
 
 
 async def test_a_notice_that_the_producer_does_not_take_is_in_no_log(world: World) -> None:

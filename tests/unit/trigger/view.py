@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from relaygr_stream.trigger.decision import Decision, LaneState, Policy, decide
+from relaygr_stream.trigger.core import TriggerCore
+from relaygr_stream.trigger.decision import Decision, Policy
 from relaygr_stream.trigger.delegation import Delegation
-from relaygr_stream.trigger.load import OwnerLoads
+from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.wire.fleet import OwnerDirectory
 from tests.unit.trigger.parts import POLICY, event, lane_status, worker_status
 
@@ -23,10 +26,14 @@ class View:
     def __init__(self, lanes: int = LANES, policy: Policy = POLICY) -> None:
         self.now = 100.0
         self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
-        loads = OwnerLoads()
         self.led: set[int] = set(range(lanes))
-        self.delegation = Delegation(self.owners, loads, lanes, seed=1, led=lambda lane: lane in self.led)
-        self.lanes = [LaneState(policy, 0, 60.0, self.now, lane, loads, self.delegation) for lane in range(lanes)]
+        policy = replace(policy, delegate=True)
+        delegation = partial(Delegation, lanes=lanes, seed=1, led=lambda lane: lane in self.led)
+        self.core = TriggerCore(policy, self.owners, 60.0, delegation=delegation)
+        for lane in range(lanes):
+            self.core.take_lane(lane, 0, self.now)
+        assert self.core.delegation is not None
+        self.delegation = self.core.delegation
         self.number = 0
 
     def state(self, name: str, lanes: tuple[int, ...], *, of_lanes: dict[str, Any] | None = None, **more: Any) -> None:
@@ -34,7 +41,10 @@ class View:
         plain = worker_status(*(lane_status(lane=lane, **bounds) for lane in lanes), name=name)
         self.owners.take(msgspec.structs.replace(plain, **({"delegated_bytes": 10**6} | more)))
         for lane in lanes:
-            self.lanes[lane].observe(self.owners.owner(lane), self.now)
+            self.core.observe(lane, self.now)
+
+    def ledger(self, lane: int) -> LaneLedger:
+        return self.core.observe(lane, self.now).ledger
 
     def ask(
         self,
@@ -49,13 +59,9 @@ class View:
         """user: by default one that was never here. again: the same request."""
         self.number += not again
         asked = event(tokens, f"r{self.number}", user or f"u{self.number}", rank_in_ms=rank_in_ms)
-        state = self.lanes[lane]
-        state.observe(self.owners.owner(lane), self.now)
-        found = decide(asked, state, age_ms=0.0, now_s=self.now)
-        if book and found.delegate is not None:
-            state.delegate(asked, found, self.now)
-        elif book and found.admit:
-            state.admit(asked, found, self.now)
+        found = self.core.decide(lane, asked, 0.0, self.now)
+        if book:
+            self.core.book(lane, asked, found, self.now)
         return found
 
 

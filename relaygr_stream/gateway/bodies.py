@@ -1,0 +1,142 @@
+"""Decodes the bodies of requests: arrays are counted before they are converted, and kept as packed bytes alone.
+
+A list of numbers takes up to eight times its bytes as Python objects. So the first pass leaves arrays and feature
+columns as they came; each is counted against the relay's limits, and converted by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Raw, UnsetType
+
+from relaygr_stream.errors import Rejected
+from relaygr_stream.gateway.messages import JSON, MSGPACK, Announce, Format, History, Packed, Rank
+from relaygr_stream.settings.schema import Relay
+from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, pack
+from relaygr_stream.wire.features import MAX_COLUMNS, Columns, FeatureTables
+
+B = TypeVar("B", Announce, Rank)
+_ABSENT: Final = Raw(b"")
+_DTYPES: Final[dict[str, np.dtype[Any]]] = {"items": ITEM_DTYPE, "actions": ACTION_DTYPE, "times": TIME_DTYPE}
+
+
+class _History(History, frozen=True, forbid_unknown_fields=True):
+    """A History before its arrays are converted."""
+
+    items: Raw = _ABSENT
+    actions: Raw = _ABSENT
+    times: Raw = _ABSENT
+    columns: Raw | UnsetType = UNSET  # type: ignore[assignment]
+
+
+class _Announce(Announce, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    history: _History | UnsetType = UNSET
+    columns: Raw | UnsetType = UNSET  # type: ignore[assignment]
+
+
+class _Rank(Rank, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    candidates: Raw
+    history: _History | UnsetType = UNSET
+    suffix: _History | UnsetType = UNSET
+    columns: Raw | UnsetType = UNSET  # type: ignore[assignment]
+
+
+class _Reader:
+    """Decodes one form of bodies."""
+
+    def __init__(self, form: Format) -> None:
+        self._json: Final = form is JSON
+        decoder = form.codec.Decoder
+        self.raw: Final = {Announce: decoder(_Announce).decode, Rank: decoder(_Rank).decode}
+        self._packed: Final = decoder(Packed).decode
+        self._columns: Final = decoder(Columns).decode
+        self._tables: Final = decoder(FeatureTables).decode
+
+    def history(self, name: str, raw: _History, limit: str, relay: Relay) -> History:
+        """A history's arrays, packed."""
+        parts = {"items": raw.items, "actions": raw.actions, "times": raw.times}
+        for part in parts.values():  # all of them first: converting a history that is too long would be in vain
+            _bound(relay, limit, self._count(part))
+        arrays: dict[str, Any] = {
+            part: self._array(f"{name}.{part}", f"{name}: {part}", parts[part], _DTYPES[part]) for part in parts
+        }
+        _bound(relay, limit, len(arrays["items"]) // ITEM_DTYPE.itemsize)
+        if raw.columns is UNSET:
+            return History(**arrays)
+        return History(**arrays, columns=self._features(f"{name}.columns", raw.columns, self._columns, MAX_COLUMNS))
+
+    def candidates(self, raw: Raw, relay: Relay) -> bytes:
+        """The candidates, packed."""
+        _bound(relay, "candidates", self._count(raw))
+        packed = self._array("candidates", "candidates: item ids", raw, ITEM_DTYPE)
+        _bound(relay, "candidates", len(packed) // ITEM_DTYPE.itemsize)
+        return packed
+
+    def tables(self, raw: Raw) -> FeatureTables:
+        """The features of user and candidates."""
+        tables: FeatureTables = self._features("columns", raw, self._tables, 2 * MAX_COLUMNS)
+        return tables
+
+    def _count(self, raw: Raw) -> int:
+        """Elements of a list, without a look at them; 0: not a list."""
+        data = bytes(raw)
+        kind = data[0] if data else 0
+        if self._json:
+            return data.count(b",") + 1 if kind == ord("[") else 0
+        if kind in (0xDC, 0xDD):  # MessagePack: array 16, array 32
+            return int.from_bytes(data[1 : 3 if kind == 0xDC else 5], "big")
+        return kind & 0x0F if kind & 0xF0 == 0x90 else 0
+
+    def _array(self, place: str, name: str, raw: Raw, dtype: np.dtype[Any]) -> bytes:
+        if raw is _ABSENT:
+            return b""
+        values: bytes | list[int] = _at(place, self._packed, raw)
+        try:
+            return values if isinstance(values, bytes) else pack(values, dtype, name)
+        except ValueError as error:
+            raise Rejected(str(error)) from error
+
+    def _features(self, place: str, raw: Raw, decode: Any, most: int) -> Any:
+        if self._json and bytes(raw).count(b",") > most + 2:  # MessagePack states its counts before the columns
+            raise Rejected(f"{place}: more than {MAX_COLUMNS} columns a table")
+        return _at(place, decode, raw)
+
+
+_READERS: Final = {form: _Reader(form) for form in (JSON, MSGPACK)}
+
+
+def decoded(data: bytes | bytearray, form: Format, kind: type[B], relay: Relay) -> B:
+    """The body, its arrays packed. Raises NOT_DECODED; Rejected beyond the relay's limits and the arrays' types."""
+    reader = _READERS[form]
+    raw = reader.raw[kind](data)
+    changed: dict[str, Any] = {}
+    if raw.history is not UNSET:
+        changed["history"] = reader.history("history", raw.history, "prefix", relay)
+    if isinstance(raw, _Rank):
+        if raw.suffix is not UNSET:
+            changed["suffix"] = reader.history("suffix", raw.suffix, "suffix", relay)
+        changed["candidates"] = reader.candidates(raw.candidates, relay)
+    if raw.columns is not UNSET:
+        changed["columns"] = reader.tables(raw.columns)
+    same = {name: getattr(raw, name) for name in kind.__struct_fields__ if name not in changed}
+    return kind(**same, **changed)
+
+
+def _bound(relay: Relay, limit: str, count: int) -> None:
+    """Raise Rejected for more than the relay takes."""
+    if beyond := relay.beyond(**{limit: count}):
+        raise Rejected(beyond)
+
+
+def _at(place: str, decode: Any, raw: Raw) -> Any:
+    """Decode a part of the body; errors name its place in the whole."""
+    try:
+        return decode(raw)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        raise msgspec.ValidationError(
+            text.replace("`$", f"`$.{place}") if "`$" in text else f"{text} - at `$.{place}`"
+        ) from error

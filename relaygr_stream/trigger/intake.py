@@ -1,0 +1,68 @@
+"""Makes events of the records of `retrieval`. Unreadable ones are dead-lettered; unknown kinds are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from relaygr_stream.bus.dead_letter import DeadLetters
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.wire.behaviours import check_times
+from relaygr_stream.wire.codec import decode_record
+from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace
+from relaygr_stream.wire.records import Record, kind_of
+from relaygr_stream.wire.topic_files import TopicSet, lane_of
+
+log = structlog.get_logger(__name__)
+limited: Final = LogLimiter().limited
+
+
+class EventIntake:
+    """Reads a trigger's records. done: completes a record."""
+
+    def __init__(
+        self, topics: TopicSet, dead_letters: DeadLetters, metrics: TriggerMetrics, done: Callable[[Record], None]
+    ) -> None:
+        self._topics = topics
+        self._dead_letters = dead_letters
+        self._metrics = metrics
+        self.done: Final = done
+
+    def read(self, record: Record) -> RequestEvent | None:
+        """The event; None: it is dead-lettered or skipped, and complete with that."""
+        try:
+            event = read_event(RequestEventInPlace, record, self._topics)
+        except DecodeError as error:
+            self._dead_letter(record, error)
+            return None
+        if event is None:
+            self._metrics.records_skipped.inc()
+            self.done(record)
+        return event
+
+    def _dead_letter(self, record: Record, error: DecodeError) -> None:
+        self._dead_letters.send(record, error)
+        self._metrics.dead_letters.labels(error.reason).inc()
+        limited(log.warning, error.reason)(
+            "event unreadable", lane=record.lane, offset=record.offset, outcome=error.reason, detail=error.detail
+        )
+
+
+def read_event(shape: type[RequestEvent], record: Record, topics: TopicSet) -> RequestEvent | None:
+    """The event of a record of `retrieval`; None: the record is of a kind of a later release. Raises DecodeError."""
+    if kind_of(record.headers):
+        return None
+    event = decode_record(shape, record, topics.retrieval.max_message_bytes)
+    check_times(event.prefix, "prefix")  # else the worker would dead-letter its signal
+    lane = lane_of(event.user_id, topics.lanes)
+    if lane != record.lane:  # bounds are per lane, and its signal goes there
+        raise DecodeError(
+            "invalid",
+            f"this user belongs on partition {lane} of {topics.lanes}, the event came on {record.lane}; "
+            f"set the key to the user id and the partitioner to murmur2",
+        )
+    return event
