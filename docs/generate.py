@@ -20,7 +20,7 @@ from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.cli.config_table import render_settings_markdown
 from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.gateway.app import Metrics as GatewayMetrics
+from relaygr_stream.gateway.metrics import Metrics as GatewayMetrics
 from relaygr_stream.handover.desk import HandoverMetrics
 from relaygr_stream.settings.load import FORMER
 from relaygr_stream.telemetry.loopwatch import LoopWatch

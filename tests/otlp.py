@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relaygr_stream.ops.brokers.distribution import free_ports
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Receiver:
     def stop(self) -> None:
         """End it."""
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(WITHIN_S)
 
 
 @asynccontextmanager

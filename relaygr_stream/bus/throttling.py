@@ -16,6 +16,7 @@ import structlog
 from aiokafka.conn import AIOKafkaConnection
 from aiokafka.producer.sender import SendProduceReqHandler
 
+from relaygr_stream.bus.aiokafka_patches import ClientId
 from relaygr_stream.telemetry.limiter import LogLimiter
 
 log = structlog.get_logger(__name__)
@@ -30,9 +31,9 @@ _send, _do = AIOKafkaConnection.send, SendProduceReqHandler.do
 
 
 def send(self: Any, request: Any, expect_response: bool = True) -> Any:
-    """As AIOKafkaConnection.send; reads from the answer how long the broker throttles this connection."""
+    """As AIOKafkaConnection.send; reads from an answer to our clients how long the broker throttles the connection."""
     answer = _send(self, request, expect_response)
-    return _noted(self, answer) if expect_response else answer
+    return _noted(self, answer) if expect_response and isinstance(self._client_id, ClientId) else answer
 
 
 async def _noted(connection: Any, answer: Awaitable[Any]) -> Any:
@@ -57,6 +58,11 @@ async def do(self: Any, node_id: int) -> None:
 
 
 AIOKafkaConnection.send, SendProduceReqHandler.do = send, do
+
+
+def throttled_ms() -> float:
+    """Milliseconds for which brokers have throttled clients of this process, as its status states them."""
+    return 1e3 * sum(throttled_s.values())
 
 
 def throttled_for(client: Any, node_id: int | None) -> float:

@@ -163,7 +163,9 @@ class MessageClient:
             if len(self._announced) >= MAX_ANNOUNCED:
                 del self._announced[next(iter(self._announced))]
             self._announced[event.request_id] = trace
-        await connection.announce(event.user_id, self._encoded(event, self._topics.retrieval, trace))
+        message = self._encoded(event, self._topics.retrieval, trace)
+        _check_times(event)
+        await connection.announce(event.user_id, message)
 
     def begin(self, name: str, request_id: str, within: Trace | TraceContext | None = None) -> Trace | None:
         """Start a span of a request: inside another one, a context from elsewhere, or the caller's current span. None:
@@ -235,6 +237,7 @@ class MessageClient:
         )
         message = self._encoded(request, self._topics.ranking, trace)
         self._check_limits(request)
+        _check_times(request)
         most = self._settings.client.max_in_flight
         if len(self._answers) >= most:
             raise Overloaded(f"{most} calls are under way (client.max_in_flight)")
@@ -259,9 +262,6 @@ class MessageClient:
         """A message and its trace context. Raises Rejected if a receiver would refuse it."""
         try:
             value, key = encode(validated(message)), message.user_id.encode()
-            check_times(message.prefix, "prefix")  # else trigger and worker would dead-letter it
-            if isinstance(message, RankingRequest):
-                check_times(message.suffix, "suffix")
             if self._features is not None:
                 check_features(message, self._features)
         except (DecodeError, TypeError, ValueError, OverflowError) as error:
@@ -282,3 +282,13 @@ class MessageClient:
         )
         if beyond:
             raise Rejected(beyond)
+
+
+def _check_times(message: RequestEvent | RankingRequest) -> None:
+    """Raise Rejected for times at which trigger and worker would dead-letter the message."""
+    try:
+        check_times(message.prefix, "prefix")
+        if isinstance(message, RankingRequest):
+            check_times(message.suffix, "suffix")
+    except DecodeError as error:
+        raise Rejected(error.detail) from error

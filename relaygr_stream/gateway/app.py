@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import prometheus_client
 from msgspec import UNSET
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import Rejected, RelayError
+from relaygr_stream.gateway.bodies import longest_body
 from relaygr_stream.gateway.details import Details
 from relaygr_stream.gateway.http import (
     RETRY_AFTER_S,
@@ -42,12 +43,15 @@ from relaygr_stream.gateway.http import (
     while_connected,
 )
 from relaygr_stream.gateway.messages import JSON, MSGPACK, Announce, Announced, Asking, Format, Problem, Rank, Ranked
+from relaygr_stream.gateway.metrics import Metrics
 from relaygr_stream.gateway.openapi import document
+from relaygr_stream.gateway.rates import STRANGERS_PART, Rates
 from relaygr_stream.gateway.tokens import Refused, Tokens
 from relaygr_stream.history.store import HistoryStore, looked_up
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.telemetry.exposition import Exposition
+from relaygr_stream.telemetry.listener import source_of
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.behaviours import Behaviours
@@ -57,27 +61,9 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 #: An id that a gateway made. It ends with the user's lane, by which any gateway finds it for a DELETE.
 _LANE: Final = re.compile(r"[0-9a-f]{16}-([0-9]{1,5})")
 _TRACKED: Final = re.compile(r"[\x21-\x7e]{1,128}")
+#: A stranger beyond its rate gets its answer after this: one that asks again at once takes little of the gateway.
+STRANGERS_PAUSE_S: Final = 0.25
 PAGE: Final = Path(__file__).with_name("docs.html")
-
-
-class Metrics:
-    """The gateway's Prometheus metrics."""
-
-    def __init__(self, registry: prometheus_client.CollectorRegistry) -> None:
-        self.requests = prometheus_client.Counter(
-            "relaygr_gateway_requests", "HTTP requests by path and status", ["path", "status"], registry=registry
-        )
-        self.seconds = prometheus_client.Histogram(
-            "relaygr_gateway_request_seconds",
-            "From a request's head to its answer",
-            ["path"],
-            registry=registry,
-            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
-        )
-        self.in_flight = prometheus_client.Gauge(
-            "relaygr_gateway_in_flight", "Requests with a valid token that are not answered yet", registry=registry
-        )
-        self.connections = prometheus_client.Gauge("relaygr_gateway_connections", "Open connections", registry=registry)
 
 
 class Asked(NamedTuple):
@@ -101,7 +87,9 @@ class Door:
         store: HistoryStore | None = None,
     ) -> None:
         self._context = context
-        self._settings, self._limits = context.settings, context.settings.gateway
+        self._settings, limits = context.settings, context.settings.gateway
+        most = limits.max_body_bytes or longest_body(context.settings.relay)
+        self._limits = msgspec.structs.replace(limits, max_body_bytes=most)
         self._store = store
         self._relay = relay
         self._view = view
@@ -111,7 +99,9 @@ class Door:
         self._exposition = Exposition(context.registry)
         self._details = Details(context.settings.kafka.prefix)
         self._document = msgspec.json.encode(document())
-        self.application = Starlette(
+        self._rates = Rates(self._limits.max_rate)
+        self._strangers_rates = Rates(self._limits.max_rate / STRANGERS_PART)
+        self._routes = Starlette(
             routes=[
                 self._api("POST", "/v1/announce", self._announce),
                 self._api("POST", "/v1/rank", self._rank),
@@ -124,7 +114,21 @@ class Door:
                 self._page("/docs", lambda _: Response(PAGE.read_bytes(), media_type="text/html")),
             ]
         )
-        self.application.router.redirect_slashes = False  # such an answer names the host that the request names
+        self._routes.router.redirect_slashes = False  # such an answer names the host that the request names
+
+    async def application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI: strangers within their rate, and tenants, whose rate is that of their requests."""
+        http = Request(scope, receive)
+        if self._tokens.known(http) is None:
+            address = source_of(scope["client"]) if scope.get("client") else ""
+            if wait_s := self._strangers_rates.wait_s(address):
+                await asyncio.sleep(STRANGERS_PAUSE_S)
+                error = _beyond("this address, without a valid token,", self._limits.max_rate / STRANGERS_PART, wait_s)
+                self.metrics.requests.labels("strangers", "429").inc()
+                problem = Problem(error=error.error, detail=error.detail)
+                await answer(error.status, reply_format(http), problem, error.headers)(scope, receive, send)
+                return
+        await self._routes(scope, receive, send)
 
     # ---- the relay's three verbs ----
 
@@ -182,7 +186,10 @@ class Door:
                 response = await verb(Asked(http, tenant, deadline(http, started), reply))
             except Refused as error:
                 response = await self._refusal(http, error, reply)
+                self._count_refused(http, tenant, error.status)
             except RelayError as error:
+                if isinstance(error, Rejected):
+                    self._count_refused(http, tenant, 400)
                 response = failure(error, reply, http.url.path, self._details)
             except ClientDisconnect:
                 response = Response(status_code=499)  # the client has left
@@ -210,6 +217,7 @@ class Door:
     def _enter(self, http: Request) -> str:
         """The tenant, with a place taken that `_leave` gives back. Raises Refused."""
         tenant = self._tokens.tenant(http)
+        self._within_rate(tenant)
         why_not = None
         if not http.state.known(tenant):
             why_not = "open connections of this tenant are too many for its gateway.max_requests"
@@ -220,6 +228,15 @@ class Door:
         self._open[tenant] += 1
         self.metrics.in_flight.inc()
         return tenant
+
+    def _within_rate(self, tenant: str) -> None:
+        """Raise Refused for a tenant's request beyond its rate."""
+        if wait_s := self._rates.wait_s(tenant):
+            raise _beyond("this tenant", self._limits.max_rate, wait_s)
+
+    def _count_refused(self, http: Request, tenant: str | None, status: int) -> None:
+        if tenant is not None and status != 429:
+            self._rates.refused(tenant, getattr(http.state, "body_bytes", 0))
 
     def _leave(self, tenant: str) -> None:
         self._open[tenant] -= 1
@@ -233,7 +250,7 @@ class Door:
         async def endpoint(http: Request) -> Response:
             try:
                 if closed:
-                    self._tokens.tenant(http, browser=True)
+                    self._within_rate(self._tokens.tenant(http, browser=True))
                 made = make(http)
                 response = made if isinstance(made, Response) else await made
             except Refused as error:
@@ -258,6 +275,11 @@ class Door:
     def _check(self, why_not: str | None) -> Response:
         found = {"status": "unavailable", "reason": self._details.public(why_not)} if why_not else {"status": "ok"}
         return Response(msgspec.json.encode(found), 503 if why_not else 200, media_type=JSON.media)
+
+
+def _beyond(whose: str, rate: float, wait_s: int) -> Refused:
+    detail = f"{whose} asks more often than {rate:g} times a second (gateway.max_rate)"
+    return Refused(429, "overloaded", detail, {"retry-after": str(wait_s)})
 
 
 _FLEET: Final = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">

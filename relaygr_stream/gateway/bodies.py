@@ -21,6 +21,17 @@ from relaygr_stream.wire.features import MAX_COLUMNS, Columns, FeatureTables
 B = TypeVar("B", Announce, Rank)
 _ABSENT: Final = Raw(b"")
 _DTYPES: Final[dict[str, np.dtype[Any]]] = {"items": ITEM_DTYPE, "actions": ACTION_DTYPE, "times": TIME_DTYPE}
+#: Most bytes of a behaviour in JSON, its numbers followed by a comma and a blank: 12 of the item, 5, 22 of the time.
+_BEHAVIOUR_BYTES: Final = 39
+_CANDIDATE_BYTES: Final = 12
+#: Of names, ids and a reference.
+_FIELDS_BYTES: Final = 64 << 10
+
+
+def longest_body(relay: Relay) -> int:
+    """Bytes of the longest request in JSON, with as much again for packed features."""
+    behaviours = relay.max_prefix_tokens + relay.max_suffix_tokens
+    return 2 * (_BEHAVIOUR_BYTES * behaviours + _CANDIDATE_BYTES * relay.max_candidates) + _FIELDS_BYTES
 
 
 class _History(History, frozen=True, forbid_unknown_fields=True):

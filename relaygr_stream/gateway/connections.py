@@ -41,7 +41,8 @@ class Connections:
     def __init__(self, application: Any, settings: Gateway) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a client's broken request is not ours to report
         self._config = Config(
-            application, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
+            application, http=Connection, interface="asgi3", ws="none", lifespan="off", log_config=None,
+            access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S, server_header=False, date_header=False, proxy_headers=False,
         )  # fmt: skip
         self._config.load()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from relaygr_stream.errors import BrokerError, HistoryError, RelayError, RequestError
+from relaygr_stream.errors import BrokerError, HistoryError, LanesChanged, RelayError, RequestError
 
 #: Of errors that are about the relay's own parts.
 _SENTENCES: Final[tuple[tuple[type[RelayError], str], ...]] = (
+    (LanesChanged, "the cluster has another number of lanes than this gateway was started with: it must be restarted"),
     (BrokerError, "no broker takes requests, or answers them, now: fall back, or ask again after Retry-After"),
     (HistoryError, "the history store does not answer, or has another history than the reference says"),
     (RelayError, "the gateway cannot serve requests now: ask again after Retry-After, or another one"),

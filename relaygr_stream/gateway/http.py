@@ -68,6 +68,7 @@ async def read_body(http: Request, kind: type[B], limits: Gateway, relay: Relay)
             if _stated_length(http) <= most:
                 async for chunk in http.stream():
                     data += chunk
+                    http.state.body_bytes = len(data)
                     if len(data) > most:
                         break
                 else:

@@ -62,6 +62,15 @@ class Tokens:
 
     def tenant(self, request: Request, *, browser: bool = False) -> str:
         """The tenant of a request. browser: its password prompt is accepted, too. Raises Refused."""
+        tenant = self.known(request, browser=browser)
+        if tenant is None:
+            challenge = "Basic" if browser else "Bearer"
+            headers = {"www-authenticate": f'{challenge} realm="relaygr"'}
+            raise Refused(401, "unauthorized", "no valid bearer token", headers)
+        return tenant
+
+    def known(self, request: Request, *, browser: bool = True) -> str | None:
+        """As `tenant`; None: a stranger."""
         if not self._tenants:
             return ""
         scheme, _, value = request.headers.get("authorization", "").partition(" ")
@@ -73,12 +82,7 @@ class Tokens:
                 token = ""
         elif scheme.lower() != "bearer":
             token = ""
-        tenant = self._tenants.get(_digest(token))  # of its hash: the time of the look-up tells nothing of a token
-        if tenant is None:
-            challenge = "Basic" if browser else "Bearer"
-            headers = {"www-authenticate": f'{challenge} realm="relaygr"'}
-            raise Refused(401, "unauthorized", "no valid bearer token", headers)
-        return tenant
+        return self._tenants.get(_digest(token))  # of its hash: the time of the look-up tells nothing of a token
 
 
 def _digest(token: str) -> bytes:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from relaygr_stream import settings
-from relaygr_stream.errors import ConfigError, ModelError, RelayError
+from relaygr_stream.errors import ConfigError, FactoryError, ModelError, RelayError
 from relaygr_stream.models.api import RankingModel, unknown_items
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.kv import KVLayout
@@ -339,7 +339,7 @@ def _call(factory: Callable[..., Any], model: settings.Model, device: torch.devi
         raise
     except Exception as error:  # a user's factory may raise any exception
         log.error("the model's factory failed", factory=model.factory, exc_info=error)
-        raise ModelError(
+        raise FactoryError(
             f"`model.factory` = {model.factory!r} failed with {type(error).__name__}: {error}; "
             f"it is called with (settings.Model, torch.device, torch.dtype)"
         ) from error

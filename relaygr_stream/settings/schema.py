@@ -30,13 +30,12 @@ class Kafka(Section, frozen=True, kw_only=True):
     fetch_max_wait_ms: Annotated[
         int,
         Meta(ge=1, le=10_000),
-        doc(
-            "longest wait of a fetch of lanes; a lane that moves waits for it; use 12 with the embedded broker, which "
-            "does not answer early"
-        ),
+        doc("longest wait of a fetch of lanes; a lane that moves waits for it; 12 at most at an embedded broker"),
     ] = 50
     tail_max_wait_ms: Annotated[
-        int, Meta(ge=1, le=10_000), doc("longest fetch of `scores` and `worker-status`, which delays nothing else")
+        int,
+        Meta(ge=1, le=10_000),
+        doc("longest fetch of `scores` and `worker-status`; 12 at most at an embedded broker"),
     ] = 500
     heartbeat_interval_ms: Annotated[
         Positive, doc("time between heartbeats of group members; moved lanes wait for the next one")
@@ -216,12 +215,25 @@ class Gateway(Section, frozen=True, kw_only=True):
         ""
     )
     max_body_bytes: Annotated[
-        int, Meta(ge=1024, le=64 << 20, extra=BYTES), doc("largest body of a request; a larger one is refused unread")
-    ] = 1 << 20
+        int,
+        Meta(ge=0, le=64 << 20, extra=BYTES),
+        doc(
+            "largest body of a request; a larger one is refused unread. 0: twice what relay.max_prefix_tokens, "
+            "max_suffix_tokens and max_candidates take as JSON lists, and 64 KiB; raise it for wide features"
+        ),
+    ] = 0
     max_requests: Annotated[
         Positive,
         doc("most concurrent requests of one tenant; further ones are answered 429. Each holds a body at most"),
     ] = 256
+    max_rate: Annotated[
+        float,
+        Meta(gt=0, le=1e6),
+        doc(
+            "requests a second of one tenant, as many at once; further ones are answered 429. A refused body counts as "
+            "one more for each KiB. An address without a valid token has a tenth"
+        ),
+    ] = 1000.0
     read_ms: Annotated[
         Ms, doc("time for a client to send a request's head, then its body, and to take up the answer")
     ] = 5000.0

@@ -15,6 +15,7 @@ import structlog
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.throttling import throttled_ms
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.ops.status.odd import never_at_risk
 from relaygr_stream.settings.schema import Settings
@@ -75,6 +76,7 @@ class Statements:
             decisions={reason: float(count) for reason, count in stated.decisions.items() if count},
             backlog=stated.backlog,
             lanes_on_hold=stated.on_hold,
+            throttled_ms=throttled_ms(),
         )
         await self._send(encode_trigger(status))
 

@@ -56,6 +56,7 @@ class TriggerStatus(msgspec.Struct, frozen=True, kw_only=True):
     decisions: Annotated[dict[Label, Finite], Meta(max_length=64)] = {}  # events since its start, by reason
     backlog: Count = 0  # events read and not yet decided
     lanes_on_hold: Count = 0
+    throttled_ms: Finite = 0.0  # for which brokers have throttled it by quotas, since its start
 
 
 _decoder = VersionedDecoder(TriggerStatus, min_v=1)

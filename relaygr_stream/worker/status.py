@@ -19,6 +19,7 @@ from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
+from relaygr_stream.bus.throttling import throttled_ms
 from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.commands import DELEGATED_LANE, Query
 from relaygr_stream.engine.scheduler import Snapshot
@@ -35,7 +36,7 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import State, WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.topic_files import TopicSet
-from relaygr_stream.wire.worker_status import HEADER_INCARNATION, StatusReader, rising_ms
+from relaygr_stream.wire.worker_status import HEADER_INCARNATION, THROTTLED_MS, StatusReader, rising_ms
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.statement import Identity, Statements
@@ -179,7 +180,7 @@ class StatusReporter:
         identity = Identity(self._name, self._incarnation, self._host, os.getpid(), self._handover())
         self._sent_ms = rising_ms(self._sent_ms, now_ms())
         status = self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
-        counters = {**status.counters, **self._metrics.answered}
+        counters = {**status.counters, **self._metrics.answered, THROTTLED_MS: throttled_ms()}
         erased = tuple(self._erased) or msgspec.UNSET
         lag = sum(self.lag.values())
         return msgspec.structs.replace(status, counters=counters, lag=lag, version=VERSION, erased=erased)

@@ -16,7 +16,7 @@ from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.topic_files import load_topics
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 async def test_connections_are_closed_when_a_fetch_is_given_up(embedded_settings: Kafka) -> None:
@@ -63,7 +63,7 @@ async def test_a_start_that_is_cancelled_leaves_no_connection(embedded_settings:
         starting.cancel()
         with suppress(asyncio.CancelledError):
             await starting
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WITHIN_S):
             await closed.wait()
         assert reader.client is None
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import psutil
 
 from relaygr_stream.ops.brokers.keeper import KeptProcess
+from tests.waiting import WITHIN_S
 
 
 def test_a_process_that_ended_by_itself_leaves_no_pipe_open(tmp_path: Path) -> None:
     before = psutil.Process().num_fds()
     process = KeptProcess(tmp_path, ["false"], {}, tmp_path / "log")
-    assert process.wait(30) == 1
+    assert process.wait(WITHIN_S) == 1
     assert psutil.Process().num_fds() <= before
     process.kill()  # no effect
     assert process.exit_code == 1

@@ -27,7 +27,7 @@ from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from tests.bus import insides
 from tests.bus.members import Member, Stream, shared_out
 from tests.conftest import AnyBroker
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ async def test_an_exception_in_a_callback_ends_the_consumer_visibly(
         assert consumer.healthy
         await producer.send_and_wait(topics.ranking.name, b"0", partition=1)
         with pytest.raises(ArithmeticError):
-            await asyncio.wait_for(consumer.failed, 10)
+            await asyncio.wait_for(consumer.failed, WITHIN_S)
         assert not consumer.healthy
 
 

@@ -30,7 +30,7 @@ from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from tests.bus.members import Member
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ async def test_brokers_that_come_back_at_other_addresses_are_found_by_bootstrap(
                 old.stop()
                 target[0] = new
                 await apply_topics(kafka)
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(WITHIN_S):
                     while True:
                         try:
                             assert await producer.send_and_wait(topic, b"new", partition=0) == 0

@@ -30,6 +30,7 @@ from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, 
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.topic_files import load_topics
+from tests.waiting import WITHIN_S
 
 #: A producer waits so long for a broker that does not answer; one that does may be late on a crowded machine.
 HASTY_MS = 3000
@@ -82,7 +83,7 @@ async def test_messages_sent_together_are_acknowledged_one_by_one(kafka_settings
         partition = TopicPartition(topic, 1)
         consumer.assign([partition])
         consumer.seek(partition, first + 1)
-        read = [await asyncio.wait_for(consumer.getone(), 10) for _ in range(len(messages) - 1)]
+        read = [await asyncio.wait_for(consumer.getone(), WITHIN_S) for _ in range(len(messages) - 1)]
     finally:
         await consumer.stop()
     assert [Outgoing(each.key, each.value, list(each.headers)) for each in read] == messages[:5] + messages[6:]
@@ -109,7 +110,7 @@ async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
                 await producer.send_together(
                     topic, [Outgoing(b"k", b"v"), Outgoing(None, b"w")], partition=partition, settled=settle
                 )
-                await asyncio.wait_for(both.wait(), 60)
+                await asyncio.wait_for(both.wait(), WITHIN_S)
                 return settled
 
             assert [(index, type(outcome)) for index, outcome in await send(99)] == [(0, TopicError), (1, TopicError)]
@@ -131,7 +132,7 @@ async def test_what_a_partition_has_no_room_for_in_time_fails() -> None:
         async with Producer(msgspec.structs.replace(kafka, request_timeout_ms=60_000), client_id="test") as producer:
             await producer.send_and_wait(topic, b"", partition=0)
             broker.stop()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(WITHIN_S):
                 await producer.send_together(topic, messages, partition=0, settled=settled.__setitem__, within_s=0.05)
             assert 3 <= len(settled) <= 4, "one batch is under way, and another one open"
             assert sorted(settled) == list(range(5))[-len(settled) :]
@@ -202,4 +203,4 @@ async def test_a_broker_that_went_away_fails_sends_within_the_request_timeout() 
             await producer.send_and_wait(topic, b"", partition=0)
             broker.stop()
             with pytest.raises(BrokerUnavailable, match=f"{HASTY_MS} ms"):
-                await asyncio.wait_for(producer.send_and_wait(topic, b"", partition=0), 60)
+                await asyncio.wait_for(producer.send_and_wait(topic, b"", partition=0), WITHIN_S)

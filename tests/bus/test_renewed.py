@@ -25,7 +25,7 @@ from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from tests.bus import insides
 from tests.bus.insides import fail_fetcher, fail_sender
 from tests.bus.members import Member, shared_out
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 READER = "the lanes' reader"
 
@@ -118,7 +118,7 @@ async def test_a_reader_that_always_ends_ends_the_consumer(
 
         failing = asyncio.create_task(fail_each())
         with pytest.raises(BrokerError, match=r"lanes' reader has ended 5 times in a row: its fetcher .*KeyError"):
-            await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
+            await asyncio.wait_for(asyncio.shield(one.consumer.failed), WITHIN_S)
         failing.cancel()
         assert not one.consumer.healthy
 
@@ -138,7 +138,7 @@ async def test_a_reader_that_is_always_refused_ends_the_consumer_and_says_why(
         await shared_out(topics, one)
         monkeypatch.setattr(AIOKafkaConsumer, "getmany", getmany)
         with pytest.raises(AccessDenied, match=r"lanes' reader has ended 5 times in a row: .* lacks an ACL"):
-            await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
+            await asyncio.wait_for(asyncio.shield(one.consumer.failed), WITHIN_S)
 
 
 @pytest.mark.parametrize("name", ["coordinator", "fetcher", "metadata of the consumer"])
@@ -149,7 +149,7 @@ async def test_a_member_that_cannot_go_on_ends_the_consumer(
         await shared_out(topics, one)
         background_tasks(insides.member(one.consumer))[name].cancel()
         with pytest.raises(BrokerError, match=f"cannot take part in group .*workers: its {name} task ended"):
-            await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
+            await asyncio.wait_for(asyncio.shield(one.consumer.failed), WITHIN_S)
 
 
 async def test_a_heartbeat_that_fails_unexpectedly_ends_the_consumer_with_a_typed_error(
@@ -159,7 +159,7 @@ async def test_a_heartbeat_that_fails_unexpectedly_ends_the_consumer_with_a_type
         await shared_out(topics, one)
         insides.fail_heartbeat(insides.member(one.consumer))
         with pytest.raises(BrokerError, match=r"cannot take part in group .*KeyError"):
-            await asyncio.wait_for(asyncio.shield(one.consumer.failed), 30)
+            await asyncio.wait_for(asyncio.shield(one.consumer.failed), WITHIN_S)
 
 
 @pytest.mark.parametrize("break_it", [fail_sender, cancel("sender"), cancel("metadata of the producer")])
@@ -173,7 +173,7 @@ async def test_a_producer_sends_on(embedded_settings: Kafka, topics: TopicSet, b
             asyncio.gather(producer.send(name, b"1", partition=1), return_exceptions=True), 30
         )
         if isinstance(with_it[0], asyncio.Future):  # it got in before the end was seen: then it is told
-            await asyncio.wait({with_it[0]}, timeout=30)
+            await asyncio.wait({with_it[0]}, timeout=WITHIN_S)
             assert with_it[0].done()
         await until(lambda: renewals["a producer"] > before, "made anew")
         settled: list[Sent | BrokerError] = []

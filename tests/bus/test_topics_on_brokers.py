@@ -24,7 +24,7 @@ from relaygr_stream.wire.topic_files import lane_of, load_topics
 from tests import needs
 from tests.bus.members import Member
 from tests.conftest import AnyBroker
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 async def _create(kafka: Kafka, name: str, partitions: int, **configs: str) -> None:
@@ -168,7 +168,7 @@ async def test_retention_is_kept_under_traffic(tmp_path: Path) -> None:
             AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap) as reader,
         ):
             first = 0
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(WITHIN_S):
                 while not first:  # traffic without a pause
                     await producer.send_and_wait(ranking, bytes(1000), partition=0)
                     first = (await reader.beginning_offsets([partition]))[partition]

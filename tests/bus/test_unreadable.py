@@ -28,7 +28,7 @@ from relaygr_stream.wire.records import HEADER_UNREADABLE, Record
 from relaygr_stream.wire.topic_files import load_topics
 from tests.bus.members import Member, shared_out
 from tests.conftest import AnyBroker, Brokers
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 class NotUtf8(str):
@@ -126,7 +126,7 @@ def keep_compressed(kafka: Kafka, topic: str) -> None:
     (changed,) = admin.incremental_alter_configs(
         [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])]
     ).values()
-    changed.result(timeout=30)
+    changed.result(timeout=WITHIN_S)
 
 
 @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])

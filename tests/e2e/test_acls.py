@@ -25,17 +25,17 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import AccessDenied, BrokerError, DecodeError
-from relaygr_stream.lab.workload.driver import drive
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.ops.children import Child, write_settings
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.records import Record
+from relaygr_stream.workload.driver import drive
 from tests import needs
 from tests.bus.secure_kafka import SecureKafka, secure_kafka
 from tests.e2e.fleet import TEST_SETTINGS, Results, traffic
 from tests.statuses import worker_status
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 pytestmark = pytest.mark.kafka
 
@@ -75,7 +75,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureKafka]:
 def grant(secure: SecureKafka, acls: list[AclBinding]) -> None:
     kafka = AdminClient({"bootstrap.servers": f"127.0.0.1:{secure.inside_port}"})
     for created in kafka.create_acls(acls).values():
-        created.result(timeout=60)
+        created.result(timeout=WITHIN_S)
 
 
 def as_user(secure: SecureKafka, user: str) -> Kafka:

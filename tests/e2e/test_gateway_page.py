@@ -18,7 +18,7 @@ from relaygr_stream.settings.schema import Kafka
 from tests import needs
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import TOKEN, door_on
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 pytestmark = pytest.mark.stack
 #: No name but this machine's own has an address: what a page loads from elsewhere fails.
@@ -46,7 +46,7 @@ class Browser:
 
     async def until(self, script: str) -> Any:
         """The first result of a script that is true."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WITHIN_S):
             while True:
                 if found := await self.run(script):
                     return found
@@ -72,7 +72,7 @@ async def browser(folder: Path) -> AsyncIterator[Browser]:
         )
     try:
         found = Browser(port)
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(WITHIN_S):
             while True:
                 try:
                     await found.open(folder / "profile")

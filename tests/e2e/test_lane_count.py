@@ -25,7 +25,7 @@ from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from tests.e2e.fleet import Fleet, serving_fleet, traffic
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 LANES, MORE = 4, 8
 #: Beyond the 16 that the file of `scores` states.
@@ -100,7 +100,7 @@ async def test_partitions_added_while_everything_runs(kafka_settings: Kafka, tmp
         ):
             # A worker learns of new reply partitions within seconds.
             asked: set[bytes] = set()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(WITHIN_S):
                 while not any(foreign.answers.get(correlation) == "ok" for correlation in asked):
                     asked.add(foreign.ask(requests[0]))
                     await asyncio.sleep(0.5)
@@ -109,7 +109,7 @@ async def test_partitions_added_while_everything_runs(kafka_settings: Kafka, tmp
             said = await asyncio.to_thread(apply, more, "--alter")
             assert f"altered   {fleet.topics.ranking.name}: partitions {LANES} → {MORE}" in said
             for child in (fleet.children["w1"], fleet.children["trigger"]):
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(WITHIN_S):
                     reason = await not_ready(child, f"has {MORE} partitions")
                 assert f"knows {LANES} lanes" in reason
             with pytest.raises(LanesChanged, match=f"has {MORE} partitions, .*knows {LANES} lanes"):
@@ -128,7 +128,7 @@ async def test_partitions_added_while_everything_runs(kafka_settings: Kafka, tmp
 
 
 async def rank_for_ever(client: RelayClient, request: RankingRequest) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WITHIN_S):
         while True:
             await client.rank(request, timeout=20)
 

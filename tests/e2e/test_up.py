@@ -20,7 +20,7 @@ from relaygr_stream.ops.children import probe, write_settings
 from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import TEST_SETTINGS
 from tests.ports import ports_in_a_row
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 class Up:
@@ -82,7 +82,7 @@ async def test_all_come_up_a_killed_one_comes_back_and_all_go(embedded_settings:
         assert running.last("w-0").endswith("restarts 1")
         pids = [running.pid(name) for name in names]
         running.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(running.process.wait(), 60) == 0, (tmp_path / "up.log").read_text()[-2000:]
+        assert await asyncio.wait_for(running.process.wait(), WITHIN_S) == 0, (tmp_path / "up.log").read_text()[-2000:]
         assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from relaygr_stream.client import Ranking, RelayClient
-from relaygr_stream.lab.workload.driver import Result, drive
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.wire.messages import RankingRequest
+from relaygr_stream.workload.driver import Result, drive
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.workload.items import WorkItem
 from tests.faults.witness import Witness
 
 #: A request without scores by then ends with a typed error; several times what a hedge takes on a crowded machine.
@@ -26,6 +26,8 @@ TIMEOUT_S: Final = 3.0
 HELD_UP_S: Final = 60.0
 #: Of the requests sent while some lanes have no owner or no leader, at most so many get no scores; they end typed.
 UNSERVED_SHARE: Final = 0.01
+#: A busy machine takes so many times longer to recover than the quiet one on which the table was measured.
+TIMES_MEASURED: Final = 3.0
 #: A second counts as disturbed while more than this share of its requests got no scores in time: a machine with two
 #: cores and a dozen processes is late now and then without any fault.
 DISTURBED_SHARE: Final = 0.1
@@ -132,6 +134,7 @@ class Impact:
 
     patience_s: float  # one hedge delay past the P99 before the fault
     recovery_s: float  # from the fault to the last request that was not in time, before the first CALM_SECONDS
+    unscored_s: float  # the same to the last request without scores
     sent: int  # in the window: from the fault to when it was over
     scored: int  # of them, with scores within their deadline
     in_time: int
@@ -142,6 +145,11 @@ class Impact:
     def served(self) -> bool:
         """Whether at most 1 % of the requests in the window got no scores (issue 6); of fewer than 100, at most one."""
         return self.sent - self.scored <= max(1.0, UNSERVED_SHARE * self.sent)
+
+    def recovered(self, measured_s: float) -> bool:
+        """Of a fault that requests cannot survive: whether scores came back within TIMES_MEASURED times the worst
+        recovery measured (docs/explanation/reliability.md)."""
+        return self.unscored_s <= TIMES_MEASURED * measured_s
 
 
 def impact(notes: Sequence[Note], fault: float, over: float, hedge_s: float) -> Impact:
@@ -157,7 +165,8 @@ def impact(notes: Sequence[Note], fault: float, over: float, hedge_s: float) -> 
     errors = Counter(f"{n.result.error}: {n.result.detail}" for n in window if n.result.error is not None)
     return Impact(
         patience_s=patience,
-        recovery_s=_recovery(seconds, patience, fault),
+        recovery_s=_recovery(seconds, lambda note: _in_time(note, patience), fault),
+        unscored_s=_recovery(seconds, lambda note: note.scored, fault),
         sent=len(window),
         scored=sum(note.scored for note in window),
         in_time=sum(_in_time(note, patience) for note in window),
@@ -166,11 +175,11 @@ def impact(notes: Sequence[Note], fault: float, over: float, hedge_s: float) -> 
     )
 
 
-def _recovery(seconds: Mapping[int, Sequence[Note]], patience_s: float, fault: float) -> float:
+def _recovery(seconds: Mapping[int, Sequence[Note]], good: Callable[[Note], bool], fault: float) -> float:
     last, calm = 0.0, 0
     for second in range(max(seconds, default=-1) + 1):
         made = seconds.get(second, ())
-        late = [note.sent - fault for note in made if not _in_time(note, patience_s)]
+        late = [note.sent - fault for note in made if not good(note)]
         if made and len(late) <= DISTURBED_SHARE * len(made):
             calm += 1
             if calm == CALM_SECONDS:

@@ -103,6 +103,7 @@ async def test_all_disks_are_full(cluster: ThreeBrokers, tmp_path: Path) -> None
         kafka = relay_on(cluster, relay_topics(tmp_path / "topics"))
         async with scene(cluster, kafka, tmp_path, "w1", "w2", "w3") as stage:
             await filled(cluster, stage, disks, *BROKERS)
-            await stage.cost("all brokers' disks full")
+            cost = await stage.cost("all brokers' disks full")
+            assert cost.recovered(17.3), cost
             full = [note for note in stage.load.notes if stage.over_s - FULL_S + 1 < note.sent < stage.over_s - 1]
             assert full and all(note.result.error for note in full)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from relaygr_stream.lab.workload.driver import Result
+from relaygr_stream.workload.driver import Result
 from tests.e2e.fleet import traffic
 from tests.faults.load import Note, impact
 
@@ -25,7 +25,9 @@ def test_a_fault_costs_what_was_late_or_lost_until_it_is_calm() -> None:
     again = [note(15.5, 2.0)]  # after three calm seconds: another matter
     cost = impact([*healthy, *lost, *calm, *again], fault, over=9.0, hedge_s=0.2)
     assert abs(cost.patience_s - 0.25) < 1e-6
-    assert cost.recovery_s == 2.5
+    assert (cost.recovery_s, cost.unscored_s) == (2.5, 2.0)
+    assert cost.recovered(0.7)
+    assert not cost.recovered(0.6)
     assert (cost.sent, cost.scored, cost.in_time) == (13, 12, 11)
     assert cost.silence_s == 3.0  # from 5.5 to the scores at 8.5
     assert cost.errors == {"DeadlineExceeded: ": 1}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.faults.soak.report import missed
 from tests.faults.soak.run import Options, save, soak
 from tests.faults.soak.traffic import Note, disturbed, silence
 
@@ -46,3 +47,16 @@ def test_silence_is_time_in_which_a_user_asks_and_gets_nothing() -> None:
     assert silence(notes((1.0, None), (2.0, bad), (5.0, bad)), "user") == pytest.approx(3.1)
     assert silence(notes((1.0, None), (2.0, bad), (2.05, None)), "user") == pytest.approx(0.15)  # others' scores end it
     assert silence(notes((1.0, None)), "lane") == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("kept", "of_control", "requests", "is_missed"),
+    [(399.0, 200.0, 200, False), (401.0, 200.0, 200, True), (999.0, 1.0, 199, False)],
+)
+def test_what_a_move_costs_is_judged_by_what_a_start_costs_here(
+    kept: float, of_control: float, requests: int, is_missed: bool
+) -> None:
+    figures = {"rate_held": 25.0, "rate_asked": 25.0, "scored_share": 1.0}
+    figures |= {"kept_lanes_p99_ms": kept, "kept_lanes_requests": 1000}
+    figures |= {"control_p99_ms": of_control, "control_requests": requests}
+    assert bool(missed(figures)) == is_missed

@@ -10,6 +10,7 @@ import argparse
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.mutants.operators import mutations
-from tests.mutants.runs import Clean, Mutant, Verdict, copy_tree, judge, run_clean
+from tests.mutants.runs import Clean, Mutant, Verdict, copy_tree, end_runs, judge, run_clean
 from tests.mutants.selection import candidates
 
 ROOT: Final = Path(__file__).parents[2]
@@ -134,7 +135,12 @@ def _verdicts(
         return verdict
 
     with ThreadPoolExecutor(max(1, options.jobs)) as pool:
-        return list(pool.map(one, chosen))
+        try:
+            return list(pool.map(one, chosen))
+        except BaseException:  # Ctrl-C, or a defect of ours: what runs is not waited for
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_runs()
+            raise
 
 
 def _check_import(tree: Path, package: str) -> None:
@@ -171,4 +177,5 @@ def _score(verdicts: Sequence[Verdict]) -> float:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,6 +22,9 @@ START_S: Final = 30
 #: Of the run without a mutant: `make test` takes seven minutes, and noting lines doubles it.
 CLEAN_S: Final = 1800
 PASSED: Final = 0
+
+#: Processes of pytest that run now.
+_running: Final = set[int]()
 
 Verdict = Literal["killed", "SURVIVED", "NOT REACHED"]
 
@@ -105,6 +109,18 @@ def judge(tree: Path, mutant: Mutant, clean: Clean) -> Verdict:
     return "SURVIVED" if code == PASSED else "killed"
 
 
+def end_runs() -> None:
+    """End what runs; the threads that wait for it go on."""
+    for pid in list(_running):
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    """With the processes that its tests have started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def _file(test: str) -> str:
     return test.partition("::")[0]
 
@@ -122,13 +138,15 @@ def _pytest(tree: Path, tests: Sequence[str], limit_s: float, more: dict[str, st
             [*command, "-p", "tests.mutants.plugin", f"@{names}"],
             cwd=tree, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+        _running.add(started.pid)
         code: int | None = None
         try:
             code = started.wait(limit_s)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            if started.poll() is None:  # with the processes that its tests have started
-                os.killpg(started.pid, signal.SIGKILL)
+            if started.poll() is None:
+                _kill(started.pid)
                 started.wait()
+            _running.discard(started.pid)
     return code, said.read_text(encoding="utf-8", errors="replace")[-3000:]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoints
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from relaygr_stream.cli.main import main
+from tests.waiting import WITHIN_S
 
 HEAVY = ("torch", "numpy", "aiokafka", "structlog", "prometheus_client")
 
 
 def test_finding_the_command_imports_nothing_heavy() -> None:
     program = f"import sys, relaygr_stream.cli.main; print([name for name in {HEAVY} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=WITHIN_S)
     assert done.stdout.strip() == "[]"
 
 
@@ -82,3 +84,15 @@ def test_a_seed_that_no_generator_takes_is_refused_at_once(command: list[str]) -
     result = CliRunner().invoke(main, [*command, "--seed", "-1"])
     assert result.exit_code == 2
     assert "'--seed'" in result.output
+
+
+def test_without_the_laboratory_its_commands_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_installed(**_: str) -> EntryPoints:
+        return EntryPoints()
+
+    monkeypatch.setattr("relaygr_stream.cli.main.entry_points", none_installed)
+    result = CliRunner().invoke(main, ["demo"])
+    assert result.exit_code == 2
+    assert "pip install ./relaygr_lab" in result.output
+    assert "demo" not in CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1]
+    assert "No such command" in CliRunner().invoke(main, ["demon"]).output

@@ -278,6 +278,8 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"prefix": behaviours(200_001)}, "ranking takes 1048576"),
     ({"prefix": behaviours(90_000)}, "ranking takes 1048576"),
     ({"prefix": Behaviours(items=b"abcd")}, "parallel arrays"),
+    ({"prefix": Behaviours.of([1], [1], [1 << 62])}, "the prefix has a behaviour at 4611686018427387904 ms"),
+    ({"suffix": Behaviours.of([1], [1], [1 << 62])}, "the suffix has a behaviour at 4611686018427387904 ms"),
     ({"user_id": ""}, "Expected `str` of length >= 1"),
     ({"user_id": "\ud800"}, "not a valid RankingRequest"),
     ({"user_id": 7}, "Expected `str`, got `int`"),

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.gateway.app import Metrics as GatewayMetrics
+from relaygr_stream.gateway.metrics import Metrics as GatewayMetrics
 from relaygr_stream.handover.desk import HandoverMetrics
 from relaygr_stream.settings import load as config
 from relaygr_stream.settings.schema import Settings, Telemetry

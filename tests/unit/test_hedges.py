@@ -21,7 +21,7 @@ from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatu
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from tests.statuses import lane_statuses, worker_status
 from tests.unit.client_peers import PATIENCE_S, Responder, client_on, count, request, responder_on, scored
-from tests.waiting import Clock, until
+from tests.waiting import WITHIN_S, Clock, until
 
 LANES = 8
 LATE_S = 0.1
@@ -120,7 +120,7 @@ async def test_a_quick_answer_is_not_hedged_and_a_late_second_one_is_dropped(emb
 async def test_where_nobody_speaks_for_the_lane_it_is_asked_elsewhere_at_once(embedded_settings: Kafka) -> None:
     async with world(embedded_settings, only_elsewhere, hedge_ms=15_000.0, silence_ms=3000.0) as w:
         await w.say(status("a", MINE, state="stopped"), status("b", YOURS))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WITHIN_S):
             while not count(w.relay, "hedges", reason="silent"):  # until it has listened for long enough
                 with suppress(DeadlineExceeded, BrokerUnavailable):
                     await w.relay.rank(request(), timeout=1.0)

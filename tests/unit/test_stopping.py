@@ -13,6 +13,7 @@ import pytest
 
 from relaygr_stream.ops import stopping
 from relaygr_stream.ops.stopping import run_until_stopped
+from tests.waiting import WITHIN_S
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -86,5 +87,5 @@ def interrupted():
 main(["interrupted"])
 """)
     line = [sys.executable, "-m", "interrupted"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=WITHIN_S, check=False, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "stopped\n")

@@ -10,7 +10,7 @@ import pytest
 from relaygr_stream.ops import supervisor as service
 from relaygr_stream.ops.children import Probed
 from relaygr_stream.ops.supervisor import PROBES_UNTIL_HUNG, Health, Supervised, Supervisor
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 READY, STUCK = Health(None, None), Health("stuck", "stuck")
 
@@ -90,7 +90,7 @@ async def test_a_defect_in_watching_one_process_stops_all_and_is_told() -> None:
 
     children = [Scripted([STUCK]), Scripted([READY])]
     with pytest.raises(RuntimeError, match="a defect"):
-        await asyncio.wait_for(Supervisor(children, 1.0, defect).run(asyncio.Event()), 10)
+        await asyncio.wait_for(Supervisor(children, 1.0, defect).run(asyncio.Event()), WITHIN_S)
     assert all(child.killed.done() for child in children)
 
 
@@ -114,7 +114,7 @@ async def test_all_are_stopped_even_where_every_state_is_a_defect() -> None:
 
     children = [Scripted([READY]), Scripted([READY])]
     with pytest.raises(RuntimeError, match="a defect"):
-        await asyncio.wait_for(Supervisor(children, 1.0, defect).run(asyncio.Event()), 10)
+        await asyncio.wait_for(Supervisor(children, 1.0, defect).run(asyncio.Event()), WITHIN_S)
     assert all(child.stopped for child in children)
 
 
@@ -175,7 +175,7 @@ class Ordered(Scripted):
 
     async def stop(self, within_s: float) -> bool:
         self.order.append("stops")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             await self.together.wait()
         self.order.append("ended")
         return await super().stop(within_s)

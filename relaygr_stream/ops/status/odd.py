@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.wire.messages import WorkerStatus
-from relaygr_stream.wire.worker_status import DELEGATED_PINNED, prefix_bytes, usable_costs
+from relaygr_stream.wire.worker_status import DELEGATED_PINNED, THROTTLED_MS, prefix_bytes, usable_costs
 
 MIB = 1 << 20
 
@@ -14,7 +14,9 @@ MIB = 1 << 20
 def oddities(view: Overview) -> list[str]:
     """One line for each oddity."""
     return [
-        line for check in (_missing, _groups, _lanes, _versions, _bounds, _unused, _records) for line in check(view)
+        line
+        for check in (_missing, _groups, _lanes, _versions, _bounds, _unused, _throttled, _records)
+        for line in check(view)
     ]
 
 
@@ -127,6 +129,23 @@ def _unused(view: Overview) -> Iterator[str]:
     if any(asked.values()):
         for name in sorted(name for name, total in asked.items() if not total):
             yield f"{name}: no request for its lanes since its start"
+
+
+def _throttled(view: Overview) -> Iterator[str]:
+    """Processes that brokers have throttled since this viewer's start or, seen once, since their own."""
+    grown: dict[str, float] = {}
+    for name in view.living_workers():
+        seen = view.workers[name]
+        first, last = (status.counters.get(THROTTLED_MS, 0.0) for status in (seen.first, seen.last))
+        grown[name] = last - first if seen.first is not seen.last else last
+    for name in view.living_triggers():
+        trigger = view.triggers[name]
+        first, last = trigger.first.throttled_ms, trigger.last.throttled_ms
+        grown[name] = last - first if trigger.first is not trigger.last else last
+    for name, ms in grown.items():
+        if ms > 0:
+            mend = "raise the quota of its client id or user"
+            yield f"{name}: brokers throttled it for {ms / 1e3:.1f} s by a quota; {mend}"
 
 
 def _records(view: Overview) -> Iterator[str]:

@@ -22,7 +22,7 @@ from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITI
 from relaygr_stream.wire.versions import READ_VERSION
 from tests.faults.cluster import BROKERS
 from tests.faults.proxy import Link
-from tests.faults.soak.stage import EXTRA, TRIGGERS, WORKERS, Stage
+from tests.faults.soak.stage import CONTROL, EXTRA, TRIGGERS, WORKERS, Stage
 
 #: Records sent again at once.
 AGAIN: Final = 20
@@ -112,6 +112,15 @@ async def _leave(stage: Stage) -> None:
         await stage.owned()
     finally:
         stage.down.discard(EXTRA)
+
+
+async def _start_and_end(stage: Stage) -> None:
+    stage.down.add(CONTROL)
+    try:
+        await stage.back(CONTROL)
+        await stage.end(CONTROL)
+    finally:
+        stage.down.discard(CONTROL)
 
 
 # ---- brokers ----
@@ -230,12 +239,16 @@ async def _burst(stage: Stage) -> None:
 
 
 SESSION_S: Final = 3.5
+#: Moves of lanes, and what they are compared with.
+MOVES: Final = ("worker joins", "worker leaves")
+CONTROL_KIND: Final = "process starts, takes no lane, ends"
 KINDS: Final = (
     Kind("worker SIGTERM, restarted", 3, 0.5, _workers_whole, lambda s: _terminate(s, WORKERS)),
     Kind("worker SIGKILL, restarted", 3, SESSION_S, _workers_whole, lambda s: _kill(s, WORKERS)),
     Kind("worker SIGSTOP 0.5–5 s, SIGCONT", 3, 0.5, _workers_whole, _stop_and_continue),
-    Kind("worker joins", 3, 0.0, lambda s: _calm(s) and not s.up((EXTRA,)), _join),
-    Kind("worker leaves", 3, 0.0, lambda s: _calm(s) and bool(s.up((EXTRA,))), _leave),
+    Kind(MOVES[0], 3, 0.0, lambda s: _calm(s) and not s.up((EXTRA,)), _join),
+    Kind(MOVES[1], 3, 0.0, lambda s: _calm(s) and bool(s.up((EXTRA,))), _leave),
+    Kind(CONTROL_KIND, 3, 0.0, _calm, _start_and_end),
     Kind("trigger SIGTERM, restarted", 2, 0.5, _triggers_whole, lambda s: _terminate(s, TRIGGERS)),
     Kind("trigger SIGKILL, restarted", 2, 0.5, _triggers_whole, lambda s: _kill(s, TRIGGERS)),
     Kind("broker killed, restarted", 1.5, SESSION_S, _cluster_whole, _any_broker_kill),

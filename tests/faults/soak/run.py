@@ -26,7 +26,7 @@ from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import Fleet
 from tests.faults.cluster import ThreeBrokers, relay_topics, three_brokers
 from tests.faults.proxy import Link, links
-from tests.faults.soak.kinds import KINDS
+from tests.faults.soak.kinds import KINDS, MOVES
 from tests.faults.soak.report import Event, broken, missed, progress, show, summary
 from tests.faults.soak.stage import Stage, soak_settings
 from tests.faults.soak.traffic import Clients, Traffic
@@ -136,7 +136,7 @@ async def _fault(stage: Stage) -> Event:
     except Exception as error:  # what a fault brings about is what a soak is to find
         stage.defects.append(f"{kind.name}: {type(error).__name__}: {error}")
     event.over = loop.time()
-    if kind.name in ("worker joins", "worker leaves"):
+    if kind.name in MOVES:
         after = stage.owners()
         event.kept = tuple(lane for lane, owner in before.items() if after.get(lane) == owner)
     shown = max(event.over, event.at + kind.hold_s)

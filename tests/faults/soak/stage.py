@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.children import Child, stop_all
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.messages import WorkerStatus
@@ -31,6 +32,8 @@ WORKERS: Final = ("w1", "w2", "w3")
 TRIGGERS: Final = ("t1", "t2")
 #: The worker that joins and leaves.
 EXTRA: Final = "w4"
+#: A worker of a fleet of its own that nobody asks: what the start of a process costs the others, whatever it serves.
+CONTROL: Final = "control"
 #: Ranking P99 on a machine where a dozen processes, brokers included, share two cores.
 SLO_MS: Final = 250.0
 #: Records kept to be sent again: several seconds' worth.
@@ -64,12 +67,14 @@ class Stage:
         self.down: set[str] = set()  # processes and brokers on which a fault is, or which are on their way back
         self.defects: list[str] = []
         self.recent: deque[Record] = deque(maxlen=REMEMBERED)  # signals and rankings that were just sent
+        self._control_prefix = f"{CONTROL}-{direct.prefix}"
         self._numbers = itertools.count(1)
         self._children: dict[str, Child] = {}
         self._returning: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Start triggers and workers; returns when all lanes are owned."""
+        await apply_topics(msgspec.structs.replace(self.direct, prefix=self._control_prefix))
         for name in (*TRIGGERS, *WORKERS):
             self._start(name)
         await asyncio.gather(*(child.wait_ready() for child in self._children.values()))
@@ -155,7 +160,8 @@ class Stage:
 
     def _start(self, name: str) -> Child:
         command = "trigger" if name in TRIGGERS else "worker"
-        child = self.fleet.start(command, f"{name}.{next(self._numbers)}", worker_name=name)
+        changes = [f"kafka.prefix={self._control_prefix}"] if name == CONTROL else []
+        child = self.fleet.start(command, f"{name}.{next(self._numbers)}", *changes, worker_name=name)
         self._children[name] = child
         return child
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.errors import DeviceError
+from tests.waiting import WITHIN_S
 
 CPU = torch.device("cpu")
 
@@ -38,7 +39,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.entered.set()
-        self.open.wait(30)
+        self.open.wait(WITHIN_S)
 
 
 def copy_one(engine: CopyEngine, *, urgent: bool = False) -> tuple[CopyTicket, torch.Tensor]:
@@ -80,7 +81,7 @@ def test_a_failure_is_raised_once() -> None:
     woken = threading.Event()
     engine = CopyEngine(CPU, woken.set)
     ticket = engine.submit(*failing_pair())
-    assert woken.wait(10)
+    assert woken.wait(WITHIN_S)
     with pytest.raises(DeviceError, match="single memory location"):
         ticket.done()
     assert ticket.done()
@@ -94,7 +95,7 @@ def test_every_copy_wakes_from_another_thread_after_it_is_done() -> None:
     submitted = threading.Event()
 
     def wake() -> None:
-        submitted.wait(10)
+        submitted.wait(WITHIN_S)
         seen.append((threading.get_ident(), any(ticket.done() for ticket in tickets)))
 
     engine = CopyEngine(CPU, wake)
@@ -110,7 +111,7 @@ def test_an_urgent_copy_does_not_wait_for_the_others() -> None:
     gate = Gate()
     engine = CopyEngine(CPU, gate)
     copy_one(engine)
-    assert gate.entered.wait(10)  # the lane of spills is now busy
+    assert gate.entered.wait(WITHIN_S)  # the lane of spills is now busy
     queued, _ = copy_one(engine)
     urgent, target = copy_one(engine, urgent=True)
     urgent.wait()
@@ -125,14 +126,14 @@ def test_close_finishes_what_is_under_way_and_fails_what_waits() -> None:
     gate, before = Gate(), set(threading.enumerate())
     engine = CopyEngine(CPU, gate)
     first, target = copy_one(engine)
-    assert gate.entered.wait(10)
+    assert gate.entered.wait(WITHIN_S)
     waiting, _ = copy_one(engine)
     closing = threading.Thread(target=engine.close)
     closing.start()
     with pytest.raises(DeviceError, match="closed before this copy began"):
         waiting.wait()
     gate.open.set()
-    closing.join(10)
+    closing.join(WITHIN_S)
     assert not closing.is_alive()
     assert first.done() and bool(target.all())
     assert not set(threading.enumerate()) - before
@@ -146,7 +147,7 @@ def test_close_says_when_a_copy_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
     engine = CopyEngine(CPU, gate)
     copy_one(engine)
-    assert gate.entered.wait(10)
+    assert gate.entered.wait(WITHIN_S)
     with pytest.raises(DeviceError, match=r"has not finished 0\.05 s after close"):
         engine.close()
     monkeypatch.undo()  # on a busy machine the thread takes longer to end

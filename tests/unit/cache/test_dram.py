@@ -30,6 +30,7 @@ from tests.unit.cache.worlds import (
     table_of,
     write,
 )
+from tests.waiting import WITHIN_S
 
 
 def test_write_backs_end_where_dram_is_smaller_than_what_should_be_reclaimable() -> None:
@@ -131,7 +132,7 @@ class Gated(CopyEngine):
     ) -> CopyTicket:
         def when_open(dst: torch.Tensor, src: torch.Tensor) -> None:
             self.entered.release()
-            self.gate.wait(30)
+            self.gate.wait(WITHIN_S)
             convert(dst, src)
 
         self.submitted.append(super().submit(dst, src, urgent=urgent, convert=when_open))
@@ -140,7 +141,7 @@ class Gated(CopyEngine):
     def begun(self, copies: int) -> None:
         """Wait until threads have begun so many more."""
         for _ in range(copies):
-            assert self.entered.acquire(timeout=30)
+            assert self.entered.acquire(timeout=WITHIN_S)
 
 
 def at_rest(cache: PrefixCache) -> None:
@@ -177,10 +178,10 @@ def test_closed_in_the_middle_of_copies_the_books_hold_and_nobody_waits_for_ever
     assert waiting is not None
     closing_ = threading.Thread(target=cache.close)
     closing_.start()
-    assert waiting._done.wait(30)  # the ticket's `wait` would take the error, which is for the cache to find
+    assert waiting._done.wait(WITHIN_S)  # the ticket's `wait` would take the error, which is for the cache to find
     cache.check_integrity()
     copier.gate.set()
-    closing_.join(30)
+    closing_.join(WITHIN_S)
     assert not closing_.is_alive()
     at_rest(cache)
     assert away[0].state is EntryState.PINNED

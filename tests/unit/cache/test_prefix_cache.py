@@ -25,6 +25,7 @@ from tests.unit.cache.worlds import (
     make,
     sequence,
     settle,
+    table_of,
     write,
 )
 
@@ -73,6 +74,21 @@ def test_what_loses_nothing_is_evicted_first(small: tuple[PrefixCache, Flaky]) -
     assert first.state is EntryState.DRAM
     assert cache.counters.evicted_clean == 1
     assert cache.counters.evicted_lost == 0
+
+
+def test_a_clean_entry_goes_before_a_dirty_one_that_is_worth_less(small: tuple[PrefixCache, Flaky]) -> None:
+    cache, copier = small
+    copier.fail_next = 1  # one of the two is never written back
+    both = [compute(cache, user, MOST) for user in (1, 2)]
+    settle(cache, copier)
+    ((clean,), (dirty,)) = ([entry for entry in both if entry.clean is is_clean] for is_clean in (True, False))
+    for _ in range(1000):  # a use of the clean one costs a reload if it is evicted, one of the other a computation
+        cache.pin(clean)
+        cache.unpin(clean)
+    assert next(table_of(cache).hbm.cheapest()) is dirty
+    compute(cache, 3, MOST)
+    assert (clean.state, dirty.state) == (EntryState.DRAM, EntryState.IDLE)
+    assert (cache.counters.evicted_clean, cache.counters.evicted_lost) == (1, 0)
 
 
 def test_a_grown_entry_takes_its_older_copy_along(small: tuple[PrefixCache, Flaky]) -> None:

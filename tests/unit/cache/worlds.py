@@ -19,6 +19,7 @@ from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.cache.tiers import GRANULE_TOKENS, MakePolicy
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVLayout, KVRegion
+from tests.waiting import WITHIN_S
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout(layers=2, heads=2, dqk=4, dv=4, dtype=torch.float32)
@@ -144,7 +145,7 @@ class Slow(Copies):
 
     def settle(self, most: int = 100) -> None:
         for over in self._over[:most]:
-            assert over.wait(10)  # the ticket's `wait` would take the error, which is for the cache to find
+            assert over.wait(WITHIN_S)  # the ticket's `wait` would take the error, which is for the cache to find
         del self.waiting[:most], self._over[:most]
 
 

@@ -15,7 +15,7 @@ from relaygr_stream.settings.schema import Kafka
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import RANK, OpenDoor, door_on
 from tests.unit.gateway.test_hostile import HEAD, raw, still_serves, whole
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = json.dumps(RANK).encode()
@@ -25,7 +25,7 @@ MIB = 1 << 20
 async def pushed(door: OpenDoor, data: bytes, at_most: int = 0) -> tuple[int, bytes]:
     """Bytes taken of `data`, sent again up to at_most bytes, and what was answered until the gateway closes."""
     sent, answered = 0, bytearray()
-    async with raw(door) as (reader, writer), asyncio.timeout(60):
+    async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
 
         async def read() -> None:
             try:
@@ -63,7 +63,7 @@ async def test_a_request_before_the_last_answer_is_complete_is_not_read(
 ) -> None:
     async with responder_on(embedded_settings) as peer, door_on(embedded_settings, read_ms=60_000.0) as door:
         peer.hold = True
-        async with raw(door) as (reader, writer), asyncio.timeout(60):
+        async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
             if sends == 1:
                 writer.write(whole(BODY) + behind)
                 await until(lambda: len(peer.held) == 1, "the first is with a worker")
@@ -83,7 +83,7 @@ async def test_a_request_before_the_last_answer_is_complete_is_not_read(
 
 def deaf() -> bool:
     """Whether a connection of this process drops what comes."""
-    return any(isinstance(each, connection.Connection) and each._deaf for each in gc.get_objects())
+    return any(type(each) is connection.Connection and each._deaf for each in gc.get_objects())
 
 
 async def test_one_connection_makes_the_gateway_hold_nothing_and_stops_nobody(embedded_settings: Kafka) -> None:
@@ -150,7 +150,7 @@ async def test_an_offer_to_upgrade_is_ignored(
     async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=60_000.0) as door:
         for name, (sends, status) in asked.items():
             with subtests.test(name):
-                async with raw(door) as (reader, writer), asyncio.timeout(60):
+                async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
                     for data in sends:
                         writer.write(data)
                         await writer.drain()
@@ -162,7 +162,7 @@ async def test_an_offer_to_upgrade_is_ignored(
                     writer.write(again)
                     assert statuses(await reader.read()) == [200]
         with subtests.test("expect"):
-            async with raw(door) as (reader, writer), asyncio.timeout(60):
+            async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
                 writer.write(post + length + b"\r\nexpect: 100-continue\r\n\r\n")
                 assert statuses(await reader.readuntil(b"\r\n\r\n")) == [100]
                 writer.write(BODY + b"")
@@ -194,7 +194,7 @@ async def test_a_head_is_bounded_however_it_comes(
             for piece in (size, 1000):
                 with subtests.test(f"{size} bytes, {piece} a send"):
                     head = head_of(size, kind)
-                    async with raw(door) as (reader, writer), asyncio.timeout(60):
+                    async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
                         for at in range(0, len(head), piece):
                             writer.write(head[at : at + piece])
                             await writer.drain()
@@ -220,7 +220,7 @@ async def test_what_comes_beside_a_body_is_bounded(embedded_settings: Kafka, sub
         for name, (body, found) in beside.items():
             with subtests.test(name):
                 data = chunked + body
-                async with raw(door) as (reader, writer), asyncio.timeout(60):
+                async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
                     writer.write(data)
                     assert statuses(await reader.readuntil(b"\r\n\r\n")) == found
         assert await still_serves(door)

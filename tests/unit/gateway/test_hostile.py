@@ -22,7 +22,7 @@ from relaygr_stream.gateway.tokens import Tokens
 from relaygr_stream.settings.schema import Gateway, Kafka
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import OTHER, RANK, TOKEN, OpenDoor, Reply, door_on
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 #: gateway.read_ms of tests that wait for its end. On a crowded machine, too, an honest request takes less.
 READ_MS = 4000.0
@@ -42,7 +42,7 @@ async def answer_to(door: OpenDoor, data: bytes) -> bytes:
     """What a client that sends this gets until the gateway closes."""
     async with raw(door) as (reader, writer):
         writer.write(data)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WITHIN_S):
             return await reader.read()
 
 
@@ -106,7 +106,7 @@ async def test_slow_heads_are_closed(embedded_settings: Kafka) -> None:
     async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=READ_MS) as door:
         async with raw(door) as (reader, writer), raw(door) as (silent, _):
             writer.write(b"POST /v1/ra")
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(WITHIN_S):
                 with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                     await reader.readexactly(1)
                 with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
@@ -149,13 +149,13 @@ async def test_trailers_are_bounded_and_dropped(embedded_settings: Kafka, subtes
     async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=60_000.0) as door:
         for name, trailers in (("many", b"ab:cd\r\n" * 100_000), ("long", b"ab:" + b"x" * 700_000)):
             with subtests.test(name):
-                async with raw(door) as (reader, writer), asyncio.timeout(30):
+                async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
                     writer.write(head)
                     assert (await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1] == b"200"
                     writer.write(trailers)
                     with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                         await reader.readexactly(1 << 20)
-        async with raw(door) as (reader, writer), asyncio.timeout(30):
+        async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
             writer.write(head + b"ab: cd\r\n\r\n")
             assert (await reader.readuntil(b"}")).count(b"HTTP/1.1 200") == 1
             writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -173,7 +173,7 @@ async def test_a_body_that_nobody_reads_is_not_waited_for(embedded_settings: Kaf
         responder_on(embedded_settings),
         door_on(embedded_settings, read_ms=READ_MS) as door,
         raw(door) as (reader, writer),
-        asyncio.timeout(30),
+        asyncio.timeout(WITHIN_S),
     ):
         writer.write(CANCEL + b"content-length: 50\r\n\r\n")
         assert (await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1] == b"204"
@@ -191,7 +191,7 @@ async def test_a_tenant_has_so_many_connections_and_leaves_room_for_others(embed
         responder_on(embedded_settings),
         door_on(embedded_settings, max_requests=1, read_ms=60_000.0) as door,
         raw(door) as first,
-        asyncio.timeout(60),
+        asyncio.timeout(WITHIN_S),
     ):
         async with raw(door) as second:
             for each in (first, second, first):
@@ -270,7 +270,7 @@ async def test_one_that_is_refused_for_load_gets_its_answer_whatever_it_still_se
         peer.hold = True
         asked = asyncio.create_task(door.ask("POST", "/v1/rank", RANK))
         await until(lambda: len(peer.held) == 1, "the only place is taken")
-        async with raw(door) as (reader, writer), asyncio.timeout(30):
+        async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
             for _ in range(2):
                 writer.write(whole(b" " * 300_000))
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -288,7 +288,7 @@ async def test_a_stop_answers_what_was_accepted_and_takes_nothing_more(embedded_
             asked = asyncio.create_task(door.ask("POST", "/v1/rank", RANK))
             await until(lambda: len(peer.held) == 1, "accepted")
             door.context.stop.set()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(WITHIN_S):
                 assert await idle.read() == b""  # closed at once
             with pytest.raises(ConnectionRefusedError):
                 await door.ask("GET", "/healthz")
@@ -296,7 +296,7 @@ async def test_a_stop_answers_what_was_accepted_and_takes_nothing_more(embedded_
             peer.release()
             answer = await asked
             assert (answer.status, answer.headers["connection"]) == (200, "close")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WITHIN_S):
             await door.task
 
 

@@ -12,7 +12,7 @@ import trustme
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.settings.schema import History
 from tests import needs
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 class RedisServer:
@@ -85,7 +85,7 @@ class RedisServer:
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
             self._process.send_signal(how)
-            self._process.wait(20)
+            self._process.wait(WITHIN_S)
             self._process = None
             self._log_from = len((self.folder / "log").read_bytes())
 

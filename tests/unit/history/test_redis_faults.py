@@ -24,7 +24,7 @@ from tests.unit.history.behaviours import history
 from tests.unit.history.servers import RedisServer
 from tests.unit.worker import services
 from tests.unit.worker.test_service_histories import rank, signal
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 def kept_by(store: RedisStore, server: RedisServer, **changes: Any) -> Histories:
@@ -118,7 +118,7 @@ async def reference(store: RedisStore, user: str) -> Any:
 
 
 def command(server: RedisServer, *arguments: str | bytes) -> None:
-    subprocess.run(["redis-cli", "-p", str(server.port), *arguments], check=True, capture_output=True, timeout=20)
+    subprocess.run(["redis-cli", "-p", str(server.port), *arguments], check=True, capture_output=True, timeout=WITHIN_S)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.stu import StackConfig
 from tests.unit.models.small_models import full_scores, held, prefilled, random_items, random_tokens, small_model
 from tests.unit.models.test_native_layers import DTYPES, configs, in_each_kind, library, outputs, place, stack_of
-from tests.waiting import until_blocking
+from tests.waiting import WITHIN_S, until_blocking
 
 #: What the helpers are called in /proc.
 NAME = "relaygr-kernels"
@@ -150,5 +150,5 @@ def test_a_process_forks_and_ends_with_helpers() -> None:
         pytest.skip("needs a CPU with avx512 or amx, and make setup with a C compiler")
     command = [sys.executable, "-c", FORK, *kinds]
     clone = Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr

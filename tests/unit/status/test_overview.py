@@ -169,6 +169,14 @@ def test_hits_are_those_since_we_look_on() -> None:
             [worker(lanes=range(2)), worker("w2", range(2, 4), counters={}), trigger()],
             "w2: no request for its lanes since its start",
         ),
+        (
+            [worker(counters=SIGNALS | {"throttled_ms": 1500.0}), trigger()],
+            "w1: brokers throttled it for 1.5 s by a quota; raise the quota of its client id or user",
+        ),
+        (
+            [worker(), msgspec.structs.replace(trigger(), throttled_ms=200.0)],
+            f"{trigger().name}: brokers throttled it for 0.2 s by a quota; raise the quota of its client id or user",
+        ),
         ([worker(), trigger(), worker("w2", queue_ms=-1.0)], "1 records of worker-status are ignored: invalid"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.telemetry.background import Background, endless, periodically
+from tests.waiting import WITHIN_S
 
 
 async def forever() -> None:
@@ -47,11 +48,11 @@ async def test_the_first_failure_is_raised_and_what_was_waited_for_is_cancelled(
 
     background.start(fails(KeyError("first")))
     with pytest.raises(KeyError, match="first"):
-        await asyncio.wait_for(background.until(work()), 10)
+        await asyncio.wait_for(background.until(work()), WITHIN_S)
     background.fail(ValueError("second"))
     with pytest.raises(KeyError, match="first"):
         background.check()
-    await asyncio.wait_for(ended.wait(), 10)
+    await asyncio.wait_for(ended.wait(), WITHIN_S)
 
 
 async def test_the_failure_of_a_future_that_others_own_is_one() -> None:
@@ -60,7 +61,7 @@ async def test_the_failure_of_a_future_that_others_own_is_one() -> None:
     background.watch(future)
     future.set_exception(OSError("gone"))
     with pytest.raises(OSError, match="gone"):
-        await asyncio.wait_for(background.until(forever()), 10)
+        await asyncio.wait_for(background.until(forever()), WITHIN_S)
 
 
 async def test_ending_waits_until_all_has_ended() -> None:

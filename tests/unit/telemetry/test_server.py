@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.telemetry.server import MAX_CLIENTS, MAX_REQUEST, TelemetryServer
+from tests.waiting import WITHIN_S
 
 
 class Checks:
@@ -43,7 +44,7 @@ def request(
     server: TelemetryServer, path: str, method: str = "GET", headers: dict[str, str] | None = None
 ) -> tuple[int, str, str]:
     """(status, content type, body)"""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WITHIN_S)
     try:
         connection.request(method, path, headers=headers or {})
         response = connection.getresponse()
@@ -133,7 +134,7 @@ def test_silent_clients_hold_up_nobody(server: TelemetryServer) -> None:
 
 
 def test_garbage_gets_an_answer_and_changes_nothing(server: TelemetryServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WITHIN_S) as client:
         client.sendall(b"\x16\x03\x01 not http\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 405 ")
     assert request(server, "/healthz")[0] == 200
@@ -167,7 +168,7 @@ def test_ipv6() -> None:
     server.start()
     try:
         assert server.address == f"[::1]:{server.port}"
-        connection = http.client.HTTPConnection("::1", server.port, timeout=10)
+        connection = http.client.HTTPConnection("::1", server.port, timeout=WITHIN_S)
         connection.request("GET", "/readyz")
         assert connection.getresponse().status == 200
         connection.close()
@@ -193,7 +194,7 @@ def test_clients_that_never_end_their_request_keep_nobody_out(server: TelemetryS
 def test_a_request_has_a_time_in_all(server: TelemetryServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relaygr_stream.telemetry.server.REQUEST_S", 0.2)
     address, sent = ("127.0.0.1", server.port), 0
-    with socket.create_connection(address, timeout=30) as client, contextlib.suppress(ConnectionError):
+    with socket.create_connection(address, timeout=WITHIN_S) as client, contextlib.suppress(ConnectionError):
         while True:  # until it hangs up, which `send` tells of
             client.sendall(b"X")
             sent += 1
@@ -206,7 +207,7 @@ def test_a_request_has_a_time_in_all(server: TelemetryServer, monkeypatch: pytes
 def test_an_endless_header_is_hung_up_on(server: TelemetryServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relaygr_stream.telemetry.server.REQUEST_S", 600.0)
     address = ("127.0.0.1", server.port)
-    with socket.create_connection(address, timeout=30) as client, contextlib.suppress(ConnectionError):
+    with socket.create_connection(address, timeout=WITHIN_S) as client, contextlib.suppress(ConnectionError):
         client.sendall(b"GET / HTTP/1.1\r\n" + b"X: a\r\n" * MAX_REQUEST)
         assert client.recv(1) == b""
 

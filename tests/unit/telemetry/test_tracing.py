@@ -24,7 +24,7 @@ from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.tracing import MAX_HEADER_BYTES, OFF, Tracing, trace_headers
 from relaygr_stream.wire.records import Record
 from tests.otlp import receiver
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 ON = Telemetry(traces=True)
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-{}"
@@ -69,7 +69,7 @@ def _exporters_end() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
-        thread.join(60)
+        thread.join(WITHIN_S)
         assert not thread.is_alive(), thread
 
 

@@ -22,7 +22,7 @@ from relaygr_stream.wire.messages import LaneStatus, PreInferSignal, RequestEven
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.topic_files import TopicSet, lane_of, load_topics
 from tests.unit.trigger.parts import worker_status
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 PATIENCE_S = 20.0
 #: On a crowded machine seconds may pass between an event and its decision.
@@ -121,7 +121,7 @@ class RunningTrigger:
 
     async def stop(self) -> None:
         self.context.stop.set()
-        await asyncio.wait_for(self.task, PATIENCE_S)
+        await asyncio.wait_for(self.task, WITHIN_S)
 
 
 @asynccontextmanager

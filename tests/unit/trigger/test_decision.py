@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.settings.schema import Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
 from relaygr_stream.trigger.delegation import NOTICE_MS
@@ -18,6 +17,7 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import CostModel, RequestEvent, with_version
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, prefix_bytes, usable_costs
+from relaygr_stream.workload.generator import GeneratorOptions
 from tests.retained import retained
 from tests.unit.trigger.parts import POLICY, claim, event, lane_status, worker_status
 
@@ -98,6 +98,14 @@ def test_a_lane_without_an_owner_gets_no_admissions() -> None:
     lane = OneLane()
     lane.state.observe(None, lane.now)
     assert lane.decide(event(25)).reason == "no_owner"
+
+
+def test_a_lane_knows_who_owned_it_last() -> None:
+    assert LaneState(POLICY, log_end=0, keep_s=60.0, now_s=100.0).owner == ""
+    lane = OneLane(name="w7")
+    assert lane.state.owner == "w7"
+    lane.state.observe(None, lane.now)
+    assert lane.state.owner == "w7", "a silent owner may come back"
 
 
 def test_risk_is_full_inference_with_the_candidates_and_the_owners_queue() -> None:

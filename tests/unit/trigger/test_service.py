@@ -40,7 +40,7 @@ from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import WIDE_BOUNDS, RunningTrigger, peer_on, trigger_on, user_on
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 async def committed(kafka: Kafka, topic: str, lane: int) -> int | None:
@@ -398,7 +398,7 @@ async def test_a_lane_that_cannot_go_on_stops_no_other_and_holds_no_memory(
             await peer.publish(event(25, f"stuck{number}", user_on(stuck, lanes)))
         await until(lambda: trigger.decisions("stale") == 60, "what waited is skipped, and more is read")
         await until(lambda: len(peer.letters) == 1, "what cannot be read is a dead letter all the same")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WITHIN_S):
             while not peer.signals:  # on a crowded machine an event may be stale before it is read
                 await peer.publish(event(25, f"r{now_ms()}", user_on(stuck + 1, lanes)))
                 await asyncio.sleep(0.05)

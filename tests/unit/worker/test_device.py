@@ -20,7 +20,7 @@ from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
 from relaygr_stream.worker.device import HANDLING_S, DeviceThread, Submitted, take_turn
 from tests.unit.engine.worlds import World, Wrapped, look
-from tests.waiting import Clock, until
+from tests.waiting import WITHIN_S, Clock, until
 
 
 class Hanging(Wrapped):
@@ -33,7 +33,7 @@ class Hanging(Wrapped):
 
     def prefill(self, kv: Any, tokens: Any) -> None:
         self.entered.set()
-        assert self.let_go.wait(30)
+        assert self.let_go.wait(WITHIN_S)
         self.model.prefill(kv, tokens)
 
 
@@ -48,7 +48,7 @@ class HeldCopies(CopyEngine):
         self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
     ) -> CopyTicket:
         def held(dst: torch.Tensor, src: torch.Tensor) -> None:
-            assert self.let_go.wait(30)
+            assert self.let_go.wait(WITHIN_S)
             convert(dst, src)
 
         return super().submit(dst, src, urgent=urgent, convert=held)
@@ -77,7 +77,7 @@ class Running:
     async def answered(self, count: int) -> None:
         while len(self.answers) < count:
             self.arrived.clear()
-            await asyncio.wait_for(self.arrived.wait(), 10)
+            await asyncio.wait_for(self.arrived.wait(), WITHIN_S)
 
 
 @asynccontextmanager
@@ -111,11 +111,9 @@ async def test_what_needs_no_device_is_answered_while_it_works() -> None:
     async with running(Hanging) as r:
         model = r.world.model
         assert isinstance(model, Hanging)
+        r.world.now = time.monotonic()
         passed_on = r.world.ranking("passed on", 1, 60, timeout=30.0)
-        passed_on.pass_to = 3
-        r.world.now = passed_on.arrived = time.monotonic()
-        passed_on.deadline = passed_on.arrived + 30.0
-        r.thread.submit(Rank(passed_on), Rank(r.world.ranking("infers", 2, 60, timeout=30.0)))
+        r.thread.submit(Rank(passed_on, pass_to=3), Rank(r.world.ranking("infers", 2, 60, timeout=30.0)))
         assert await asyncio.to_thread(model.entered.wait, 10)
         await r.answered(1)
         assert r.answers[0].task is passed_on
@@ -178,7 +176,7 @@ async def test_a_core_that_raises_is_told_after_its_answers() -> None:
 
         r.thread.submit(Rank(r.world.ranking("x", 9, 10, timeout=-1.0)), look(fail))
         with pytest.raises(AssertionError, match="a bug"):
-            await asyncio.wait_for(asyncio.shield(r.thread.failed), 10)
+            await asyncio.wait_for(asyncio.shield(r.thread.failed), WITHIN_S)
         await asyncio.sleep(0)
         assert order[0] == "answers"
         assert len(order) == 2
@@ -190,14 +188,14 @@ async def test_a_device_that_always_fails_ends_the_thread_with_every_answer_give
         for number in range(8):
             r.rank(f"r{number}", number)
         with pytest.raises(DeviceError, match="8 times in a row"):
-            await asyncio.wait_for(asyncio.shield(r.thread.failed), 10)
+            await asyncio.wait_for(asyncio.shield(r.thread.failed), WITHIN_S)
         assert [answer.status for answer in r.answers] == ["failed"] * 8
 
 
 async def test_a_failure_that_nobody_looks_at_is_no_warning() -> None:
     async with running() as r:
         r.thread.submit(look(lambda *_: 1 / 0))
-        await asyncio.wait({r.thread.failed}, timeout=10)
+        await asyncio.wait({r.thread.failed}, timeout=WITHIN_S)
     assert r.thread.failed.done()
 
 

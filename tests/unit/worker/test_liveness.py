@@ -12,7 +12,7 @@ from relaygr_stream.errors import DeviceError
 from relaygr_stream.settings.schema import Kafka
 from tests.bus import insides
 from tests.unit.worker.services import Peer, owned, worker_on, worker_settings
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 def unexpected(*_: object, **__: object) -> Any:
@@ -67,5 +67,5 @@ async def test_a_device_that_dies_while_the_worker_drains_leaves_no_request_with
         monkeypatch.setattr(w.runtime.scheduler, "step", die)
         w.model.hang = False
         with pytest.raises(DeviceError, match="a defect"):
-            await asyncio.wait_for(w.task, 30)
+            await asyncio.wait_for(w.task, WITHIN_S)
         assert {(await peer.reply(each)).status for each in correlations} <= {"ok", "failed"}

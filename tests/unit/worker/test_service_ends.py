@@ -34,7 +34,7 @@ from relaygr_stream.worker.statement import Statements
 from relaygr_stream.worker.status import ANNOUNCE_S
 from relaygr_stream.worker.watch import WATCH_S
 from tests.unit.worker.services import Peer, committed, worker_on, worker_settings
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 async def test_a_device_that_always_fails_ends_the_worker_with_answers(
@@ -51,7 +51,7 @@ async def test_a_device_that_always_fails_ends_the_worker_with_answers(
         w.model.fail_prefill = 10**6
         correlations = [await peer.rank(f"r{number}", f"u{number}", 60) for number in range(8)]
         with pytest.raises(DeviceError, match="8 times in a row, at last with RuntimeError: the device is on fire"):
-            await asyncio.wait_for(w.task, 20)
+            await asyncio.wait_for(w.task, WITHIN_S)
         assert {(await peer.reply(each)).status for each in correlations} == {"failed"}
         assert not w.ready
         w.model.fail_prefill = 0
@@ -64,7 +64,7 @@ async def test_a_device_that_hangs_ends_the_worker_with_answers(embedded_setting
         model.hang = True
         await asyncio.gather(*(peer.rank(f"r{number}", f"u{number}", 60) for number in range(3)))
         with pytest.raises(DeviceError, match="the device hangs"):
-            await asyncio.wait_for(w.task, 30)
+            await asyncio.wait_for(w.task, WITHIN_S)
         read = w.total("rankings_read")  # a stuck worker leaves later ones to the lanes' next owners
         assert read
         await until(lambda: len(peer.replies) == read, "all read are answered")
@@ -89,7 +89,7 @@ async def test_a_defect_ends_the_worker_and_its_request_is_not_read_again(
         monkeypatch.setattr(w.runtime.cache, "find", lambda user_id, tokens: 1 / 0)
         correlation = await peer.rank("poison", "u", 60)
         with pytest.raises(ZeroDivisionError):
-            await asyncio.wait_for(w.task, 20)
+            await asyncio.wait_for(w.task, WITHIN_S)
         assert (await peer.reply(correlation)).status == "failed"
         assert await committed(embedded_settings, peer.topics.ranking.name) == 1
 
@@ -111,7 +111,7 @@ async def test_a_defect_before_the_device_counts_as_a_crash(
             monkeypatch.setattr(Intake, "ranking", lambda *_: 1 / 0)
             await peer.rank("poison", "u", 60)
             with pytest.raises(ZeroDivisionError):
-                await asyncio.wait_for(w.task, 20)
+                await asyncio.wait_for(w.task, WITHIN_S)
             assert await committed(embedded_settings, peer.topics.ranking.name) == 0
         else:
             await w.end()
@@ -126,7 +126,7 @@ async def test_a_defect_in_what_runs_beside_the_requests_ends_the_worker(
         with monkeypatch.context() as broken:
             broken.setattr(part, name, lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                await asyncio.wait_for(w.task, 20)
+                await asyncio.wait_for(w.task, WITHIN_S)
 
 
 async def test_a_hand_over_that_can_listen_no_more_ends_the_worker(
@@ -147,7 +147,7 @@ async def test_a_hand_over_that_can_listen_no_more_ends_the_worker(
     async with Peer(embedded_settings), worker_on(settings) as w:
         serving.set()
         with pytest.raises(OSError, match="the socket is gone"):
-            await asyncio.wait_for(w.task, 20)
+            await asyncio.wait_for(w.task, WITHIN_S)
 
 
 async def test_stopping_finishes_what_was_accepted(embedded_settings: Kafka) -> None:

@@ -19,7 +19,7 @@ from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker.status import gives_way_to
 from tests.statuses import worker_status
 from tests.unit.worker.services import Peer, worker_on, worker_settings
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
 
 
 async def test_the_later_of_one_name_serves_even_if_its_clock_is_behind(
@@ -32,7 +32,7 @@ async def test_the_later_of_one_name_serves_even_if_its_clock_is_behind(
         monkeypatch.setattr("relaygr_stream.worker.status.time.time_ns", lambda: real() - 300 * 10**9)
         async with worker_on(settings) as second:
             with pytest.raises(Superseded, match="another worker named 'w1' started later"):
-                await asyncio.wait_for(first.task, 60)
+                await asyncio.wait_for(first.task, WITHIN_S)
             assert not second.task.done()
             assert (await peer.reply(await peer.rank("r", "u", 20))).status == "ok"
 

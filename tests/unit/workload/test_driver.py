@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from relaygr_stream.errors import BrokerUnavailable, DeadlineExceeded, Overloaded, RelayError
-from relaygr_stream.lab.workload.driver import Result, drive
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent
+from relaygr_stream.workload.driver import Result, drive
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.workload.items import WorkItem
 from tests.unit.workload.recording_client import RecordingClient
+from tests.waiting import WITHIN_S
 
 OPTIONS = GeneratorOptions(users=10, items=200, length=20, max_prefix=60, candidates=10, rate=400)
 
@@ -133,7 +134,7 @@ async def test_stop_is_heard_while_waiting_for_the_next_item() -> None:
     item = workload(1)[0]
     later = WorkItem(3600.0, 0.0, item.event, item.request, 0)
     asyncio.get_running_loop().call_later(0.05, stop.set)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         summary = await drive(RecordingClient(), [later], timeout=5, stop=stop)
     assert summary.sent == 0
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.models.kernels.interpreter import HINT
+from tests.waiting import WITHIN_S
 
 pytest.importorskip("triton", reason=HINT)
 
@@ -24,6 +25,7 @@ KERNELS = (
     "bfloat16:128:90:split",
     "float32:64:90:split",
 )
+pytestmark = pytest.mark.stack  # a compiler run of each kernel for each GPU: 16 s of a core
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.models.kernels.compile_kernels", *KERNELS],
-        cwd=Path(__file__).parents[4], env=environment, capture_output=True, text=True, timeout=110, check=False,
+        cwd=Path(__file__).parents[4], env=environment, capture_output=True, text=True, timeout=WITHIN_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(zip(KERNELS, map(json.loads, done.stdout.splitlines()), strict=True))
