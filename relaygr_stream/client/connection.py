@@ -137,6 +137,11 @@ class Connection:
         """Why no call is possible on this connection any more: its reply partitions are gone. None: calls are."""
         return self._route.gone
 
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing is sent, or what is sent is refused; None if all is well."""
+        return self._sender.trouble
+
     def check_lanes(self) -> None:
         """Raise LanesChanged if the cluster has another number of lanes than the settings."""
         if self._counts.error is not None:

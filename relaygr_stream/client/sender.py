@@ -56,6 +56,11 @@ class Sender:
         self._count = itertools.count()
         self._silences: defaultdict[int | None, _Silence] = defaultdict(_Silence)  # by broker
 
+    @property
+    def trouble(self) -> str | None:
+        """As `Producer.trouble`."""
+        return self._producer.trouble
+
     def waiting_s(self, topic: str, partition: int) -> float:
         """The age in seconds of the oldest send that the partition's broker has not acknowledged; 0: there is none;
         infinite: no broker leads the partition. By the broker, so that no lane has to lose a request of its own."""
