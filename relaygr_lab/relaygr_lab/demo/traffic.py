@@ -20,13 +20,12 @@ from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import with_version
 from relaygr_stream.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.workload.items import WorkItem
+from relaygr_stream.workload.packaged import ITEM_EXPONENT
 from relaygr_stream.workload.replay import Replay, ReplayOptions
 from relaygr_stream.workload.rows import read_log_for
 
 #: Median prefix: its full inference takes tens of milliseconds on one core, its ranking with prefix KV a few.
 MEDIAN_TOKENS: Final = 700.0
-#: Nearly uniform: were the candidates that popularity finds mostly in the history, they would tell nothing.
-ITEM_EXPONENT: Final = 0.25
 #: Candidates of a request, and behaviours that are sent at ranking only; less where the settings allow less.
 CANDIDATES: Final = 100
 SUFFIX: Final = 8
