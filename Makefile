@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # mkdocs-material prints a notice about its successor at every build unless told not to.
 export NO_MKDOCS_2_WARNING := true
 
-.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
+.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
 .PHONY: bench-cache bench-delegation bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
@@ -39,10 +39,10 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with the relaygr command, and compile the kernels in C
 
-$(STAMP): pyproject.toml constraints.txt $(KERNELS)
+$(STAMP): pyproject.toml relaygr_lab/pyproject.toml constraints.txt $(KERNELS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: Python 3.11 or later is needed; name one with PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable relaygr_lab
 	@touch $@
 
 demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER")
@@ -65,6 +65,9 @@ fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, stat
 
 mutants: $(STAMP) ## defects made in modules: which do the unit tests let pass? (ARGS="engine/admission.py --sample 50" or ARGS="--since main --at-least 80")
 	$(BIN)/python -m tests.mutants $(ARGS)
+
+trace-hit: $(STAMP) ## how many functions, in how many files, a ranking that hits executes before the model (ARGS=--calls lists them)
+	@$(BIN)/python -m tests.unit.worker.hit_path $(ARGS)
 
 soak: $(STAMP) ## random faults under load on three brokers of Apache Kafka (MINUTES=30; SEED=N; needs KAFKA_HOME)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
@@ -98,64 +101,64 @@ format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
-	$(BIN)/python benchmarks/cache.py
+	$(BIN)/python relaygr_lab/benchmarks/cache.py
 
 bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (5 minutes; CHECK=1 judges)
-	$(BIN)/python benchmarks/delegation.py $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/delegation.py $(ARGS)
 
 bench-engine: $(STAMP) ## the engine against this machine's floors, two threads, a pause (5 minutes; CHECK=1 judges; ARGS="--device cuda")
-	$(BIN)/python benchmarks/engine.py $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/engine.py $(ARGS)
 
 bench-peers: $(STAMP) $(PEERS_STAMP) ## the engine against torch, torch.compile, ONNX Runtime, OpenVINO (10 minutes, ARGS=--quick 3; CHECK=1 judges)
-	$(BIN)/python benchmarks/peers.py --python $(PEERS)/bin/python $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/peers.py --python $(PEERS)/bin/python $(ARGS)
 
-$(PEERS_STAMP): benchmarks/peers_requirements.txt constraints.txt
+$(PEERS_STAMP): relaygr_lab/benchmarks/peers_requirements.txt constraints.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --requirement benchmarks/peers_requirements.txt
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --requirement relaygr_lab/benchmarks/peers_requirements.txt
 	@touch $@
 
 bench-vllm: $(STAMP) $(VLLM_STAMP) ## candidates on a cached prefix: vLLM, our model, our worker over its bus (3 minutes; CHECK=1 judges)
-	$(BIN)/python benchmarks/peers_system.py --python $(VLLM)/bin/python $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/peers_system.py --python $(VLLM)/bin/python $(ARGS)
 
 # Three packages that vLLM asks for and a GPT-2 does not need come built for another torch, and fail when imported.
-$(VLLM_STAMP): benchmarks/peers_vllm_requirements.txt
+$(VLLM_STAMP): relaygr_lab/benchmarks/peers_vllm_requirements.txt
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install --quiet --requirement benchmarks/peers_vllm_requirements.txt
+	$(VLLM)/bin/pip install --quiet --requirement relaygr_lab/benchmarks/peers_vllm_requirements.txt
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 bench-models: $(STAMP) ## model families beside each other: bytes, full inference, hits, throughput, length (a minute; ARGS=--quick)
-	$(BIN)/python benchmarks/models.py $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/models.py $(ARGS)
 
 bench-features: $(STAMP) ## requests with 10, 40 and 120 feature columns: bytes, times to make, decode and embed them (20 seconds; CHECK=1 judges)
-	$(BIN)/python benchmarks/features.py
+	$(BIN)/python relaygr_lab/benchmarks/features.py
 
 bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and without forwarding (2 minutes; CHECK=1 judges)
-	$(BIN)/python benchmarks/forwarding.py $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/forwarding.py $(ARGS)
 
 bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (5 minutes; CHECK=1 judges)
-	$(BIN)/python benchmarks/simulate.py $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/simulate.py $(ARGS)
 
 bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and without chunks, at rising load (2 minutes; CHECK=1 judges)
-	$(BIN)/python benchmarks/scheduler.py $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/scheduler.py $(ARGS)
 
 bench-tracing: $(STAMP) ## what tracing costs a worker's event loop: off, and sampling 0 and 1 (1 minute; CHECK=1 judges)
-	$(BIN)/python benchmarks/tracing.py $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/tracing.py $(ARGS)
 
 bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, events a second (2 minutes; CHECK=1 judges)
-	$(BIN)/python benchmarks/trigger.py $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/trigger.py $(ARGS)
 
 bench-gateway: $(STAMP) ## what the gateway adds to a ranking at 100 requests/s, beside RelayClient (1 minute; CHECK=1 judges)
-	$(BIN)/python benchmarks/gateway.py $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/gateway.py $(ARGS)
 
 bench-handover: $(STAMP) ## a planned scale-out with and without hand-over: hits, delays, bytes (2 minutes; CHECK=1 judges)
-	$(BIN)/python benchmarks/handover.py
+	$(BIN)/python relaygr_lab/benchmarks/handover.py
 
 bench-paper: $(STAMP) ## what each mechanism is worth, on a fleet of emulated devices beside an oracle (2 hours a call, resumable; ARGS=--quick: 10 minutes; CHECK=1 judges)
 	$(BIN)/relaygr bench paper $(ARGS)
 
 bench-history: $(STAMP) ## histories by reference: bytes, a trigger's events a second, a ranking's time and hits (3 minutes; CHECK=1 judges)
-	$(BIN)/python benchmarks/history.py $(ARGS)
+	$(BIN)/python relaygr_lab/benchmarks/history.py $(ARGS)
 
 bench-slo: $(STAMP) ## how much longer, how much more at the same P99: table, JSON, HTML (3 minutes; CHECK=1 judges)
 	$(BIN)/relaygr bench slo $(ARGS)

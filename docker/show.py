@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import RequestError
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.settings.load import load_settings
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
 
 REQUESTS = 8
 TOP = 3

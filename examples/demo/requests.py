@@ -8,14 +8,14 @@ from itertools import islice
 
 import numpy as np
 import torch
+from relaygr_lab.demo.traffic import newest_only, traffic_options
 
 from examples.movielens.data import Histories, History
-from relaygr_stream.lab.demo.traffic import newest_only, traffic_options
-from relaygr_stream.lab.workload.generator import Generator
-from relaygr_stream.lab.workload.items import WorkItem
-from relaygr_stream.lab.workload.metrics import QualityMeter
 from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.workload.generator import Generator
+from relaygr_stream.workload.items import WorkItem
+from relaygr_stream.workload.metrics import QualityMeter
 
 #: So many users that no two requests are by the same one.
 STRANGERS = 1 << 20

@@ -34,13 +34,13 @@ from examples.movielens.evaluate import Quality
 from examples.movielens.recipe import TABLE_STD, Recipe, new_model
 from examples.movielens.train import Run, train
 from relaygr_stream.errors import RelayError
-from relaygr_stream.lab.demo.traffic import ITEM_EXPONENT
-from relaygr_stream.lab.workload.items import WorkItem
-from relaygr_stream.lab.workload.tastes import Tastes
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.loading import load_checkpoint, save_checkpoint
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.load import load_settings
+from relaygr_stream.workload.items import WorkItem
+from relaygr_stream.workload.packaged import ITEM_EXPONENT
+from relaygr_stream.workload.tastes import Tastes
 
 ITEMS: Final = 4000
 USERS: Final = 2000
@@ -141,7 +141,7 @@ def demo_requests(count: int, seed: int) -> list[WorkItem]:
 CARD: Final = """\
 # The demo's model
 
-The built-in HSTU of RelayGR Stream, trained on its own workload generator (`relaygr_stream/lab/workload/tastes.py`).
+The built-in HSTU of RelayGR Stream, trained on its own workload generator (`relaygr_stream/workload/tastes.py`).
 `relaygr demo` ranks with it. One score column, `next`: a logit, higher is likelier. Scores compare candidates of one
 request only.
 

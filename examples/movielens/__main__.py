@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from relaygr_lab.drawing import INSTALL, can_draw
 
 from examples.movielens.conform import deviation_from_float64
 from examples.movielens.data import DataError, Histories, History, Ints, read_histories
@@ -40,7 +41,6 @@ from examples.movielens.recipe import Recipe
 from examples.movielens.serve import WAYS, Latency, Served, latencies, rank_all, running, settings_for
 from examples.movielens.train import PROGRESS_FILE, parse, train
 from relaygr_stream.errors import RelayError
-from relaygr_stream.lab.drawing import INSTALL, can_draw
 from relaygr_stream.models.loading import load_checkpoint
 from relaygr_stream.settings.schema import Settings
 

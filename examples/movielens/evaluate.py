@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 
 from examples.movielens.data import Histories, History, Ints
-from relaygr_stream.lab.workload.report import LiveLine
 from relaygr_stream.models.api import KVRegion, RankingModel, ScoreInput, Tokens
 from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.workload.report import LiveLine
 
 Floats = npt.NDArray[np.float64]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from relaygr_lab.drawing import BLUE, GREY, ORANGE, RED
 
 from examples.movielens.evaluate import ENOUGH_USERS, Floats
 from examples.movielens.serve import Latency
-from relaygr_stream.lab.drawing import BLUE, GREY, ORANGE, RED
 
 #: z of a 95 % interval of a mean.
 Z95: Final = 1.96

@@ -17,18 +17,18 @@ from typing import Final
 
 import numpy as np
 from msgspec.structs import replace
+from relaygr_lab.bench.pipeline import Pipeline
 
 from examples.movielens.data import History, Ints
 from examples.movielens.evaluate import TEST, Quality, behaviours_of, quality, rank_of, split
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.answers import Ranking
-from relaygr_stream.lab.bench.pipeline import Pipeline
-from relaygr_stream.lab.workload.report import LiveLine
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Client, Relay, Settings, Trigger
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.messages import Mode
+from relaygr_stream.workload.report import LiveLine
 
 #: The two ways of serving, by the mode of the request.
 WAYS: Final[dict[Mode, str]] = {"auto": "served with the relay", "full": "served, full inference"}

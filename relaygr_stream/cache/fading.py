@@ -26,7 +26,7 @@ K = TypeVar("K", bound=Hashable)
 #: Half-lives under trial, in uses of any entry per held entry: from about LRU's recency to about plain frequency.
 HALF_LIVES = (0.25, 1.0, 4.0, 16.0, 64.0)
 #: A simulation holds at most 511 keys: above, it drops half of them. Share of recompute time saved over all traces of
-#: benchmarks/cache.py: 0.582 with 64 (chance misleads), 0.581 with 512 (learning is slow), 0.584 with 256.
+#: relaygr_lab/benchmarks/cache.py: 0.582 with 64 (chance misleads), 0.581 with 512 (learning is slow), 0.584 with 256.
 SIMULATED = 256
 #: A half-life is judged by the cost it saved over about this many uses per entry. One that saves 1 % more replaces it.
 JUDGED_USES = 10

@@ -7,6 +7,7 @@ import io
 import sys
 from functools import partial
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any, Final
 
 import click
@@ -18,17 +19,18 @@ from relaygr_stream.settings.files import FILE_TROUBLE, discard_output
 from relaygr_stream.settings.load import Config
 from relaygr_stream.settings.schema import Settings
 
+#: Entry points of this group are commands of `relaygr`, too: those of the laboratory, the package relaygr-lab.
+_ENTRY_POINTS: Final = "relaygr.commands"
+#: What the laboratory brings, so that its absence can be told from a typing error.
+_LABORATORY: Final = frozenset({"bench", "demo", "simulate"})
 #: Commands in modules of their own, which are imported on demand.
 _COMMANDS: Final = {
-    "bench": "relaygr_stream.cli.bench:bench_command",
     "broker": "relaygr_stream.cli.broker:broker_command",
     "dead-letters": "relaygr_stream.cli.dead_letters:dead_letters_command",
-    "demo": "relaygr_stream.cli.demo:demo_command",
     "explain": "relaygr_stream.cli.explain:explain_command",
     "history": "relaygr_stream.cli.history:history_command",
     "model": "relaygr_stream.cli.model:model_command",
     "replay": "relaygr_stream.cli.replay:replay_command",
-    "simulate": "relaygr_stream.cli.simulate:simulate_command",
     "status": "relaygr_stream.cli.status:status_command",
     "up": "relaygr_stream.cli.up:up_command",
 }
@@ -42,13 +44,23 @@ class _Group(click.Group):
     """Imports commands on demand; prints this package's errors as one line on stderr, with exit code 1."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), *_COMMANDS])
+        return sorted({*super().list_commands(context), *_COMMANDS, *entry_points(group=_ENTRY_POINTS).names})
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in _COMMANDS:
-            return super().get_command(context, name)
-        module, _, attribute = _COMMANDS[name].partition(":")
-        command = getattr(import_module(module), attribute)
+        if name in _COMMANDS:
+            module, _, attribute = _COMMANDS[name].partition(":")
+            command = getattr(import_module(module), attribute)
+        elif (found := super().get_command(context, name)) is not None:
+            return found
+        elif installed := tuple(entry_points(group=_ENTRY_POINTS, name=name)):
+            command = installed[0].load()
+        elif name in _LABORATORY:
+            raise click.UsageError(
+                f"`relaygr {name}` is part of the laboratory, which is not installed: `make setup` in a clone installs "
+                f"it, and so does `pip install ./relaygr_lab`"
+            )
+        else:
+            return None
         assert isinstance(command, click.Command)
         return command
 
@@ -78,6 +90,9 @@ class _Group(click.Group):
             sys.exit(1)
 
     def invoke(self, context: click.Context) -> object:
+        from relaygr_stream.telemetry.logs import print_plain_tracebacks
+
+        print_plain_tracebacks()  # a process sets its own format later
         try:
             result = super().invoke(context)
             sys.stdout.flush()  # reports a full disk here, not in the interpreter's shutdown

@@ -14,8 +14,8 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import Config, load_settings
 
 if TYPE_CHECKING:
-    from relaygr_stream.lab.workload.arrivals import ArrivalLog
-    from relaygr_stream.lab.workload.traffic import Mix, Tide
+    from relaygr_stream.workload.arrivals import ArrivalLog
+    from relaygr_stream.workload.traffic import Mix, Tide
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -107,19 +107,19 @@ def _pair(text: str, expected: str) -> tuple[float, float]:
 
 
 def _mix(_: click.Context, __: click.Parameter, value: str | None) -> Mix | None:
-    from relaygr_stream.lab.workload.traffic import Mix
+    from relaygr_stream.workload.traffic import Mix
 
     return None if value is None else Mix(*_pair(value, "SHARE:TOKENS, such as 80%:128"))
 
 
 def _tide(_: click.Context, __: click.Parameter, value: str | None) -> Tide | None:
-    from relaygr_stream.lab.workload.traffic import Tide
+    from relaygr_stream.workload.traffic import Tide
 
     return None if value is None else Tide(*_pair(value, "SHARE:SECONDS, such as 50%:60"))
 
 
 def _arrivals(_: click.Context, __: click.Parameter, value: Path | None) -> ArrivalLog | None:
-    from relaygr_stream.lab.workload.arrivals import read_arrivals
+    from relaygr_stream.workload.arrivals import read_arrivals
 
     return None if value is None else read_arrivals(value)
 

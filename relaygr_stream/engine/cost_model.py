@@ -23,7 +23,7 @@ Features = tuple[float, float, float]
 #: Weight that a sample keeps after each further one: 0.99 keeps about the last hundred, some seconds of traffic.
 FORGETTING: Final = 0.99
 #: Residuals are cut at this many median deviations: below 2, 15 % of samples made 2–10 times too long shift predictions
-#: by 2 %, at 3 by 5 % (benchmarks/trigger.py's measurements).
+#: by 2 %, at 3 by 5 % (relaygr_lab/benchmarks/trigger.py's measurements).
 OUTLIER: Final = 1.5
 #: The first samples, whose residuals are not cut.
 FREE_SAMPLES: Final = 16

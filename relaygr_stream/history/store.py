@@ -103,7 +103,7 @@ async def rows_of(
 def _check(found: msgspec.Struct, kind: type[msgspec.Struct]) -> None:
     """Raise HistoryUnavailable, naming the field, unless what a store answered could come in a message."""
     try:
-        fields = msgspec.structs.asdict(found)
+        fields = {name: part for name, part in msgspec.structs.asdict(found).items() if part is not msgspec.UNSET}
         msgspec.convert(fields, kind)
         for key in fields.get("columns") or {}:
             key.encode()

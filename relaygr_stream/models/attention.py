@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 #: Rows of a block on the CPU. Products reach their peak speed at about 256 rows; more rows waste more work above the
-#: diagonal. Measured with benchmarks/engine.py over 64…512.
+#: diagonal. Measured with relaygr_lab/benchmarks/engine.py over 64…512.
 CPU_BLOCK_ROWS: Final = 256
 #: Scores of a block on the CPU: 2 Mi elements are 4 MiB in bfloat16. K and V still fit into the last-level cache.
 CPU_BLOCK_ELEMENTS: Final = 2 << 20

@@ -60,7 +60,7 @@ BACKLOG_BYTES: Final = 512 << 20
 SKIP_S: Final = 0.25
 #: Off: the broker checks each batch on arrival, and TCP checks transfers; what remains is a disk that changes bits. A
 #: changed event is dead-lettered, or at worst causes a pre-inference that no ranking uses: a ranking compares its own
-#: sequence with the entry's, token by token. `benchmarks/trigger.py rate` measures the cost of reading.
+#: sequence with the entry's, token by token. `relaygr_lab/benchmarks/trigger.py rate` measures the cost of reading.
 CHECK_CRCS: Final = False
 #: Timeout of the last status, which takes milliseconds: stopping must not wait for a broker that is away.
 FINAL_STATUS_S: Final = 1.0

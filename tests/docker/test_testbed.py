@@ -18,11 +18,11 @@ import pytest
 from msgspec.structs import replace
 
 from relaygr_stream.client import RelayClient
-from relaygr_stream.lab.workload.driver import Result, drive
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.messages import Outcome
 from relaygr_stream.wire.topic_files import lane_of, load_topics
+from relaygr_stream.workload.driver import Result, drive
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
 from tests.docker.conftest import ROOT, Testbed, docker
 
 # Building and starting the containers counts into the first test's time; from nothing, torch is downloaded too.

@@ -15,9 +15,6 @@ import msgspec
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.lab.workload.driver import Result
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.models.api import relative_deviation
 from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Kafka, Relay, Settings, Trigger
@@ -27,6 +24,9 @@ from relaygr_stream.wire.messages import PreInferSignal, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import worker_statuses
+from relaygr_stream.workload.driver import Result
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.workload.items import WorkItem
 from tests.waiting import until
 
 MIB = 1 << 20

@@ -25,12 +25,12 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import AccessDenied, BrokerError, DecodeError
-from relaygr_stream.lab.workload.driver import drive
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.ops.children import Child, write_settings
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.records import Record
+from relaygr_stream.workload.driver import drive
 from tests import needs
 from tests.bus.secure_kafka import SecureKafka, secure_kafka
 from tests.e2e.fleet import TEST_SETTINGS, Results, traffic

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from relaygr_lab.bench.assemble import run_slo
+from relaygr_lab.bench.modes import CACHE, FULL, RELAY
+from relaygr_lab.bench.options import SloOptions
+from relaygr_lab.bench.results import SloReport
 from rich.console import Console
 
-from relaygr_stream.lab.bench.assemble import run_slo
-from relaygr_stream.lab.bench.modes import CACHE, FULL, RELAY
-from relaygr_stream.lab.bench.options import SloOptions
-from relaygr_stream.lab.bench.results import SloReport
 from relaygr_stream.settings.schema import Kafka, Settings
 from tests.e2e.fleet import TEST_SETTINGS
 

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from relaygr_stream.client import RelayClient
-from relaygr_stream.lab.workload.driver import drive
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.workload.driver import drive
 from tests.e2e.fleet import TEST_SETTINGS, Results, check_relayed, hurried, serving_fleet, traffic
 
 ROOT = Path(__file__).parents[2]

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from relaygr_lab.bench.dilation import Fleet
+from relaygr_lab.bench.lengths import costs_named
+from relaygr_lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
+from relaygr_lab.bench.pipeline import Pipeline
+from relaygr_lab.bench.populations import Population
+from relaygr_lab.bench.probe import Judgement, run_probe
+from relaygr_lab.bench.results import Probe
+from relaygr_lab.policies import Policy
 
-from relaygr_stream.lab.bench.dilation import Fleet
-from relaygr_stream.lab.bench.lengths import costs_named
-from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
-from relaygr_stream.lab.bench.pipeline import Pipeline
-from relaygr_stream.lab.bench.populations import Population
-from relaygr_stream.lab.bench.probe import Judgement, run_probe
-from relaygr_stream.lab.bench.results import Probe
-from relaygr_stream.lab.policies import Policy
-from relaygr_stream.lab.workload.generator import GeneratorOptions
-from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.workload.generator import GeneratorOptions
+from relaygr_stream.workload.items import StageDelay
 
 K = 20.0
 ANYWHERE = next(mode for mode in ABLATIONS if mode.route == "any")

@@ -9,8 +9,8 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 
 from relaygr_stream.client import RelayClient
-from relaygr_stream.lab.workload.driver import drive
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.workload.driver import drive
 from tests.conftest import AnyBroker
 from tests.e2e.fleet import Fleet, Results, check_relayed, hurried, serving_fleet, traffic
 from tests.waiting import until

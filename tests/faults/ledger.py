@@ -15,9 +15,9 @@ from typing import Final, TypeAlias
 
 from relaygr_stream import errors
 from relaygr_stream.client import Ranking
-from relaygr_stream.lab.workload.driver import Result
-from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.workload.driver import Result
+from relaygr_stream.workload.items import WorkItem
 
 #: The exactness bound in float32.
 TOLERANCE: Final = 1e-5

@@ -14,10 +14,10 @@ from typing import Final
 import numpy as np
 
 from relaygr_stream.client import Ranking, RelayClient
-from relaygr_stream.lab.workload.driver import Result, drive
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.wire.messages import RankingRequest
+from relaygr_stream.workload.driver import Result, drive
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.workload.items import WorkItem
 from tests.faults.witness import Witness
 
 #: A request without scores by then ends with a typed error; several times what a hedge takes on a crowded machine.

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from relaygr_stream.client import Ranking, RelayClient
-from relaygr_stream.lab.workload.driver import Result, drive
-from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.ops.children import stop_all
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.messages import Timings, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
+from relaygr_stream.workload.driver import Result, drive
+from relaygr_stream.workload.items import WorkItem
 from tests.e2e.fleet import TEST_SETTINGS, serving_fleet, traffic
 from tests.faults.ledger import Copy, Ledger
 from tests.faults.truth import Truth

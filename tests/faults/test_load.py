@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from relaygr_stream.lab.workload.driver import Result
+from relaygr_stream.workload.driver import Result
 from tests.e2e.fleet import traffic
 from tests.faults.load import Note, impact
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from relaygr_stream.client import RelayClient
-from relaygr_stream.lab.workload.driver import drive
 from relaygr_stream.settings.schema import Client, Kafka
+from relaygr_stream.workload.driver import drive
 from tests.e2e.fleet import serving_fleet, traffic
 from tests.faults.witness import Witness
 from tests.waiting import until

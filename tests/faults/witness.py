@@ -23,7 +23,6 @@ from aiokafka.admin import AIOKafkaAdminClient
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.lab.workload.driver import Result
 from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.codec import decode
@@ -31,6 +30,7 @@ from relaygr_stream.wire.messages import RankingRequest, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, Record
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import worker_statuses
+from relaygr_stream.workload.driver import Result
 from tests.faults.ledger import Copy, Ledger
 from tests.faults.truth import Truth
 

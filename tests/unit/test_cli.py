@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoints
 
 import click
 import pytest
@@ -83,3 +84,15 @@ def test_a_seed_that_no_generator_takes_is_refused_at_once(command: list[str]) -
     result = CliRunner().invoke(main, [*command, "--seed", "-1"])
     assert result.exit_code == 2
     assert "'--seed'" in result.output
+
+
+def test_without_the_laboratory_its_commands_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_installed(**_: str) -> EntryPoints:
+        return EntryPoints()
+
+    monkeypatch.setattr("relaygr_stream.cli.main.entry_points", none_installed)
+    result = CliRunner().invoke(main, ["demo"])
+    assert result.exit_code == 2
+    assert "pip install ./relaygr_lab" in result.output
+    assert "demo" not in CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1]
+    assert "No such command" in CliRunner().invoke(main, ["demon"]).output

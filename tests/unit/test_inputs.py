@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from relaygr_lab.bench.lengths import costs_named
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.history.sqlite_store import SqliteStore
-from relaygr_stream.lab.bench.lengths import costs_named
 from relaygr_stream.models.loading import checkpoint_folder
 from relaygr_stream.ops.brokers.distribution import node_properties
 from relaygr_stream.ops.children import Child, write_settings

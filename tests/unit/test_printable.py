@@ -14,15 +14,12 @@ import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
+from relaygr_lab.demo.live import LiveState, LiveView
 
 import relaygr_stream
 from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.cli.explain_table import as_json, as_table
 from relaygr_stream.errors import DecodeError, Superseded
-from relaygr_stream.lab.demo.live import LiveState, LiveView
-from relaygr_stream.lab.workload.driver import DriveSummary
-from relaygr_stream.lab.workload.metrics import QualityMeter
-from relaygr_stream.lab.workload.report import make_report, print_report
 from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.ops.dead_letters.table import as_json as letter_as_json
 from relaygr_stream.ops.dead_letters.table import line_of, print_letter, print_letters
@@ -32,6 +29,9 @@ from relaygr_stream.telemetry.printable import SafeConsole, printable, printable
 from relaygr_stream.telemetry.process import run_process
 from relaygr_stream.trigger.explain import Explanation
 from relaygr_stream.wire.records import Record
+from relaygr_stream.workload.driver import DriveSummary
+from relaygr_stream.workload.metrics import QualityMeter
+from relaygr_stream.workload.report import make_report, print_report
 from tests.unit.demo.test_live import status
 
 EVIL = (

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.lab.quantiles import quantile, quantile_name
+from relaygr_stream.workload.quantiles import quantile, quantile_name
 
 
 def test_quantiles_are_observed_values() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from relaygr_stream.lab.quantiles import nearest_rank
+from relaygr_stream.workload.quantiles import nearest_rank
 from tests.faults.ledger import Ledger
 from tests.faults.soak.kinds import CONTROL_KIND, KINDS
 from tests.faults.soak.stage import Stage

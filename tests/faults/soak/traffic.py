@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from relaygr_stream.client import Ranking, RelayClient
-from relaygr_stream.lab.workload.driver import DriveSummary, Result, drive
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent
 from relaygr_stream.wire.topic_files import lane_of
+from relaygr_stream.workload.driver import DriveSummary, Result, drive
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.workload.items import WorkItem
 from tests.faults.witness import Witness
 
 #: A request without scores by then ends with a typed error.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from relaygr_stream.lab.bench import judge
-from relaygr_stream.lab.bench.cells import Cell, World
-from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode
-from relaygr_stream.lab.bench.results import DEVICE_WORK, STAGES, Memory, Probe, SloReport, Spread
-from relaygr_stream.lab.bench.search import Search
+from relaygr_lab.bench import judge
+from relaygr_lab.bench.cells import Cell, World
+from relaygr_lab.bench.modes import FULL, RELAY, Mode
+from relaygr_lab.bench.results import DEVICE_WORK, STAGES, Memory, Probe, SloReport, Spread
+from relaygr_lab.bench.search import Search
+
 from relaygr_stream.wire.messages import CostModel
 
 WORLD = World(

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from relaygr_lab.bench import assemble
+from relaygr_lab.bench.modes import FULL, RELAY
+from relaygr_lab.bench.options import SloOptions
+from relaygr_lab.bench.probe import Measured
+from relaygr_lab.bench.results import Probe, SloReport
+from relaygr_lab.bench.run import Bench
 from rich.console import Console
 
 from relaygr_stream.errors import RelayError
-from relaygr_stream.lab.bench import assemble
-from relaygr_stream.lab.bench.modes import FULL, RELAY
-from relaygr_stream.lab.bench.options import SloOptions
-from relaygr_stream.lab.bench.probe import Measured
-from relaygr_stream.lab.bench.results import Probe, SloReport
-from relaygr_stream.lab.bench.run import Bench
 from relaygr_stream.settings.schema import Settings
 from tests.unit.bench.reports import WORLD, probe
 

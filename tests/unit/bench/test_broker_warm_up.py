@@ -6,10 +6,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from relaygr_lab.bench.broker_warm_up import LANES, compile_broker
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
-from relaygr_stream.lab.bench.broker_warm_up import LANES, compile_broker
 from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from relaygr_stream.lab.bench import capacity
-from relaygr_stream.lab.bench.capacity import (
+from relaygr_lab.bench import capacity
+from relaygr_lab.bench.capacity import (
     RequestCost,
     Traffic,
     device_ms,
@@ -16,7 +15,8 @@ from relaygr_stream.lab.bench.capacity import (
     most_rate,
     predicted_rate,
 )
-from relaygr_stream.lab.bench.modes import CACHE, FULL, RELAY, Mode
+from relaygr_lab.bench.modes import CACHE, FULL, RELAY, Mode
+
 from relaygr_stream.wire.messages import CostModel
 
 COSTS = CostModel(c0=4.0, c1=0.018, c2=4e-6, c3=5e-5)

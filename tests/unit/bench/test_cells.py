@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from relaygr_lab.bench.cells import Cell
+from relaygr_lab.bench.modes import RELAY
 
-from relaygr_stream.lab.bench.cells import Cell
-from relaygr_stream.lab.bench.modes import RELAY
 from tests.unit.bench.reports import WORLD, probe
 
 #: As fitted when all requests had 512 tokens: right there, and wild at any other length.

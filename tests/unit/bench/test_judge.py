@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from relaygr_lab.bench import judge, plots
+from relaygr_lab.bench.cells import Cell
+from relaygr_lab.bench.modes import FULL, RELAY, Mode
+from relaygr_lab.bench.results import DEVICE_WORK, STAGES, SloReport, Spread
+from relaygr_lab.bench.table import given_text, ratio_text, value_text
 
-from relaygr_stream.lab.bench import judge, plots
-from relaygr_stream.lab.bench.cells import Cell
-from relaygr_stream.lab.bench.modes import FULL, RELAY, Mode
-from relaygr_stream.lab.bench.results import DEVICE_WORK, STAGES, SloReport, Spread
-from relaygr_stream.lab.bench.table import given_text, ratio_text, value_text
 from tests.unit.bench.reports import BUS, WORLD, cell, length_cell, probe, repeated, report
 
 SLOW_BUS = BUS | {"both": Spread(5.0, 12.0), "in": Spread(2.0, 8.0)}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from click.testing import CliRunner
+from relaygr_lab.bench.cells import LENGTH_STEP
+from relaygr_lab.bench.lengths import FULL_SHARE, ROWS, costs_named, grid_length
 
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.bench.cells import LENGTH_STEP
-from relaygr_stream.lab.bench.lengths import FULL_SHARE, ROWS, costs_named, grid_length
 
 
 @pytest.mark.parametrize("name", ["npu", "h100", "cpu"])

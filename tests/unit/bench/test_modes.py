@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import pytest
-
-from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.bench.modes import (
+from relaygr_lab.bench.modes import (
     CACHE,
     FLEET_MODES,
     FULL,
@@ -14,6 +12,8 @@ from relaygr_stream.lab.bench.modes import (
     apply_mode,
     modes_named,
 )
+
+from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.schema import Settings
 
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from relaygr_lab.bench.modes import CACHE, FULL, MODES, RELAY
+from relaygr_lab.bench.options import PRESETS, SloOptions
+from relaygr_lab.cli.bench import build_options
 
-from relaygr_stream.cli.bench import build_options
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.bench.modes import CACHE, FULL, MODES, RELAY
-from relaygr_stream.lab.bench.options import PRESETS, SloOptions
 from relaygr_stream.settings.load import load_settings
 
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from relaygr_stream.lab.bench.modes import CACHE, FULL_ANY, FULL_LANE, RELAY
-from relaygr_stream.lab.bench.oracle import Floats, Shape, by_lane, first_come, largest_rate, relayed
-from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
+from relaygr_lab.bench.modes import CACHE, FULL_ANY, FULL_LANE, RELAY
+from relaygr_lab.bench.oracle import Floats, Shape, by_lane, first_come, largest_rate, relayed
+from relaygr_lab.simulate.costs import KV, DeviceCosts
 
 BATCHES = 20
 COSTS = DeviceCosts(

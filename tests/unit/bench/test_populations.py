@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from relaygr_lab.bench import populations
+from relaygr_lab.bench.modes import CACHE, FULL, FULL_ANY, FULL_LANE, RELAY
+from relaygr_lab.bench.options import SloOptions
+from relaygr_lab.bench.populations import Hot, Population, Populations
 
-from relaygr_stream.lab.bench import populations
-from relaygr_stream.lab.bench.modes import CACHE, FULL, FULL_ANY, FULL_LANE, RELAY
-from relaygr_stream.lab.bench.options import SloOptions
-from relaygr_stream.lab.bench.populations import Hot, Population, Populations
-from relaygr_stream.lab.workload.arrivals import ArrivalLog, read_arrivals
-from relaygr_stream.lab.workload.generator import GeneratorOptions
-from relaygr_stream.lab.workload.items import StageDelay, WorkItem
-from relaygr_stream.lab.workload.traffic import Mix
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.wire.topic_files import lane_of
+from relaygr_stream.workload.arrivals import ArrivalLog, read_arrivals
+from relaygr_stream.workload.generator import GeneratorOptions
+from relaygr_stream.workload.items import StageDelay, WorkItem
+from relaygr_stream.workload.traffic import Mix
 from tests.unit.bench.reports import WORLD
 from tests.unit.workload.test_arrivals import prompts
 

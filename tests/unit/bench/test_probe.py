@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from relaygr_lab.bench.options import TIMEOUT_SLOS
+from relaygr_lab.bench.populations import Population
+from relaygr_lab.bench.probe import Judgement, _latency_ms, _sent, _Staged, _Tally, direct
+from relaygr_lab.bench.statistics import STAGES_AT_MOST, passes
 
-from relaygr_stream.lab.bench.options import TIMEOUT_SLOS
-from relaygr_stream.lab.bench.populations import Population
-from relaygr_stream.lab.bench.probe import Judgement, _latency_ms, _sent, _Staged, _Tally, direct
-from relaygr_stream.lab.bench.statistics import STAGES_AT_MOST, passes
-from relaygr_stream.lab.workload.driver import Result
-from relaygr_stream.lab.workload.items import WorkItem
-from relaygr_stream.lab.workload.traffic import Tide
+from relaygr_stream.workload.driver import Result
+from relaygr_stream.workload.items import WorkItem
+from relaygr_stream.workload.traffic import Tide
 from tests.unit.bench.test_populations import options
 
 JUDGEMENT = Judgement(slo_ms=50.0, samples=100, least_s=0.5, warm_up_s=0.2)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from relaygr_stream.lab.bench.search import Search
+from relaygr_lab.bench.search import Search
 
 values = st.floats(1.0, 1000.0)
 

@@ -5,9 +5,9 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from relaygr_lab.bench.statistics import allowed_bad, bad_share_bounds, fewest_samples, passes, samples_for
 
-from relaygr_stream.lab.bench.statistics import allowed_bad, bad_share_bounds, fewest_samples, passes, samples_for
-from relaygr_stream.lab.quantiles import quantile
+from relaygr_stream.workload.quantiles import quantile
 
 
 @given(st.lists(st.floats(0, 100), min_size=100, max_size=400), st.floats(0, 100))

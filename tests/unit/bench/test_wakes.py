@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import time
 
-from relaygr_stream.lab.bench.results import Spread
-from relaygr_stream.lab.bench.wakes import HOPS, Wakes, chain
+from relaygr_lab.bench.results import Spread
+from relaygr_lab.bench.wakes import HOPS, Wakes, chain
+
 from tests.waiting import until
 
 

@@ -8,15 +8,15 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from relaygr_lab.bench.assemble import _conditions
+from relaygr_lab.bench.options import QUICK, SloOptions
+from relaygr_lab.bench.run import Bench
+from relaygr_lab.simulate.bus import BusLatency
 from simulate_slo import _scenario, not_comparable
 from slo_fit import Fit
 
-from relaygr_stream.lab.bench.assemble import _conditions
-from relaygr_stream.lab.bench.options import QUICK, SloOptions
-from relaygr_stream.lab.bench.run import Bench
-from relaygr_stream.lab.simulate.bus import BusLatency
-from relaygr_stream.lab.workload.items import StageDelay
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.workload.items import StageDelay
 from tests.unit.simulate.scenes import COSTS
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from relaygr_lab.demo.traffic import known_items
 
 from examples.demo.requests import fresh_requests, offline_quality
-from relaygr_stream.lab.demo.traffic import known_items
 from relaygr_stream.models.loading import checkpoint_folder, load_checkpoint
 from relaygr_stream.settings.load import load_settings
 

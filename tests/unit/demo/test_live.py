@@ -4,10 +4,10 @@ import asyncio
 import io
 
 import pytest
+from relaygr_lab.demo import live
+from relaygr_lab.demo.live import LiveState, LiveView
 from rich.console import Console
 
-from relaygr_stream.lab.demo import live
-from relaygr_stream.lab.demo.live import LiveState, LiveView
 from relaygr_stream.ops.status.odd import lane_ranges
 from relaygr_stream.wire.messages import WorkerStatus
 from tests.statuses import lane_statuses, worker_status

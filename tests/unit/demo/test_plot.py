@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from relaygr_lab.demo.plot import draw, save_plot
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.demo.plot import draw, save_plot
 from tests.unit.demo.test_report import GOOD
 
 
@@ -83,7 +83,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pyte
 
 def test_matplotlib_and_torch_are_loaded_only_when_needed() -> None:
     code = (
-        "import sys; from relaygr_stream.lab.demo import live, plot, report; "
+        "import sys; from relaygr_lab.demo import live, plot, report; "
         "print([m for m in ('matplotlib', 'torch') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

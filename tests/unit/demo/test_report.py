@@ -3,12 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from relaygr_lab.demo.report import DemoResult, render_table, verdict
 from rich.console import Console
 
-from relaygr_stream.lab.demo.report import DemoResult, render_table, verdict
-from relaygr_stream.lab.workload.metrics import Quality
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.messages import Outcome
+from relaygr_stream.workload.metrics import Quality
 
 COUNTS: dict[Outcome, int] = {"hbm": 800, "dram": 150, "joined": 20, "full": 30}
 GOOD = DemoResult(

@@ -14,16 +14,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from relaygr_lab.bench.lengths import COSTS_DIR
+from relaygr_lab.emulate.device import FOLLOWS_S, EmulatedModel, WallClock, build, make
+from relaygr_lab.emulate.process import FACTORY, main, run_emulated_worker
+from relaygr_lab.policies import LeastRecent, Policy
+from relaygr_lab.simulate.costs import MOST_TOKENS, DeviceCosts
+from relaygr_lab.simulate.device import META
 
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.errors import ConfigError, InputError
-from relaygr_stream.lab.bench.lengths import COSTS_DIR
-from relaygr_stream.lab.emulate.device import FOLLOWS_S, EmulatedModel, WallClock, build, make
-from relaygr_stream.lab.emulate.process import FACTORY, main, run_emulated_worker
-from relaygr_stream.lab.policies import LeastRecent, Policy
-from relaygr_stream.lab.simulate.costs import MOST_TOKENS, DeviceCosts
-from relaygr_stream.lab.simulate.device import META
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.load import load_settings
@@ -122,7 +122,7 @@ def test_a_worker_holds_more_prefix_kv_than_the_machine_has_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = Oversleeping()
-    monkeypatch.setattr("relaygr_stream.lab.emulate.device.WallClock", lambda: WallClock(world.read, world.sleep))
+    monkeypatch.setattr("relaygr_lab.emulate.device.WallClock", lambda: WallClock(world.read, world.sleep))
     monkeypatch.setattr("relaygr_stream.engine.build.Executor", partial(Executor, clock=world.read))
     flags = {
         "model.factory": FACTORY,
@@ -217,7 +217,7 @@ async def test_a_worker_process_evicts_by_its_policy(
         del context
         build(None, None, None)
 
-    monkeypatch.setattr("relaygr_stream.lab.emulate.device.build", build)
+    monkeypatch.setattr("relaygr_lab.emulate.device.build", build)
     monkeypatch.setattr("relaygr_stream.worker.process.run_worker", run_worker)
     with pytest.raises(InterruptedError):
         await run_emulated_worker(None, policy)  # type: ignore[arg-type]

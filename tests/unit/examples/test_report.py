@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from relaygr_lab.drawing import can_draw
 
 from examples.movielens.__main__ import MOVIELENS_1M, Report, table, targets_missed
 from examples.movielens.data import Histories, History
 from examples.movielens.picture import draw
 from examples.movielens.serve import Latency, Served
-from relaygr_stream.lab.drawing import can_draw
 
 EMPTY = np.zeros(0, np.int64)
 

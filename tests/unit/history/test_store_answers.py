@@ -60,7 +60,7 @@ def test_a_reference_of_another_type(fields: dict[str, Any]) -> None:
 
 
 def test_what_is_well_formed_passes() -> None:
-    answer = rows({"price:float32": b"12345678"})
-    assert asyncio.run(rows_of(Store(answer), "u", "", REFERENCE, 0, 1.0)) is answer
+    for answer in (rows({"price:float32": b"12345678"}), rows(), Behaviours()):
+        assert asyncio.run(rows_of(Store(answer), "u", "", REFERENCE, 0, 1.0)) is answer
     assert asyncio.run(looked_up(Store(REFERENCE), "u", "", 1.0)) is REFERENCE
     assert asyncio.run(looked_up(Store(None), "u", "", 1.0)) is None

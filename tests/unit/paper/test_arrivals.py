@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from relaygr_lab.bench.lengths import costs_named
+from relaygr_lab.bench.modes import CACHE, FULL_ANY, RELAY
+from relaygr_lab.bench.oracle import largest_rate
+from relaygr_lab.bench.progress import Progress
+from relaygr_lab.paper import assemble, measured
+from relaygr_lab.paper.plan import PaperOptions, curves, logged_setups, steps
+from relaygr_lab.paper.results import Record
+from relaygr_lab.paper.run import Paper
+from relaygr_lab.paper.setup import Ground
 
 from relaygr_stream.cli.main import main
-from relaygr_stream.lab.bench.lengths import costs_named
-from relaygr_stream.lab.bench.modes import CACHE, FULL_ANY, RELAY
-from relaygr_stream.lab.bench.oracle import largest_rate
-from relaygr_stream.lab.bench.progress import Progress
-from relaygr_stream.lab.paper import assemble, measured
-from relaygr_stream.lab.paper.plan import PaperOptions, curves, logged_setups, steps
-from relaygr_stream.lab.paper.results import Record
-from relaygr_stream.lab.paper.run import Paper
-from relaygr_stream.lab.paper.setup import Ground
-from relaygr_stream.lab.workload.arrivals import read_arrivals
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.telemetry.printable import SafeConsole
+from relaygr_stream.workload.arrivals import read_arrivals
 
 FILE = Path(__file__).parent / "bursts.csv"  # 20 bursts of 12 arrivals
 LOG = read_arrivals(FILE)

@@ -6,15 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
-
-from relaygr_stream.lab.bench.results import Probe
-from relaygr_stream.lab.paper.judge import judge
-from relaygr_stream.lab.paper.plan import MANY, REVISITS, Where, curves
-from relaygr_stream.lab.paper.readings import differences, headline, length_at
-from relaygr_stream.lab.paper.report import make_report
-from relaygr_stream.lab.paper.results import Headline, Outcome, Verdict, points
-from relaygr_stream.lab.paper.setup import GRID, HEADLINE, Setup, factor_for
-from relaygr_stream.lab.paper.tables import headline_rows
+from relaygr_lab.bench.results import Probe
+from relaygr_lab.paper.judge import judge
+from relaygr_lab.paper.plan import MANY, REVISITS, Where, curves
+from relaygr_lab.paper.readings import differences, headline, length_at
+from relaygr_lab.paper.report import make_report
+from relaygr_lab.paper.results import Headline, Outcome, Verdict, points
+from relaygr_lab.paper.setup import GRID, HEADLINE, Setup, factor_for
+from relaygr_lab.paper.tables import headline_rows
 
 PROBE = Probe(
     mode="relay",

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from relaygr_lab.bench.cells import Cell
+from relaygr_lab.bench.dilation import DILATED, Fleet, dilated
+from relaygr_lab.bench.lengths import costs_named
+from relaygr_lab.bench.modes import FLEET_MODES, RELAY, apply_mode, grouped
+from relaygr_lab.bench.options import TIMEOUT_SLOS
+from relaygr_lab.emulate.process import FACTORY
+from relaygr_lab.paper import simulated
+from relaygr_lab.paper.measured import ended
+from relaygr_lab.paper.plan import REGIMES, curves, steps
+from relaygr_lab.paper.results import COMPLETE_FILES, RUN_FILES, Outcome, Record, points
+from relaygr_lab.paper.setup import GRID, HEADLINE, MOST_RATE, Setup, factor_for
+from relaygr_lab.simulate.scenario import Group, Scenario
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.bench.cells import Cell
-from relaygr_stream.lab.bench.dilation import DILATED, Fleet, dilated
-from relaygr_stream.lab.bench.lengths import costs_named
-from relaygr_stream.lab.bench.modes import FLEET_MODES, RELAY, apply_mode, grouped
-from relaygr_stream.lab.bench.options import TIMEOUT_SLOS
-from relaygr_stream.lab.emulate.process import FACTORY
-from relaygr_stream.lab.paper import simulated
-from relaygr_stream.lab.paper.measured import ended
-from relaygr_stream.lab.paper.plan import REGIMES, curves, steps
-from relaygr_stream.lab.paper.results import COMPLETE_FILES, RUN_FILES, Outcome, Record, points
-from relaygr_stream.lab.paper.setup import GRID, HEADLINE, MOST_RATE, Setup, factor_for
-from relaygr_stream.lab.simulate.scenario import Group, Scenario
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from tests.unit.bench.reports import WORLD, probe

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-
-from relaygr_stream.lab.bench.modes import FLEET_MODES
-from relaygr_stream.lab.bench.results import Memory
-from relaygr_stream.lab.drawing import can_draw
-from relaygr_stream.lab.paper.drawings import drawings
-from relaygr_stream.lab.paper.measured import tiers_during
-from relaygr_stream.lab.paper.plan import Where, curves
-from relaygr_stream.lab.paper.report import as_json, make_report, page, render
-from relaygr_stream.lab.paper.results import Outcome, PaperReport
-from relaygr_stream.lab.paper.tables import (
+from relaygr_lab.bench.modes import FLEET_MODES
+from relaygr_lab.bench.results import Memory
+from relaygr_lab.drawing import can_draw
+from relaygr_lab.paper.drawings import drawings
+from relaygr_lab.paper.measured import tiers_during
+from relaygr_lab.paper.plan import Where, curves
+from relaygr_lab.paper.report import as_json, make_report, page, render
+from relaygr_lab.paper.results import Outcome, PaperReport
+from relaygr_lab.paper.tables import (
     arrivals_rows,
     curve_rows,
     kinds_rows,
@@ -22,6 +21,7 @@ from relaygr_stream.lab.paper.tables import (
     parts_rows,
     table_rows,
 )
+
 from relaygr_stream.telemetry.printable import render_plain
 from tests.unit.paper.test_judge import PROBE, grid, outcome
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from relaygr_lab.bench.lengths import costs_named
+from relaygr_lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
+from relaygr_lab.bench.options import TIMEOUT_SLOS
+from relaygr_lab.bench.oracle import largest_rate
+from relaygr_lab.bench.progress import Progress
+from relaygr_lab.paper import simulated
+from relaygr_lab.paper.plan import PaperOptions, curves
+from relaygr_lab.paper.results import RUN_FILES, Outcome, Record, points
+from relaygr_lab.paper.run import Paper
+from relaygr_lab.paper.setup import Ground, Setup, factor_for
+from relaygr_lab.paper.simulated import Simulation
 
-from relaygr_stream.lab.bench.lengths import costs_named
-from relaygr_stream.lab.bench.modes import ABLATIONS, CACHE, FULL_ANY, FULL_LANE, RELAY, Mode
-from relaygr_stream.lab.bench.options import TIMEOUT_SLOS
-from relaygr_stream.lab.bench.oracle import largest_rate
-from relaygr_stream.lab.bench.progress import Progress
-from relaygr_stream.lab.paper import simulated
-from relaygr_stream.lab.paper.plan import PaperOptions, curves
-from relaygr_stream.lab.paper.results import RUN_FILES, Outcome, Record, points
-from relaygr_stream.lab.paper.run import Paper
-from relaygr_stream.lab.paper.setup import Ground, Setup, factor_for
-from relaygr_stream.lab.paper.simulated import Simulation
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
-from relaygr_stream.lab.simulate.fleet import Fleet
-from relaygr_stream.lab.simulate.scenario import Scenario
-from relaygr_stream.lab.workload.traffic import Traffic
+from relaygr_lab.simulate.costs import KV, DeviceCosts
+from relaygr_lab.simulate.fleet import Fleet
+from relaygr_lab.simulate.scenario import Scenario
+
 from relaygr_stream.settings.load import load_settings
+from relaygr_stream.workload.traffic import Traffic
 
 #: 4 KiB a token; a prefix of 512 tokens takes about 8 ms, a ranking about 2 ms.
 COSTS = DeviceCosts(

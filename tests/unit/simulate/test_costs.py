@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from relaygr_lab.simulate.calibrate import Samples, calibrate, fit_relative
+from relaygr_lab.simulate.costs import DeviceCosts
 
 from relaygr_stream.errors import ConfigError, InputError
-from relaygr_stream.lab.simulate.calibrate import Samples, calibrate, fit_relative
-from relaygr_stream.lab.simulate.costs import DeviceCosts
 from relaygr_stream.models.kv import KVLayout
 from tests.unit.simulate.scenes import COSTS, scenario
 

@@ -11,15 +11,15 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from relaygr_lab.policies import Route
+from relaygr_lab.simulate.fleet import Fleet
+from relaygr_lab.simulate.run import run_group, run_scenario
+from relaygr_lab.simulate.scenario import Failure
+from relaygr_lab.simulate.story import hit_share, late_share, latencies, percentile
 
-from relaygr_stream.lab.policies import Route
-from relaygr_stream.lab.simulate.fleet import Fleet
-from relaygr_stream.lab.simulate.run import run_group, run_scenario
-from relaygr_stream.lab.simulate.scenario import Failure
-from relaygr_stream.lab.simulate.story import hit_share, late_share, latencies, percentile
-from relaygr_stream.lab.workload.visits import Arrival
 from relaygr_stream.wire.messages import HITS
 from relaygr_stream.worker.forwarding import MOST_HOPS
+from relaygr_stream.workload.visits import Arrival
 from tests.unit.simulate.scenes import fleet_of, scenario, trace
 
 
@@ -134,7 +134,7 @@ def test_lost_statements_cost_admissions_and_break_nothing() -> None:
 
 
 def test_a_slower_bus_shows() -> None:
-    from relaygr_stream.lab.simulate.bus import BusLatency
+    from relaygr_lab.simulate.bus import BusLatency
 
     fast, slow = (
         run_group(scenario(bus=bus), scenario().groups[0]) for bus in (BusLatency(0.5, 0.6), BusLatency(10.0, 12.0))

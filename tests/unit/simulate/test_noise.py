@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from relaygr_lab.simulate.bus import BusLatency, Paths, Way
+from relaygr_lab.simulate.device import SimulatedModel
+from relaygr_lab.simulate.noise import Lasting, Noise
+from relaygr_lab.simulate.timeline import Clock
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.simulate.bus import BusLatency, Paths, Way
-from relaygr_stream.lab.simulate.device import SimulatedModel
-from relaygr_stream.lab.simulate.noise import Lasting, Noise
-from relaygr_stream.lab.simulate.timeline import Clock
 from tests.unit.simulate.scenes import COSTS, fleet_of, scenario
 
 FAR_S = 1.0  # apart, where noise lasts 10 ms

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from relaygr_stream.lab.simulate.report import summary
-from relaygr_stream.lab.simulate.run import run_group
+from relaygr_lab.simulate.report import summary
+from relaygr_lab.simulate.run import run_group
+
 from tests.unit.simulate.scenes import scenario
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from relaygr_lab.simulate.memory import bytes_for, reuse_bytes
+from relaygr_lab.simulate.plan import Probe, search
+from relaygr_lab.simulate.run import run_group, run_scenario
+from relaygr_lab.simulate.scenario import Failure
+from relaygr_lab.simulate.story import Window, recovery_s
 
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import CapacityError
-from relaygr_stream.lab.simulate.memory import bytes_for, reuse_bytes
-from relaygr_stream.lab.simulate.plan import Probe, search
-from relaygr_stream.lab.simulate.run import run_group, run_scenario
-from relaygr_stream.lab.simulate.scenario import Failure
-from relaygr_stream.lab.simulate.story import Window, recovery_s
-from relaygr_stream.lab.workload.visits import Arrival
+from relaygr_stream.workload.visits import Arrival
 from tests.unit.simulate.scenes import COSTS, SETTINGS, scenario
 from tests.unit.workload.test_arrivals import prompts
 

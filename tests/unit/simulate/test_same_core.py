@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from relaygr_lab.simulate.costs import KV, DeviceCosts
+from relaygr_lab.simulate.device import META, SimulatedCopies, SimulatedModel
+from relaygr_lab.simulate.timeline import Clock
 
 from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.audit import Auditor
 from relaygr_stream.engine.executor import Executor
-from relaygr_stream.lab.simulate.costs import KV, DeviceCosts
-from relaygr_stream.lab.simulate.device import META, SimulatedCopies, SimulatedModel
-from relaygr_stream.lab.simulate.timeline import Clock
 from tests.unit.engine.worlds import CPU, GRANULE_BYTES, LIMITS, MAX_TOKENS, TOY, OpenScheduler, World
 
 COSTS = DeviceCosts(
@@ -43,7 +43,7 @@ class Simulated(World):
             executor.costs_of_prefix,
             scratch_tokens=MAX_TOKENS,
         )
-        auditor = Auditor(0.0, lambda task, deviation, ms: False)
+        auditor = Auditor(0.0, lambda *_: False)
         self.scheduler = OpenScheduler(executor, self.cache, self.limits, auditor)
 
     def settle(self, most: int = 10_000) -> None:
@@ -94,7 +94,7 @@ def test_outcomes_and_books_agree(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     for world in worlds:
         play(world, seed)
     stories = [
-        [(a.task.request_id, a.status, a.task.outcome, a.task.computed_tokens) for a in world.answers]
+        [(a.task.request_id, a.status, a.measured.outcome, a.measured.computed_tokens) for a in world.answers]
         for world in worlds
     ]
     assert stories[0] == stories[1]

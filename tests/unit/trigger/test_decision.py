@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.lab.workload.generator import GeneratorOptions
 from relaygr_stream.settings.schema import Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
 from relaygr_stream.trigger.delegation import NOTICE_MS
@@ -18,6 +17,7 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import CostModel, RequestEvent, with_version
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, prefix_bytes, usable_costs
+from relaygr_stream.workload.generator import GeneratorOptions
 from tests.retained import retained
 from tests.unit.trigger.parts import POLICY, claim, event, lane_status, worker_status
 

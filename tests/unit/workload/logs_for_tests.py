@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from relaygr_stream.lab.workload.logs import InteractionLog
+from relaygr_stream.workload.logs import InteractionLog
 
 USERS = 100
 ITEMS = 400

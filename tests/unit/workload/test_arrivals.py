@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.lab.workload.arrivals import ArrivalLog, read_arrivals, spread
+from relaygr_stream.workload.arrivals import ArrivalLog, read_arrivals, spread
 from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
 
 

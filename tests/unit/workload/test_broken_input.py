@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.lab.workload.formats import FORMATS, Format
-from relaygr_stream.lab.workload.logfile import MAX_LINE_BYTES
-from relaygr_stream.lab.workload.logs import read_log
+from relaygr_stream.workload.formats import FORMATS, Format
+from relaygr_stream.workload.logfile import MAX_LINE_BYTES
+from relaygr_stream.workload.logs import read_log
 from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
 
 BROKEN_UDATA = {

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from relaygr_stream.errors import BrokerUnavailable, DeadlineExceeded, Overloaded, RelayError
-from relaygr_stream.lab.workload.driver import Result, drive
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.lab.workload.items import WorkItem
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent
+from relaygr_stream.workload.driver import Result, drive
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.workload.items import WorkItem
 from tests.unit.workload.recording_client import RecordingClient
 from tests.waiting import WITHIN_S
 

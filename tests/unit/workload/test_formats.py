@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.lab.workload.columns import ColumnMap
-from relaygr_stream.lab.workload.logs import read_log
+from relaygr_stream.workload.columns import ColumnMap
+from relaygr_stream.workload.logs import read_log
 from tests.unit.workload.logs_for_tests import Interaction, interactions, movielens_rows, write_udata
 
 Rows = list[list[int]]

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.workload import generator as generator_module
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.lab.workload.items import StageDelay, WorkItem, sample_others
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent
+from relaygr_stream.workload import generator as generator_module
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.workload.items import StageDelay, WorkItem, sample_others
 
 SMALL = GeneratorOptions(users=40, items=500, length=40, max_prefix=120, candidates=20, suffix=4)
 

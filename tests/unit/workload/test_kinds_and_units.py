@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.lab.workload.logs import read_log
-from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
+from relaygr_stream.workload.logs import read_log
+from relaygr_stream.workload.replay import Replay, ReplayOptions
 from tests.unit.workload.logs_for_tests import interactions
 
 AT = 1_400_327_202  # seconds; 2014-05-17

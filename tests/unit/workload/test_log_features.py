@@ -16,11 +16,11 @@ from click.testing import CliRunner
 
 from relaygr_stream.cli.replay import replay_command
 from relaygr_stream.errors import InputError
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.lab.workload.logs import InteractionLog, read_log
-from relaygr_stream.lab.workload.replay import Replay, ReplayOptions
 from relaygr_stream.wire.codec import check_features
 from relaygr_stream.wire.features import NO_FEATURES, FeatureColumn, FeatureSchema
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.workload.logs import InteractionLog, read_log
+from relaygr_stream.workload.replay import Replay, ReplayOptions
 
 SCHEMA = FeatureSchema(
     [

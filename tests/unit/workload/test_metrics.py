@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.lab.workload.metrics import QualityMeter, chance_at, quality_at
+from relaygr_stream.workload.metrics import QualityMeter, chance_at, quality_at
 
 
 def naive(scores: list[float], target: int, k: int) -> tuple[float, float]:

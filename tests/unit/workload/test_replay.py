@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from relaygr_stream.errors import ConfigError, InputError
-from relaygr_stream.lab.workload.items import WorkItem
-from relaygr_stream.lab.workload.logs import InteractionLog, read_log
-from relaygr_stream.lab.workload.replay import Replay, ReplayOptions, window_start
+from relaygr_stream.workload.items import WorkItem
+from relaygr_stream.workload.logs import InteractionLog, read_log
+from relaygr_stream.workload.replay import Replay, ReplayOptions, window_start
 from tests.unit.workload.logs_for_tests import ITEMS, interactions, movielens_rows, write_udata
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.lab.workload.generator import Generator, GeneratorOptions
-from relaygr_stream.lab.workload.metrics import QualityMeter
-from relaygr_stream.lab.workload.tastes import INTERESTS, RETURN, SERIES_ITEMS, STAY, TURNOVER, Tastes
+from relaygr_stream.workload.generator import Generator, GeneratorOptions
+from relaygr_stream.workload.metrics import QualityMeter
+from relaygr_stream.workload.tastes import INTERESTS, RETURN, SERIES_ITEMS, STAY, TURNOVER, Tastes
 
 ITEMS = 4000
 EVERYONE_NEW = GeneratorOptions(

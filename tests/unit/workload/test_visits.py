@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.lab.workload.arrivals import ArrivalLog, read_arrivals
-from relaygr_stream.lab.workload.traffic import Mix, Spread, Tide, Traffic
-from relaygr_stream.lab.workload.users import EXACT_RANKS, Part, Returners, UserLaw
-from relaygr_stream.lab.workload.visits import Arrival, Pace, Visit, arrivals, visits
+from relaygr_stream.workload.arrivals import ArrivalLog, read_arrivals
+from relaygr_stream.workload.traffic import Mix, Spread, Tide, Traffic
+from relaygr_stream.workload.users import EXACT_RANKS, Part, Returners, UserLaw
+from relaygr_stream.workload.visits import Arrival, Pace, Visit, arrivals, visits
 from tests.unit.workload.test_arrivals import azure, prompts
 
 WHOLE = Part(0, 8, 8)

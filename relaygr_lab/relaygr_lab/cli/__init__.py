@@ -1,0 +1,1 @@
+"""The laboratory's commands: `relaygr demo`, `simulate`, `bench`."""

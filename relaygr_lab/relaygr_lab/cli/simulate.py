@@ -1,0 +1,243 @@
+"""`relaygr simulate` on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from relaygr_lab.simulate.bus import BusLatency
+from relaygr_stream.cli.options import head_start, parse_flags, share, source_options, taken, traffic_options
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.ops.stopping import interruptible
+from relaygr_stream.settings.files import check_writable
+from relaygr_stream.settings.load import load_settings
+
+if TYPE_CHECKING:
+    from relaygr_lab.simulate.costs import DeviceCosts
+    from relaygr_lab.simulate.plan import Probe
+    from relaygr_lab.simulate.scenario import Scenario
+    from relaygr_stream.settings.schema import Settings
+    from relaygr_stream.workload.traffic import Traffic
+
+
+@click.command(name="simulate")
+@click.option(
+    "--workers", type=click.IntRange(1, 10_000_000), default=1000, show_default=True, help="Workers in the fleet."
+)
+@click.option(
+    "--lanes-per-worker", type=click.IntRange(1, 1000), default=8, show_default=True, help="Lanes per worker."
+)
+@traffic_options(
+    rate="2000, of all users",
+    arrivals="",
+    tide="",
+    users="1000000",
+    zipf="0",
+    revisit="50%",
+    return_s="20",
+    length="1024",
+    sigma="0",
+    mix="",
+    growth="3",
+    suffix="8",
+    candidates="100",
+    stage_delay="80",
+    stage_sigma="0.25",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["relay", "cache", "full"]),
+    default="relay",
+    show_default=True,
+    help="cache: no pre-inference; full: no reuse either.",
+)
+@click.option("--hbm", metavar="BYTES", help="Short for --set worker.hbm_bytes=…, for example 32GiB.")
+@click.option("--dram", metavar="BYTES", help="Short for --set worker.dram_bytes=…; 0: no DRAM tier.")
+@click.option(
+    "--costs",
+    default="calibrate",
+    show_default=True,
+    metavar="NAME|FILE|calibrate",
+    help="Device costs: npu, h100, cpu, a TOML file, or measure the configured model on this machine (15 s).",
+)
+@click.option("--save-costs", type=click.Path(path_type=Path, dir_okay=False), help="Write the costs to this file.")
+@click.option(
+    "--bus-p50", type=float, default=BusLatency.p50_ms, show_default=True, help="P50 from produce to consume, ms."
+)
+@click.option(
+    "--bus-p99", type=float, default=BusLatency.p99_ms, show_default=True, help="P99 from produce to consume, ms."
+)
+@click.option(
+    "--bus-lasting",
+    type=float,
+    default=BusLatency.lasting_ms,
+    show_default=True,
+    help="Correlation time of bus latencies, ms; 0: independent.",
+)
+@click.option("--answer-p50", type=float, help="P50 from produce to consume of answers, ms. [--bus-p50]")
+@click.option("--answer-p99", type=float, help="P99 from produce to consume of answers, ms. [--bus-p99]")
+@click.option(
+    "--status-loss",
+    metavar="SHARE",
+    callback=share,
+    default="0",
+    show_default=True,
+    help="Share of worker statuses that are lost.",
+)
+@click.option(
+    "--fail-rack",
+    metavar="SHARE",
+    callback=share,
+    help="Share of the workers that die at once, e.g. 2%; at least one dies.",
+)
+@click.option("--at", type=float, default=10.0, show_default=True, help="Seconds of measured time before --fail-rack.")
+@click.option("--seconds", type=float, default=30.0, show_default=True, help="Measured simulated time.")
+@click.option("--warm-up", type=float, help="Simulated time before the measured one. [three times --return-after]")
+@click.option(
+    "--sample",
+    type=click.IntRange(1),
+    default=40,
+    show_default=True,
+    help="Workers that are simulated; with --fail-rack at least 1 / SHARE.",
+)
+@click.option(
+    "--plan", is_flag=True, help="Find the smallest fleet for this traffic, its memory, and the effect of a failure."
+)
+@click.option(
+    "--hit-target",
+    metavar="SHARE",
+    callback=share,
+    default="90%",
+    show_default=True,
+    help="With --plan: share of returning users that hit.",
+)
+@click.option(
+    "--processes", type=click.IntRange(0, 1024), default=0, show_default=True, help="Processes; 0: one per core."
+)
+@click.option("--seed", type=click.IntRange(0), default=7, show_default=True, help="Seed of every random choice.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all figures to this file."
+)
+@source_options
+def simulate_command(**given: Any) -> None:  # fmt: skip
+    """Simulate a fleet in simulated time.
+
+    Runs the real trigger, assignor, cache and scheduler on simulated devices and a simulated bus.
+
+    Only --sample workers are simulated, with exactly their users. They forward to and prefill for each other within
+    groups of at most 50. Results are for the whole fleet, with the error of the sample.
+
+    Example: relaygr simulate --workers 10000 --users 100000000 --rate 100000 --fail-rack 2%
+    """
+    flags = {"worker.hbm_bytes": given["hbm"], "worker.dram_bytes": given["dram"], **parse_flags(given["assignments"])}
+    settings = load_settings(given["files"], flags).settings
+    for option, name in (("--save-costs", "save_costs"), ("--json", "json_file")):
+        if given[name]:
+            check_writable(given[name], option)
+    with interruptible():
+        _simulate(settings, given)
+
+
+def _simulate(settings: Settings, given: dict[str, Any]) -> None:
+    from relaygr_lab.simulate.report import render, summary
+    from relaygr_lab.simulate.run import run_scenario
+    from relaygr_stream.telemetry.printable import print_table
+
+    scenario = _scenario(given, settings)
+    if given["save_costs"]:
+        given["save_costs"].write_text(scenario.costs.as_toml(), encoding="utf-8")
+        click.echo(f"costs written to {given['save_costs']}", err=True)
+    if given["plan"]:
+        figures = _plan(scenario, given)
+    else:
+        started = time.perf_counter()
+        story = run_scenario(scenario, given["processes"], _progress)
+        print_table(render(scenario, story, time.perf_counter() - started))
+        figures = summary(scenario, story)
+    if given["json_file"]:
+        given["json_file"].write_text(json.dumps(figures, indent=1, default=str) + "\n", encoding="utf-8")
+        click.echo(f"all figures in {given['json_file']}", err=True)
+    if not figures.get("holds", True):
+        sys.exit(1)  # with --plan: the SLO held at no size of memory
+
+
+def _costs(given: dict[str, Any], settings: Settings, traffic: Traffic) -> DeviceCosts:
+    if given["costs"] != "calibrate":
+        from relaygr_lab.bench.lengths import costs_named
+
+        return costs_named(given["costs"])
+    from relaygr_lab.simulate.calibrate import calibrate
+
+    click.echo(f"measuring {settings.worker.device}; nothing else should run meanwhile", err=True)
+    return calibrate(settings, round(traffic.length), traffic.suffix + traffic.candidates)
+
+
+def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
+    from relaygr_lab.simulate.scenario import Failure, Scenario
+
+    traffic = _traffic(given, settings)
+    bus = BusLatency(given["bus_p50"], given["bus_p99"], given["bus_lasting"])
+    answer_p50, answer_p99 = given["answer_p50"], given["answer_p99"]
+    answers = BusLatency(
+        bus.p50_ms if answer_p50 is None else answer_p50, bus.p99_ms if answer_p99 is None else answer_p99
+    )
+    failure = None if given["fail_rack"] is None else Failure(share=given["fail_rack"], at=given["at"])
+    return Scenario(
+        settings=settings,
+        costs=_costs(given, settings, traffic),
+        traffic=traffic,
+        workers=given["workers"],
+        lanes_per_worker=given["lanes_per_worker"],
+        sample=given["sample"],
+        seconds=given["seconds"],
+        warm_s=3 * traffic.return_s if given["warm_up"] is None else given["warm_up"],
+        mode=given["mode"],
+        bus=bus,
+        answers=answers,
+        status_loss=given["status_loss"],
+        failure=failure,
+        seed=given["seed"],
+    )
+
+
+def _traffic(given: dict[str, Any], settings: Settings) -> Traffic:
+    from relaygr_stream.workload.items import StageDelay
+    from relaygr_stream.workload.traffic import Traffic
+
+    relay = settings.relay
+    head = head_start(given)
+    if not 0 < head.get("median_ms", 1.0) <= relay.life_window_ms:
+        raise ConfigError(f"--stage-delay {given['stage_delay']:g}: must be above 0, at most relay.life_window_ms")
+    shape = taken(given, *(field.name for field in dataclasses.fields(Traffic) if field.name in given))
+    traffic = Traffic(**{"rate": 2000.0, **shape}, max_prefix=relay.max_prefix_tokens, delay=StageDelay(**head))
+    if beyond := relay.beyond(suffix=traffic.suffix, candidates=traffic.candidates):
+        raise ConfigError(beyond)
+    return traffic
+
+
+def _plan(scenario: Scenario, given: dict[str, Any]) -> dict[str, Any]:
+    from relaygr_lab.simulate.planned import plan, render_plan, render_probe
+    from relaygr_lab.simulate.run import run_scenario
+    from relaygr_stream.telemetry.printable import print_table
+
+    def tried(probe: Probe) -> None:
+        click.echo(render_probe(probe), err=True)
+
+    simulate = partial(run_scenario, processes=given["processes"], report=_progress)
+    planned = plan(scenario, given["hit_target"], simulate, tried)
+    print_table(render_plan(planned))
+    return planned.figures()
+
+
+def _progress(done: int, of: int) -> None:
+    """Print progress on stderr, if that is a terminal."""
+    if sys.stderr.isatty():
+        end = "\n" if done == of else ""
+        click.echo(f"\rsimulating: {done} of {of} groups of workers{end}", err=True, nl=False)

@@ -1,0 +1,184 @@
+"""Simulates a setup in a mode as the fleet runs it: in the same dilated time, on a bus of the same real milliseconds.
+
+A value is the median of several seeds: traffic, bus and random choices are drawn anew for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import torch
+
+from relaygr_lab.bench.dilation import dilated
+from relaygr_lab.bench.modes import Mode, apply_mode
+from relaygr_lab.bench.options import DELAY_SIGMA
+from relaygr_lab.bench.populations import known_users
+from relaygr_lab.bench.run import LANES_PER_WORKER
+from relaygr_lab.bench.search import Search
+from relaygr_lab.paper.results import SIGNALS, Outcome
+from relaygr_lab.paper.setup import GIB, GROWTH, SUFFIX, TIDE_REQUESTS, USERS, Setup, tide_s
+from relaygr_lab.simulate.bus import BusLatency
+from relaygr_lab.simulate.costs import DeviceCosts
+from relaygr_lab.simulate.run import run_group
+from relaygr_lab.simulate.scenario import Scenario
+from relaygr_lab.simulate.story import (
+    ALLOWED_LATE,
+    OUTCOMES,
+    Floats,
+    Story,
+    counts,
+    late_share,
+    latencies,
+    percentile,
+)
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.trigger.decision import REASONS
+from relaygr_stream.workload.arrivals import ArrivalLog
+from relaygr_stream.workload.items import StageDelay
+from relaygr_stream.workload.traffic import Tide, Traffic
+
+#: One way of the bus, in real milliseconds: about what a quiet fleet of this bench shows (`bus` in the report).
+BUS: Final = BusLatency(p50_ms=2.0, p99_ms=6.0)
+#: Judged requests of a probe: twelve beyond the P99, and whole tides.
+REQUESTS: Final = 4 * TIDE_REQUESTS
+#: Requests before them, and so many for each user who returns: each has been there, and prefix KV are where they stay.
+WARM_UP: Final = 300
+ROUNDS: Final = 3
+#: The share of a log's arrivals before the judged ones.
+LOG_WARM_UP: Final = 0.2
+#: Rates are found to within this; a search begins at this share of the oracle's rate, with this step.
+TOLERANCE: Final = 1.05
+FIRST_SHARE: Final = 0.9
+STEP: Final = 1.2
+#: The least rate tried, undilated, requests/s.
+LEAST_RATE: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One value to simulate; can be sent to another process. costs, settings: undilated, of the whole run.
+
+    oracle: the largest rate in this mode; most: that of the relay, of which the setup's load is a share. A log is
+    played once, from its beginning, so that its mean rate is the probe's.
+    """
+
+    setup: Setup
+    mode: Mode
+    repeat: int
+    seed: int
+    costs: DeviceCosts
+    settings: Settings
+    factor: int
+    oracle: float
+    most: float
+    log: ArrivalLog | None = None  # of the setup's arrivals
+
+    def run(self) -> Outcome:
+        """Search the largest rate, or look at the given one."""
+        torch.set_num_threads(1)
+        if self.setup.load:
+            rate = self.setup.load * self.most
+            story = self._simulate(rate)
+            return self._outcome(story, rate, rate if self._holds(story) else None, None, settled=True)
+        start = (self.oracle or self.most / 4) * FIRST_SHARE / (1 + self.setup.swing)
+        search = Search(start, LEAST_RATE, max(2 * LEAST_RATE, 4 * self.most), STEP, TOLERANCE)
+        best: Story | None = None
+        while (rate_now := search.next()) is not None:
+            story = self._simulate(rate_now)
+            passed = self._holds(story)
+            search.record(rate_now, passed)
+            if best is None or (passed and rate_now == search.passed):
+                best = story
+        assert best is not None
+        return self._outcome(best, search.passed, search.passed, search.failed, settled=search.settled)
+
+    def _holds(self, story: Story) -> bool:
+        return self._late(story) <= ALLOWED_LATE
+
+    def _late(self, story: Story) -> float:
+        return late_share(story, self.factor * self.settings.relay.slo_ms).value
+
+    def _simulate(self, rate: float) -> Story:
+        setup, factor = self.setup, self.factor
+        slo_ms, dilated_rate = self.settings.relay.slo_ms, rate / factor
+        length = setup.length(self.costs, slo_ms)
+        known, judged = known_users(setup.known, length, setup.revisit), float(REQUESTS)
+        warm = WARM_UP + ROUNDS * known / max(setup.revisit, 0.1)
+        if self.log is not None:
+            warm = LOG_WARM_UP * len(self.log.times)
+            judged = len(self.log.times) - warm
+        seconds = judged / dilated_rate
+        traffic = Traffic(
+            rate=dilated_rate,
+            users=USERS,
+            zipf=setup.zipf,
+            revisit=setup.revisit,
+            return_s=known / setup.revisit / dilated_rate if known else 1.0,
+            length=length,
+            mix=setup.mix(self.costs, slo_ms),
+            growth=GROWTH,
+            tide=Tide(setup.swing, tide_s(dilated_rate)) if setup.swing else None,
+            arrivals=self.log,
+            max_prefix=self.settings.relay.max_prefix_tokens,
+            suffix=SUFFIX,
+            candidates=setup.candidates,
+            delay=StageDelay(factor * setup.delay_ms, DELAY_SIGMA),
+        )
+        mode, asked = self.mode, setup.settings(self.settings)
+        client = msgspec.structs.replace(asked.client, timeout_ms=setup.timeout * slo_ms)  # as a probe's rankings
+        scenario = Scenario(
+            settings=dilated(apply_mode(mode, msgspec.structs.replace(asked, client=client)), factor),
+            costs=setup.costs(self.costs).dilated(factor),
+            traffic=traffic,
+            workers=setup.workers,
+            sample=setup.workers,
+            lanes_per_worker=LANES_PER_WORKER,
+            seconds=seconds,
+            warm_s=warm / dilated_rate,
+            mode="full" if mode.request == "full" else "relay" if mode.announce else "cache",
+            bus=BUS,
+            route=mode.route,
+            policy=mode.policy,
+            hot=setup.hot,
+            seed=self.seed,
+        )
+        (group,) = scenario.groups
+        return run_group(scenario, group)
+
+    def _outcome(
+        self, story: Story, at: float | None, rate: float | None, failed: float | None, *, settled: bool
+    ) -> Outcome:
+        every, short = latencies(story), self.setup.long < 1
+        reasons = counts(story.reason[story.reason >= 0], REASONS)
+        announced = sum(reasons.values())
+        return Outcome(
+            setup=self.setup,
+            mode=self.mode.name,
+            where="simulated",
+            repeat=self.repeat,
+            length=self.setup.length(self.costs, self.settings.relay.slo_ms),
+            factor=self.factor,
+            rate=rate,
+            failed=failed,
+            settled=settled,
+            oracle=self.oracle,
+            given=at if self.setup.load else None,
+            p99_ms=self._p99(every),
+            p99_short=self._p99(every[~story.long]) if short else None,
+            p99_long=self._p99(every[story.long]) if short else None,
+            requests=len(story.at),
+            within=1 - self._late(story),
+            outcomes=counts(story.outcome[story.outcome >= 0], OUTCOMES),
+            signals={name: story.signals[name] for name in SIGNALS},
+            decisions=reasons,
+            announced=announced,
+            busy=float(story.busy.mean()),
+            tiers={"hbm": float(story.hbm_bytes.sum()) / GIB, "dram": float(story.dram_bytes.sum()) / GIB},
+        )
+
+    def _p99(self, latencies_ms: Floats) -> float | None:
+        """Undilated; a request without scores counts as its timeout, as in a probe. None: no request."""
+        most = self.setup.timeout * self.settings.relay.slo_ms
+        return min(most, percentile(latencies_ms, 0.99) / self.factor) if len(latencies_ms) else None

@@ -1,0 +1,372 @@
+"""A simulated fleet: the bus, the group protocol and the clients around triggers and workers.
+
+event ─► trigger ─► signal ─► worker ◄─ ranking ◄─┐
+                                ├─► answer ─► client │
+                                └─► refused: a peer's lane, by its status
+
+Every message has a latency, and a process reads in order. A dead worker is silent; its lanes' messages wait in their
+logs until the group notices and the real assignor gives the lanes to others. Workers forward within their group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from relaygr_lab.policies import decider
+from relaygr_lab.simulate.bus import Paths
+from relaygr_lab.simulate.peers import Peers, Routes
+from relaygr_lab.simulate.scenario import Group, Request, Scenario, Sent
+from relaygr_lab.simulate.timeline import Timeline
+from relaygr_lab.simulate.worker import SimulatedWorker
+from relaygr_stream.bus.assignor import MemberClaim, assign_lanes
+from relaygr_stream.engine.commands import (
+    DELEGATED_LANE,
+    Answer,
+    Cancel,
+    LanesLost,
+    Prefill,
+    PrefillTask,
+    Rank,
+    RankTask,
+    Times,
+)
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
+from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
+from relaygr_stream.trigger.service import RECONCILE_S
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import RequestEvent, WorkerStatus
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.worker.forwarding import time_left_ms
+from relaygr_stream.worker.intake import due_ms
+from relaygr_stream.workload.users import Part
+from relaygr_stream.workload.visits import Arrival, arrivals, on_one_lane
+
+Deliver = Callable[[SimulatedWorker, float], None]
+
+#: Status intervals before the first event, so that triggers know the owners; run_trigger waits as long.
+START_STATUSES: Final = 2
+
+
+class Lane:
+    """One lane's signals and its owner. backlog: messages that arrived while it had no live owner."""
+
+    def __init__(self, paths: Paths) -> None:
+        self.paths = paths
+        self.end = 0  # next offset of its signals
+        self.read = 0  # the owner's position in them
+        self.owner: SimulatedWorker | None = None
+        self.backlog: list[Deliver] = []
+        self.ranking: set[RankTask] = set()  # handed to the owner, no answer yet
+
+
+class Fleet:
+    """One group's workers, lanes, triggers and clients. Call `run` once; `requests` then hold the results.
+
+    requests: in place of those of the scenario's traffic.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        group: Group,
+        timeline: Timeline | None = None,
+        requests: Iterator[Arrival] | None = None,
+    ) -> None:
+        settings = scenario.settings
+        self._scenario = scenario
+        self._settings = settings
+        seeds = np.random.SeedSequence([scenario.seed, group.index]).spawn(3)
+        self._rng = np.random.default_rng(seeds[0])
+        self.timeline = timeline or Timeline()
+        self.workers = [
+            self._make_worker(f"w{group.first + index}", int(seed))
+            for index, seed in enumerate(seeds[1].generate_state(group.size))
+        ]
+        count = group.size * scenario.lanes_per_worker
+        self._by_name = {worker.name: worker for worker in self.workers}
+        self._owned: dict[str, frozenset[int]] = assign_lanes(count, {name: MemberClaim() for name in self._by_name})
+        back = scenario.answers or scenario.bus
+        self._paths = {name: Paths(scenario.bus, back, self._rng) for name in self._by_name}
+        self.first_owners = {number: name for name, numbers in self._owned.items() for number in numbers}
+        self.lanes = [Lane(self._paths[self.first_owners[number]]) for number in range(count)]
+        for number, name in self.first_owners.items():
+            self.lanes[number].owner = self._by_name[name]
+        # The triggers of all lanes are one core: they share only the owner directory, which is equal in all.
+        self._owners = OwnerDirectory(settings.trigger.max_status_age_ms, clock=self.timeline.clock)
+        self._trigger = TriggerCore(
+            Policy.of(settings),
+            self._owners,
+            load_topics(settings.kafka).pre_infer.retention_ms / 1e3,
+            decider(scenario.policy),
+            partial(Delegation, lanes=count, seed=scenario.seed + group.index),
+        )
+        for number in range(count):
+            self._trigger.take_lane(number, 0, self.timeline.clock.now)
+        self.start = START_STATUSES * settings.worker.status_interval_ms / 1e3
+        part = Part(group.first * scenario.lanes_per_worker, count, scenario.workers * scenario.lanes_per_worker)
+        self._arrivals = requests or arrivals(scenario.traffic, part, int(seeds[2].generate_state(1)[0]))
+        if scenario.hot:
+            self._arrivals = on_one_lane(self._arrivals, scenario.hot)
+        self.requests: list[Request] = []
+        self.forwards: Counter[str] = Counter()  # `sent`, or why a refused ranking was not
+        forward_seed = int(self._rng.integers(2**31))
+        self._peers = Peers(settings, list(self._by_name), count, self.timeline.clock, forward_seed)
+        self._routes = Routes(scenario.route, forward_seed)
+        self._announces_at = 0.0  # when the client sends the events that it has gathered
+        self._zeros = bytes(4 * settings.relay.max_prefix_tokens)
+        self._sequence = np.zeros((1, settings.relay.max_prefix_tokens), np.int8)
+        self._suffix = self._tokens(scenario.traffic.suffix)
+        self._candidates = np.zeros(scenario.traffic.candidates, np.int64)
+        self.failed_at: float | None = None
+        self.taken_over_at: float | None = None
+        self.moved_lanes = 0
+        self.dead: list[SimulatedWorker] = []
+        self._dying = group.dead
+
+    def _make_worker(self, name: str, seed: int) -> SimulatedWorker:
+        answered = partial(self._answered, name)
+        scenario = self._scenario
+        return SimulatedWorker(name, self._settings, scenario.costs, self.timeline, seed, answered, scenario.policy)
+
+    def run(self) -> None:
+        """Run until every client has its answer or has timed out."""
+        scenario, timeline = self._scenario, self.timeline
+        until = self.start + scenario.warm_s + scenario.seconds
+        for worker in self.workers:
+            self._state_every(worker, float(self._rng.random()) * self._settings.worker.status_interval_ms / 1e3)
+        timeline.at(timeline.clock.now + RECONCILE_S, self._reconcile)
+        self._next_event(until)
+        if scenario.failure is not None and self._dying:
+            timeline.at(self.start + scenario.warm_s + scenario.failure.at, self._fail)
+        timeline.run(until)
+        last = max((request.rank_at for request in self.requests), default=until)
+        timeline.run(max(until, last) + self._settings.client.timeout_ms / 1e3)
+
+    # ---- requests ----
+
+    def _next_event(self, until: float) -> None:
+        arrival = next(self._arrivals, None)
+        if arrival is not None and self.start + arrival.at < until:
+            self.timeline.at(self.start + arrival.at, partial(self._event, arrival, until))
+
+    def _event(self, arrival: Arrival, until: float, now: float) -> None:
+        """A request begins: its event is gathered, its ranking comes later."""
+        self._next_event(until)
+        request = Request(
+            len(self.requests), now, self.start + arrival.rank_at, arrival.user, arrival.life, arrival.lane,
+            arrival.prefix, arrival.returning, arrival.long,
+        )  # fmt: skip
+        self.requests.append(request)
+        if self._scenario.mode == "relay":
+            if now >= self._announces_at:  # as one client's: events wait for each other
+                self._announces_at = now + self._settings.client.announce_linger_ms / 1e3
+            self.timeline.at(self._announces_at, partial(self._announce, request))
+        self.timeline.at(request.rank_at, partial(self._rank, request))
+
+    def _announce(self, request: Request, now: float) -> None:
+        """The client hands a request event to the broker."""
+        self.timeline.at(self.lanes[request.lane].paths.to_trigger.arrival(now), partial(self._decide, request))
+
+    def _decide(self, request: Request, now: float) -> None:
+        """The trigger reads the request's event."""
+        event = RequestEvent(
+            request_id=request.name,
+            user_id=request.user_id,
+            prefix=Behaviours(items=self._zeros[: 4 * request.prefix]),  # the decision uses only the length
+            candidates=self._scenario.traffic.candidates,
+            rank_in_ms=self._scenario.traffic.delay.median_ms,
+        )
+        effect = self._trigger.on_event(request.lane, event, (now - request.at) * 1e3, now)
+        request.reason = effect.decision.reason
+        lane = self.lanes[request.lane]
+        if isinstance(effect, Delegate):
+            assert effect.decision.delegate is not None
+            to = self.lanes[effect.decision.delegate.lane]
+            signal = partial(self._signal, request, now, DELEGATED_LANE)
+            self.timeline.at(to.paths.to_worker.arrival(now), partial(self._arrive, to, signal))
+            flushed = now + FLUSH_S * float(self._rng.random())
+            self.timeline.at(flushed, partial(self._tell, lane, request, effect.decision.delegate.worker))
+        elif isinstance(effect, Signal):
+            offset, lane.end = lane.end, lane.end + 1
+            at = lane.paths.to_worker.arrival(now)
+            acknowledged = partial(self._trigger.on_acknowledged, request.lane, effect.pending, offset)
+            self.timeline.at(lane.paths.to_trigger.arrival(now), acknowledged)
+            self.timeline.at(at, partial(self._arrive, lane, partial(self._signal, request, now, request.lane)))
+
+    def _reconcile(self, now: float) -> None:
+        """The trigger learns where the lanes' signal logs end."""
+        for number, lane in enumerate(self.lanes):
+            self._trigger.on_log_end(number, lane.end, now, now)
+        self.timeline.at(now + RECONCILE_S, self._reconcile)
+
+    def _tell(self, lane: Lane, request: Request, delegate: str, now: float) -> None:
+        """The trigger tells the lane's owner where the prefix KV of a request are."""
+
+        def told(now: float) -> None:
+            del now
+            request.delegate = delegate
+
+        self.timeline.at(lane.paths.to_worker.arrival(now), told)
+
+    def _rank(self, request: Request, now: float) -> None:
+        """The client sends the ranking request."""
+        lane, hops = self._routes.place(request, self._owned)
+        self._send(Sent(request, lane, now, self._settings.client.timeout_ms, hops), now)
+
+    def _send(self, sent: Sent, now: float) -> None:
+        lane = self.lanes[sent.lane]
+        self.timeline.at(lane.paths.to_worker.arrival(now), partial(self._arrive, lane, partial(self._ranking, sent)))
+
+    def _arrive(self, lane: Lane, message: Deliver, now: float) -> None:
+        """Deliver a message to the lane's owner, or keep it for the next one."""
+        if lane.owner is None or not lane.owner.alive:
+            lane.backlog.append(message)
+        else:
+            message(lane.owner, now)
+
+    def _signal(self, request: Request, admitted: float, lane: int, worker: SimulatedWorker, now: float) -> None:
+        if lane != DELEGATED_LANE:
+            self.lanes[lane].read += 1
+        age = now - admitted
+        task = PrefillTask(
+            request.name,
+            request.user_id,
+            lane,
+            self._tokens(request.prefix),
+            due=max(now, request.at + self._scenario.traffic.delay.median_ms / 1e3),
+            expires=now + self._settings.relay.life_window_ms / 1e3 - age,
+            arrived=now,
+        )
+        worker.submit(Prefill(task))
+
+    def _ranking(self, sent: Sent, worker: SimulatedWorker, now: float) -> None:
+        request, age_ms = sent.request, (now - sent.at) * 1e3
+        task = RankTask(
+            request.name,
+            request.user_id,
+            sent.lane,
+            self._tokens(request.prefix),
+            self._suffix,
+            self._candidates,
+            Times(
+                arrived=now,
+                deadline=now + (due_ms(sent.timeout_ms, self._settings.worker.reply_ms) - age_ms) / 1e3,
+                timeout_ms=sent.timeout_ms,
+                age_ms=age_ms,
+            ),
+            full=self._scenario.mode == "full",
+            hops=sent.hops,
+            origin=sent,
+        )
+        left_ms = (task.deadline - now) * 1e3
+        pass_to = None if task.full else self._peers.pass_to(worker.name, request, sent.hops, left_ms)
+        self.lanes[sent.lane].ranking.add(task)
+        worker.submit(Rank(task, pass_to))
+
+    def _tokens(self, length: int) -> Tokens:
+        """A history of that length. All are views of one array, which compare in a microsecond: only sequences of one
+        user are compared, and each continues the one before."""
+        return Tokens(self._sequence[:, :length])  # type: ignore[arg-type]
+
+    def _answered(self, name: str, answers: list[Answer], now: float) -> None:
+        timeout_s = self._settings.client.timeout_ms / 1e3
+        for answer in answers:
+            task, sent = answer.task, answer.task.origin
+            request: Request = sent.request
+            self.lanes[sent.lane].ranking.discard(task)
+            to = self._peers.refused(name, answer, request.lane, now)
+            if to is not None:
+                sent_as = "sent" if answer.rank.pass_to is None else "delegate"
+                self.forwards[sent_as if isinstance(to, int) else to] += 1
+            if isinstance(to, int):
+                self._send(Sent(request, to, now, time_left_ms(task, now), sent.hops + 1), now)
+                continue
+            if request.delegate and not (answer.status == "overloaded" or task.full or sent.hops):
+                self._release(task.request_key, request.delegate, now)
+            request.answers += 1
+            self._routes.answered(request)
+            latency_s = self.lanes[sent.lane].paths.to_client.arrival(now) - request.rank_at
+            if request.status is None and latency_s <= timeout_s:
+                request.status = answer.status
+                request.outcome = answer.measured.outcome if answer.status == "ok" else None
+                request.latency_s = latency_s
+                request.hops = sent.hops
+
+    def _release(self, request_key: str, delegate: str, now: float) -> None:
+        """An owner has answered what a delegate computed for it, and cancels that."""
+        for number in sorted(self._owned.get(delegate, ()))[:1]:
+            lane = self.lanes[number]
+            cancel = partial(self._cancel, Cancel(request_key))
+            self.timeline.at(lane.paths.to_worker.arrival(now), partial(self._arrive, lane, cancel))
+
+    @staticmethod
+    def _cancel(cancel: Cancel, worker: SimulatedWorker, now: float) -> None:
+        del now
+        worker.submit(cancel)
+
+    # ---- statements ----
+
+    def _state_every(self, worker: SimulatedWorker, first: float) -> None:
+        pause = self._settings.worker.status_interval_ms / 1e3
+
+        def state(now: float) -> None:
+            if worker.alive:
+                positions = {number: self.lanes[number].read for number in self._owned[worker.name]}
+                worker.state(positions, self._publish)
+                self.timeline.at(now + pause, state)
+
+        self.timeline.at(first, state)
+
+    def _publish(self, status: WorkerStatus, now: float) -> None:
+        if self._rng.random() >= self._scenario.status_loss:
+            self.timeline.at(self._paths[status.name].to_trigger.arrival(now), partial(self._take, status))
+
+    def _take(self, status: WorkerStatus, now: float) -> None:
+        """Triggers and peers read a status."""
+        del now
+        self._owners.take(status)
+        self._peers.owners.take(status)
+
+    # ---- faults ----
+
+    def _fail(self, now: float) -> None:
+        """Kill some workers; the group's coordinator notices when their sessions expire."""
+        self.failed_at = now
+        self.dead = [self.workers[index] for index in self._rng.choice(len(self.workers), self._dying, replace=False)]
+        for worker in self.dead:
+            worker.die()
+        kafka = self._settings.kafka
+        # A session counts from its last heartbeat; the other members get the new assignment at their next one.
+        silent = float(self._rng.random()) * kafka.heartbeat_interval_ms
+        notice = float(self._rng.random()) * kafka.heartbeat_interval_ms
+        self.timeline.at(now + (kafka.session_timeout_ms - silent + notice) / 1e3, self._rebalance)
+
+    def _rebalance(self, now: float) -> None:
+        """Assign the lanes to the live workers, which read on from the committed offsets."""
+        self.taken_over_at = now
+        claims = {worker.name: MemberClaim(self._owned[worker.name], 1) for worker in self.workers if worker.alive}
+        self._owned = assign_lanes(len(self.lanes), claims)
+        for name, numbers in self._owned.items():
+            for number in sorted(numbers - claims[name].lanes):
+                self._hand_over(number, self._by_name[name], now)
+
+    def _hand_over(self, number: int, worker: SimulatedWorker, now: float) -> None:
+        lane = self.lanes[number]
+        self.moved_lanes += 1
+        before, lane.owner = lane.owner, worker
+        if before is not None and before.alive:
+            before.submit(LanesLost(frozenset([number])))
+        # Offsets are committed up to the first unanswered ranking, so unanswered rankings are read again.
+        again: list[Deliver] = [partial(self._ranking, task.origin) for task in lane.ranking]
+        lane.ranking.clear()
+        backlog, lane.backlog = lane.backlog, []
+        for message in [*again, *backlog]:
+            message(worker, now)

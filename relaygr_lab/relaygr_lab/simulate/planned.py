@@ -1,0 +1,99 @@
+"""A plan as text: how many workers and how much memory this traffic needs, with which P99, also when a rack fails."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+
+from relaygr_lab.simulate.plan import Memory, Probe, Simulate, search, size
+from relaygr_lab.simulate.report import render, render_bytes, summary, table
+from relaygr_lab.simulate.scenario import SURVIVORS_AND_DEAD, Failure, Scenario
+from relaygr_lab.simulate.story import Story, hit_share, late_share, p99
+
+#: The default failure: this share of the workers, at this second.
+RACK: Final = 0.02
+RACK_AT_S: Final = 5.0
+#: Simulated time after the failure: the session timeout (6 s by default), and more than as long again.
+AFTER_RACK_S: Final = 20.0
+ONE_WORKER: Final = (
+    "When a rack fails: not simulated. The fleet has one worker: while it is away no request is answered; run two."
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan: the smallest fleet, its memory, and their simulations."""
+
+    best: Probe
+    memory: Memory
+    verified: Probe
+    failing: tuple[Scenario, Story] | None  # None: the fleet has one worker, so no other gets its lanes
+    hit_target: float
+
+    def figures(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "workers": self.best.scenario.workers,
+            "holds": self.verified.holds,
+            "memory": dataclasses.asdict(self.memory),
+            "as_configured": summary(self.best.scenario, self.best.story),
+            "with_planned_memory": summary(self.verified.scenario, self.verified.story),
+            "failure": None if self.failing is None else summary(*self.failing),
+        }
+
+
+def plan(scenario: Scenario, hit_target: float, simulate: Simulate, report: Callable[[Probe], None]) -> Planned:
+    """Search the fleet, size its memory, verify it, simulate a failure. Raises CapacityError if no fleet holds."""
+    best = search(scenario, simulate, report)
+    needed, verified = size(best, hit_target, simulate, report)
+    return Planned(best, needed, verified, _fail(verified.scenario, scenario, simulate), hit_target)
+
+
+def _fail(fleet: Scenario, asked: Scenario, simulate: Simulate) -> tuple[Scenario, Story] | None:
+    """Simulate the planned fleet with the requested failure."""
+    if fleet.workers < SURVIVORS_AND_DEAD:
+        return None
+    failure = asked.failure or Failure(share=RACK, at=RACK_AT_S)
+    failing = dataclasses.replace(
+        fleet,
+        failure=failure,
+        seconds=max(asked.seconds, failure.at + AFTER_RACK_S),
+    )
+    return failing, simulate(failing)
+
+
+def render_probe(probe: Probe) -> str:
+    """The probe in one line."""
+    scenario, story = probe.scenario, probe.story
+    late = late_share(story, scenario.settings.relay.slo_ms)
+    return (
+        f"{scenario.workers:>9,} workers, {render_bytes(scenario.settings.worker.hbm_bytes):>9} HBM: "
+        f"P99 {p99(story).value:7.1f} ms, {late.value:6.2%} late, device {story.busy.mean():4.0%} busy: "
+        f"{'holds' if probe.holds else 'fails'}"
+    )
+
+
+def render_plan(planned: Planned) -> RenderableType:
+    """The plan as tables."""
+    scenario, needed = planned.best.scenario, planned.memory
+    hits = hit_share(planned.verified.story, returning=True)
+    of = render_bytes
+    by_reuse = f"{of(needed.reuse)} for {planned.hit_target:.0%} hits among returning users, by reuse distance"
+    until = "until the SLO held"
+    if not planned.verified.holds:
+        until = "to worker.hbm_bytes; the SLO held at no size with this DRAM (a higher --hit-target takes more)"
+    rows = [
+        ("workers", f"{scenario.workers:,} ({scenario.traffic.rate / scenario.workers:.1f} requests/s each)"),
+        ("a prefix", f"{of(needed.entry)}"),
+        ("pinned a worker", f"{of(needed.pinned)} at most, {of(needed.little)} on average by Little's law"),
+        ("HBM a worker", f"{of(needed.hbm)}: doubled from the least that the cache takes {until}"),
+        ("DRAM a worker", f"{by_reuse}; simulated: {hits.value:.1%}"),
+        ("fleet", f"{of(scenario.workers * needed.hbm)} HBM, {of(scenario.workers * needed.reuse)} DRAM"),
+    ]
+    failing = ["When a rack fails:", render(*planned.failing)] if planned.failing else [ONE_WORKER]
+    verified = render(planned.verified.scenario, planned.verified.story)
+    return Group(table(rows), "\nWith this memory:", verified, "", *failing)

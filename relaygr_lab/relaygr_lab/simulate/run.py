@@ -1,0 +1,80 @@
+"""Runs a scenario's groups in parallel on the machine's cores. The result does not depend on the number of cores."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+
+import torch
+
+from relaygr_lab.simulate.fleet import Fleet
+from relaygr_lab.simulate.scenario import Group, Scenario
+from relaygr_lab.simulate.story import Story, joined, signals_of, story_of
+from relaygr_stream.ops.stopping import signals_later
+
+#: report(groups done, groups in all)
+Report = Callable[[int, int], None]
+
+
+def run_group(scenario: Scenario, group: Group) -> Story:
+    """Simulate one group, in this process."""
+    started = time.process_time()
+    fleet = Fleet(scenario, group)
+    busy: list[list[float]] = []
+    before: Counter[str] = Counter()
+
+    def begin(now: float) -> None:
+        busy_at(now)
+        before.update(signals_of(fleet))
+
+    def busy_at(now: float) -> None:
+        busy.append([worker.model.busy_until(now) for worker in fleet.workers])
+
+    fleet.timeline.at(fleet.start + scenario.warm_s, begin)
+    fleet.timeline.at(fleet.start + scenario.warm_s + scenario.seconds, busy_at)
+    gc.disable()  # objects live as long as the group, so collections would find nothing
+    try:
+        fleet.run()
+    finally:
+        gc.enable()
+    for worker in fleet.workers:
+        worker.scheduler.check_integrity()
+    worked = [until - since for since, until in zip(*busy, strict=True)]
+    return story_of(fleet, scenario, worked, time.process_time() - started, before)
+
+
+def run_scenario(scenario: Scenario, processes: int = 0, report: Report = lambda done, of: None) -> Story:
+    """Simulate all groups. processes: 0: one per core. report(done, of): called after each group."""
+    groups = scenario.groups
+    processes = min(processes or os.cpu_count() or 1, len(groups))
+    report(0, len(groups))
+    stories: dict[int, Story] = {}
+    for done, (index, story) in enumerate(_stories(scenario, groups, processes), 1):
+        stories[index] = story
+        report(done, len(groups))
+    return joined([stories[group.index] for group in groups])
+
+
+def _stories(scenario: Scenario, groups: list[Group], processes: int) -> Iterator[tuple[int, Story]]:
+    if processes == 1:
+        yield from ((group.index, run_group(scenario, group)) for group in groups)
+        return
+    # Spawned, not forked: torch's threads do not survive a fork.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
+        with signals_later():  # the first submission starts the processes
+            futures = {pool.submit(partial(run_group, scenario), group): group.index for group in groups}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,160 @@
+"""Decisions on a log's requests in the log's own time, with simulated workers.
+
+The simulated owners read every signal at once, pin each admitted prefix until its ranking, and state their lanes
+periodically with the workers' own budgets and shares. Rankings take no device time, so the load bound is
+worker.pre_infer_share.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from relaygr_stream.engine.budgets import Demand, LaneBudgets, LaneShares
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.trigger.core import Signal, TriggerCore
+from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.trigger.explain import Explanation, explain
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
+from relaygr_stream.wire.topic_files import lane_of
+from relaygr_stream.wire.worker_status import prefix_bytes
+from relaygr_stream.workload.items import WorkItem
+
+#: Tokens of an allocation unit of a worker's tiers, and bytes of a token's time, as in cache/tiers.py and models/kv.py,
+#: which import torch. This command does not load it.
+GRANULE_TOKENS: Final = 64
+TIME_BYTES: Final = 8
+BYTES_OF: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: Retention of the signal logs for the ledgers; no owner has a successor here, so any value does.
+KEEP_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The simulated workers and their costs. bytes_per_token: prefix KV of one token."""
+
+    workers: int
+    lanes: int
+    costs: CostModel
+    bytes_per_token: int
+    alloc_bytes: int
+    queue_ms: float = 0.0
+
+
+def built_in_bytes_per_token(settings: Settings) -> int:
+    """K and V of one token of the built-in model, all layers, and its time where the model compares times, in bytes."""
+    model = settings.model
+    kv_bytes = model.layers * model.heads * (model.dqk + model.dv) * BYTES_OF[settings.worker.dtype]
+    return kv_bytes + (TIME_BYTES if model.relative_times else 0)
+
+
+@dataclass
+class _Owner:
+    """One simulated worker: its lanes, their budgets and its pins."""
+
+    name: str
+    lanes: range
+    budgets: LaneBudgets
+    shares: LaneShares = field(default_factory=LaneShares)
+    demand: Demand = field(default_factory=Demand)
+    read_to: dict[int, int] = field(default_factory=dict)
+    pins: list[tuple[float, int, int]] = field(default_factory=list)  # (end, lane, bytes), a heap
+    pinned: dict[int, int] = field(default_factory=dict)
+    stated_s: float = 0.0
+    asked: bool = False  # at the last status
+
+    def expire(self, now_s: float) -> None:
+        while self.pins and self.pins[0][0] <= now_s:
+            _, lane, nbytes = heapq.heappop(self.pins)
+            self.pinned[lane] -= nbytes
+
+    def pin(self, lane: int, nbytes: int, until_s: float) -> None:
+        heapq.heappush(self.pins, (until_s, lane, nbytes))
+        self.pinned[lane] = self.pinned.get(lane, 0) + nbytes
+
+    def status(self, fleet: Fleet, free_ms: float, now_s: float) -> WorkerStatus:
+        shares = self.shares.update(self.lanes, self.demand.totals, now_s - self.stated_s)
+        self.stated_s = now_s
+        largest = {lane: self.demand.largest(lane) for lane in self.lanes}
+        asked = [lane for lane in self.lanes if self.shares.asked(lane, largest[lane])]
+        self.asked = bool(asked)
+        budgets = self.budgets.update(shares, largest, asked, self.pinned, now_s)
+        return WorkerStatus(
+            name=self.name,
+            incarnation=1,
+            host="",
+            pid=0,
+            sent_ms=0,
+            state="serving",
+            lanes=tuple(
+                LaneStatus(
+                    lane=lane,
+                    budget_bytes=budgets[lane],
+                    pinned_bytes=self.pinned.get(lane, 0),
+                    pre_infer_offset=self.read_to.get(lane, 0),
+                    device_ms_per_s=free_ms * shares[lane],
+                )
+                for lane in self.lanes
+            ),
+            costs=fleet.costs,
+            bytes_per_token=fleet.bytes_per_token,
+            alloc_bytes=fleet.alloc_bytes,
+            queue_ms=fleet.queue_ms,
+            model_version="",
+        )
+
+
+def explain_log(
+    items: Iterable[WorkItem], settings: Settings, fleet: Fleet, policy: Policy | None = None
+) -> Iterator[Explanation]:
+    """A trigger's decision on each request, in the order of time. policy: by default that of the settings."""
+    policy, worker = policy or Policy.of(settings), settings.worker
+    period_s = worker.status_interval_ms / 1e3
+    hold_s = settings.trigger.max_status_age_ms / 1e3 + period_s
+    now = 0.0
+    directory = OwnerDirectory(settings.trigger.max_status_age_ms, clock=lambda: now)
+    owners = []
+    for number in range(fleet.workers):
+        lanes = range(number * fleet.lanes // fleet.workers, (number + 1) * fleet.lanes // fleet.workers)
+        budgets = LaneBudgets(int(worker.pinned_share * worker.hbm_bytes), hold_s, hold_s + policy.life_ms / 1e3)
+        owners.append(_Owner(f"worker-{number}", lanes, budgets))
+    owner_of = {lane: owner for owner in owners for lane in owner.lanes}
+    core = TriggerCore(policy, directory, KEEP_S)
+    for lane in range(fleet.lanes):
+        core.take_lane(lane, 0, 0.0)
+    rankings: list[tuple[float, int, int]] = []  # (when, lane, bytes): future rankings, the owners' demand
+    next_status = 0.0
+    for item in items:
+        while next_status <= item.at:
+            now = next_status
+            while rankings and rankings[0][0] <= now:
+                at, lane, nbytes = heapq.heappop(rankings)
+                owner_of[lane].demand.ask(lane, nbytes, at)
+            for owner in owners:
+                owner.expire(now)
+                directory.take(owner.status(fleet, 1e3 * worker.pre_infer_share, now))
+            for lane in range(fleet.lanes):
+                core.observe(lane, now)
+            next_status += period_s
+            if not rankings and not any(owner.asked for owner in owners):
+                # Nothing is pinned or asked for, so statuses stay as they are: only those that the next request can
+                # still depend on are made. The log's gaps may be days.
+                next_status += period_s * max(0, int((item.at - 2 * hold_s - next_status) / period_s))
+        now = item.at
+        lane = lane_of(item.event.user_id, fleet.lanes)
+        row, decision = explain(core, lane, item.event, age_ms=0.0, now_s=now, at_s=now)
+        claim = directory.owner(lane)
+        assert claim is not None
+        nbytes = prefix_bytes(len(item.event.prefix), claim.worker)
+        heapq.heappush(rankings, (item.rank_at, lane, nbytes))
+        effect = core.book(lane, item.event, decision, now)
+        if isinstance(effect, Signal):
+            owner = owner_of[lane]
+            offset = owner.read_to.get(lane, 0)
+            core.on_acknowledged(lane, effect.pending, offset, now)
+            owner.read_to[lane] = offset + 1
+            owner.pin(lane, decision.nbytes, min(item.rank_at, now + policy.life_ms / 1e3))
+        yield row
