@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # mkdocs-material prints a notice about its successor at every build unless told not to.
 export NO_MKDOCS_2_WARNING := true
 
-.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
+.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
 .PHONY: bench-cache bench-delegation bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
@@ -66,6 +66,9 @@ fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, stat
 
 mutants: $(STAMP) ## defects made in modules: which do the unit tests let pass? (ARGS="engine/admission.py --sample 50" or ARGS="--since main --at-least 80")
 	$(BIN)/python -m tests.mutants $(ARGS)
+
+trace-hit: $(STAMP) ## how many functions, in how many files, a ranking that hits executes before the model (ARGS=--calls lists them)
+	@$(BIN)/python -m tests.unit.worker.hit_path $(ARGS)
 
 soak: $(STAMP) ## random faults under load on three brokers of Apache Kafka (MINUTES=30; SEED=N; needs KAFKA_HOME)
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)

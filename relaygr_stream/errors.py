@@ -11,6 +11,7 @@ RelayError
 │   └── CoPartitionError     topics that must share lanes have unequal partition counts
 │       └── LanesChanged     the cluster has another number of lanes than this process serves or sends to
 ├── ModelError               a model or checkpoint cannot be loaded or breaks the model's contract
+│   └── FactoryError         a user's factory raised
 ├── CapacityError            the memory budget is too small for the settings
 ├── CacheCorruption          the cache's tables and its memory disagree: a bug of this package
 ├── DeviceError              the device is absent or failed
@@ -100,6 +101,10 @@ class LanesChanged(CoPartitionError):
 
 class ModelError(RelayError):
     """A model or checkpoint cannot be loaded, or breaks the model protocol."""
+
+
+class FactoryError(ModelError):
+    """A user's factory raised an exception that is none of this package's; it is the cause of this one."""
 
 
 class CapacityError(RelayError):

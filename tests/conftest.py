@@ -33,9 +33,6 @@ hypothesis.settings.load_profile("same")
 TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES")
 #: Enough lanes for moves to show, few enough for topics to be made in a moment.
 TEST_LANES = 8
-#: Longest fetch on the embedded broker, which wakes no waiting fetch. With the demo's 12 ms, polls took a tenth of the
-#: processor's time.
-EMBEDDED_WAIT_MS = 30
 #: A day: on a busy machine a test may outlast the minute for which the topics keep rankings.
 NO_RETENTION = {"log.retention.check.interval.ms": "86400000"}
 
@@ -204,9 +201,6 @@ def _unique_settings(broker: AnyBroker) -> Kafka:
     kafka = broker.kafka_settings(Kafka(prefix=f"test-{uuid.uuid4().hex[:10]}.", partitions=TEST_LANES, replication=1))
     if isinstance(broker, LocalBroker):  # another's cluster may allow no shorter sessions than the default
         kafka = msgspec.structs.replace(kafka, session_timeout_ms=3000)
-    if broker.kind == "embedded":
-        wait = EMBEDDED_WAIT_MS
-        kafka = msgspec.structs.replace(kafka, fetch_max_wait_ms=wait, tail_max_wait_ms=wait)
     return kafka
 
 

@@ -25,7 +25,6 @@ from typing import Final
 
 import numpy as np
 import torch
-from relaygr_lab.demo.traffic import ITEM_EXPONENT
 from torch import Tensor
 
 from examples.demo.requests import fresh_requests, histories, offline_quality
@@ -40,6 +39,7 @@ from relaygr_stream.models.loading import load_checkpoint, save_checkpoint
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.workload.items import WorkItem
+from relaygr_stream.workload.packaged import ITEM_EXPONENT
 from relaygr_stream.workload.tastes import Tastes
 
 ITEMS: Final = 4000

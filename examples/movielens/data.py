@@ -16,12 +16,13 @@ from typing import Final, NamedTuple, TextIO
 import numpy as np
 import numpy.typing as npt
 
+from relaygr_stream.settings.inputs import check_regular
+from relaygr_stream.workload.values import parse_time, unit_by_size
+
 Ints = npt.NDArray[np.int64]
 
 #: Test and validation take the last two behaviours; two more give training one transition.
 MIN_HISTORY: Final = 4
-#: Times below this are seconds (the year 5138 in seconds, 1973 in milliseconds), others are milliseconds.
-SECONDS_BELOW: Final = 100_000_000_000
 
 
 class DataError(Exception):
@@ -29,7 +30,7 @@ class DataError(Exception):
 
 
 class Interaction(NamedTuple):
-    """One line. action: the rating where the file has one, else 0. time_ms: 0 where the file has none."""
+    """One line. action: twice the rating where the file has one, else 0. time_ms: 0 where the file has none."""
 
     user: str
     item: str
@@ -82,22 +83,24 @@ def read_histories(file: str | Path) -> Histories:
     path = Path(file)
     by_user: dict[str, list[Interaction]] = {}
     try:
+        check_regular(path)
         with _open(path) as text:
             for one in _interactions(path, text):
                 by_user.setdefault(one.user, []).append(one)
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     kept = {user: sorted(lines, key=lambda one: one.time_ms) for user, lines in by_user.items()}
     kept = {user: lines for user, lines in kept.items() if len(lines) >= MIN_HISTORY}
     if not kept:
         raise DataError(f"{path}: no user has {MIN_HISTORY} behaviours or more ({len(by_user)} users)")
+    halves = any(one.action & 1 for lines in kept.values() for one in lines)  # else all are whole, and not doubled
     names = sorted({one.item for lines in kept.values() for one in lines}, key=_as_number)
     ids = {name: index for index, name in enumerate(names)}
     users = [
         History(
             user,
             np.array([ids[one.item] for one in lines], np.int64),
-            np.array([one.action for one in lines], np.int64),
+            np.array([one.action if halves else one.action // 2 for one in lines], np.int64),
             np.array([one.time_ms for one in lines], np.int64),
         )
         for user, lines in kept.items()
@@ -106,7 +109,7 @@ def read_histories(file: str | Path) -> Histories:
 
 
 def _as_number(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isascii() and name.isdigit() else (2**63, name)
+    return (int(name), f"{len(name):3}") if name.isascii() and name.isdigit() and len(name) < 19 else (2**63, name)
 
 
 def _open(path: Path) -> TextIO:
@@ -146,7 +149,7 @@ def _ratings(path: Path, lines: Iterator[tuple[int, str]], separator: str) -> It
         fields = line.split(separator)
         try:
             user, item, rating, time = fields
-            yield Interaction(user, item, round(float(rating)), _time_ms(time))
+            yield Interaction(user, item, _doubled(rating), _time_ms(time))
         except ValueError:
             raise _bad(path, number, line, f"user{separator}item{separator}rating{separator}seconds") from None
 
@@ -159,20 +162,26 @@ def _csv(path: Path, head: str, rest: Iterator[tuple[int, str]]) -> Iterator[Int
         if found is None:
             raise DataError(f"{path}: the header {head!r} has no column `{wanted[0]}` (or {', '.join(wanted[1:])})")
         columns.append(found)
+    rating = header.index("rating") if "rating" in header else None
     for number, line in rest:
-        fields = next(csv.reader([line]))
         try:
-            user, item, time = (fields[column] for column in columns)
-            yield Interaction(user, item, 0, _time_ms(time))
-        except (ValueError, IndexError):
+            fields = next(csv.reader([line]))
+            user, item, time = (fields[column].strip() for column in columns)
+            yield Interaction(user, item, 0 if rating is None else _doubled(fields[rating]), _time_ms(time))
+        except (ValueError, IndexError, csv.Error):
             raise _bad(path, number, line, f"{len(header)} columns with a time in seconds or milliseconds") from None
 
 
 def _time_ms(text: str) -> int:
-    time = float(text)
-    if not 0 <= time < 2**62:
+    return parse_time(text.strip(), unit_by_size(float(text)))
+
+
+def _doubled(text: str) -> int:
+    """Twice a rating of whole or half stars, as `relaygr replay` reads it: served rows are those of training."""
+    doubled = 2 * float(text)
+    if doubled != int(doubled) or not 0 <= doubled <= 255:
         raise ValueError(text)
-    return int(time * 1000) if time < SECONDS_BELOW else int(time)
+    return int(doubled)
 
 
 def _chain(first: tuple[int, str], rest: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:

@@ -33,7 +33,7 @@ import torch
 from targets import end
 
 from relaygr_stream.engine.build import WorkerRuntime, build
-from relaygr_stream.engine.commands import Answer, Prefill, Query, Rank
+from relaygr_stream.engine.commands import Answer, Query
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.models.api import RankingModel, Tokens
 from relaygr_stream.models.kv import KVRegion
@@ -179,13 +179,11 @@ class Device:
         return partial(self._take_ranking, encode(message))
 
     def _take_signal(self, value: bytes) -> None:
-        task = self.intake.signal(Record(TOPIC, 0, 0, 0, b"", value, ()))
-        self.thread.submit(Prefill(task))
+        self.thread.submit(self.intake.signal(Record(TOPIC, 0, 0, 0, b"", value, ())))
 
     def _take_ranking(self, value: bytes) -> None:
         record = Record(TOPIC, 0, 0, 0, b"", value, ())
-        task = self.intake.ranking(record, Origin(record, 0, b""))
-        self.thread.submit(Rank(task))
+        self.thread.submit(self.intake.ranking(record, Origin(record, 0, b"")))
 
     async def run(self, events: list[tuple[float, Callable[[], None]]]) -> None:
         """Each event at its time, in seconds from now; a late loop gives no event away."""
@@ -260,23 +258,18 @@ def poisson(rng: np.random.Generator, rate: float, seconds: float) -> list[float
 def delays_ms(answers: list[Answer]) -> list[float]:
     """Of each ranking: from arrival to start, less the time that other rankings had the device in between."""
     assert all(answer.status == "ok" for answer in answers), [each.detail for each in answers if each.status != "ok"]
-    tasks = [answer.task for answer in answers]
-    spans = [(task.started, task.started + task.device_ms / 1e3) for task in tasks]
+    waits = [(answer.task.arrived, answer.measured.started) for answer in answers]
+    spans = [(each.measured.started, each.measured.started + each.measured.device_ms / 1e3) for each in answers]
     return [
-        1e3
-        * (
-            task.started
-            - task.arrived
-            - sum(max(0.0, min(end, task.started) - max(start, task.arrived)) for start, end in spans)
-        )
-        for task in tasks
+        1e3 * (begun - arrived - sum(max(0.0, min(end, begun) - max(start, arrived)) for start, end in spans))
+        for arrived, begun in waits
     ]
 
 
 def lost_ms(answers: list[Answer], lost: list[tuple[float, float]]) -> list[float]:
     """Of each ranking: what the steps that ended between its arrival and its start lost to other programs."""
-    tasks = [answer.task for answer in answers]
-    return [1e3 * sum(s for at, s in lost if task.arrived <= at <= task.started) for task in tasks]
+    waits = [(answer.task.arrived, answer.measured.started) for answer in answers]
+    return [1e3 * sum(s for at, s in lost if arrived <= at <= begun) for arrived, begun in waits]
 
 
 def line(cell: Cell) -> str:

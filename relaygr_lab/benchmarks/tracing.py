@@ -84,7 +84,7 @@ async def measure(mode: str) -> float:
     import numpy as np
     from prometheus_client import CollectorRegistry
 
-    from relaygr_stream.engine.commands import Answer
+    from relaygr_stream.engine.commands import Answer, Measured
     from relaygr_stream.settings.schema import Kafka, Relay, Telemetry
     from relaygr_stream.telemetry.background import Background
     from relaygr_stream.telemetry.logs import configure_logging
@@ -127,9 +127,10 @@ async def measure(mode: str) -> float:
                 origin = intake.route(record)
                 if tracing.on:  # as Requests._ranking does
                     origin = replace(origin, trace=tracing.receive("relaygr.ranking", record))
-                task = intake.ranking(record, origin)
-                task.outcome, task.started, task.finished, task.score_ms = "hbm", task.arrived, task.arrived, 0.001
-                outbox.deliver(Answer(task, "ok", scores))
+                rank = intake.ranking(record, origin)
+                arrived = rank.task.arrived
+                measured = Measured("hbm", started=arrived, finished=arrived, score_ms=0.001)
+                outbox.deliver(Answer(rank, "ok", scores, measured=measured))
                 if number % 16 == 15:
                     await asyncio.sleep(0)
             await over.wait()

@@ -89,8 +89,8 @@ def _explain_events(
     from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.wire.worker_status import FALLBACK_COSTS
     from relaygr_stream.workload.explain_log import GRANULE_TOKENS, Fleet, built_in_bytes_per_token, explain_log
-    from relaygr_stream.workload.logs import read_log
     from relaygr_stream.workload.replay import Replay, ReplayOptions
+    from relaygr_stream.workload.rows import read_log_for
 
     check_pace(speed, rate)
     settings, policy = config.settings, None
@@ -113,8 +113,10 @@ def _explain_events(
         max_prefix=settings.relay.max_prefix_tokens,
         **shape,  # type: ignore[arg-type]
     )
+    log = read_log_for(events, settings.model)
+    click.echo(f"{events}: {log.facts()}", err=True)
     fleet = Fleet(workers, load_topics(settings.kafka).lanes, model, per_token, alloc, queue_ms)
-    return list(explain_log(Replay(read_log(events), options), settings, fleet, policy))
+    return list(explain_log(Replay(log, options), settings, fleet, policy))
 
 
 def _cost_model(text: str) -> CostModel:

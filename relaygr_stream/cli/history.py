@@ -14,6 +14,7 @@ import click
 
 from relaygr_stream.cli.options import settings_options
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Model
 from relaygr_stream.workload.formats import FORMATS
 from relaygr_stream.workload.values import UNITS
 
@@ -79,7 +80,7 @@ def import_command(settings: Settings, file: Path, **how: Any) -> None:
         newest = behaviours.slice(max(0, len(behaviours) - most), len(behaviours)) if most else behaviours
         await store.replace(user, tenant, newest)
 
-    _write_all(settings, _log(file, how), "imported", write)
+    _write_all(settings, _log(file, settings.model, how), "imported", write)
 
 
 @history_command.command()
@@ -97,7 +98,7 @@ def append(settings: Settings, file: Path, **how: Any) -> None:
     async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
         await store.append(user, tenant, behaviours, most)
 
-    _write_all(settings, _log(file, how), "appended", write)
+    _write_all(settings, _log(file, settings.model, how), "appended", write)
 
 
 @history_command.command()
@@ -207,14 +208,15 @@ def _time(ms: int) -> str:
         return str(ms)
 
 
-def _log(file: Path, how: dict[str, Any]) -> InteractionLog:
+def _log(file: Path, model: Model, how: dict[str, Any]) -> InteractionLog:
     from relaygr_stream.errors import InputError
     from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
     from relaygr_stream.workload.columns import ColumnMap
-    from relaygr_stream.workload.logs import read_log
+    from relaygr_stream.workload.rows import read_log_for
 
-    log = read_log(
+    log = read_log_for(
         file,
+        model,
         format=how["format"],
         columns=ColumnMap.parse(how["columns"]) if how["columns"] else None,
         time_unit=how["time_unit"] or "auto",
@@ -226,6 +228,7 @@ def _log(file: Path, how: dict[str, Any]) -> InteractionLog:
             f"{file}: {what} are names, or numbers beyond what travels ({names[0][:40]!r}, …); each file would number "
             f"them anew, and no model knows these numbers: write the model's own"
         )
+    click.echo(f"{file}: {log.facts()}", err=True)
     if log.halves:
         click.echo(
             f"{file}: actions have halves: all are stored doubled, 4.5 as 9, unlike those of a file without halves",

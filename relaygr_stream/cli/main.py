@@ -90,6 +90,9 @@ class _Group(click.Group):
             sys.exit(1)
 
     def invoke(self, context: click.Context) -> object:
+        from relaygr_stream.telemetry.logs import print_plain_tracebacks
+
+        print_plain_tracebacks()  # a process sets its own format later
         try:
             result = super().invoke(context)
             sys.stdout.flush()  # reports a full disk here, not in the interpreter's shutdown

@@ -1,4 +1,4 @@
-"""`relaygr replay` on the command line; lab/workload/publish.py implements it."""
+"""`relaygr replay` on the command line; workload/publish.py implements it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from relaygr_stream.cli.options import check_pace, flag_of, head_start, settings_options, taken, traffic_options
+from relaygr_stream.cli.options import check_pace, config_options, flag_of, head_start, taken, traffic_options
 from relaygr_stream.settings.files import check_writable, write_private
+from relaygr_stream.settings.load import Config, with_packaged_model
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext, run_process
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
@@ -18,6 +19,7 @@ from relaygr_stream.workload.columns import ColumnMap
 from relaygr_stream.workload.formats import FORMATS
 from relaygr_stream.workload.generator import GeneratorOptions
 from relaygr_stream.workload.items import StageDelay
+from relaygr_stream.workload.packaged import ITEM_EXPONENT, is_packaged, packaged_items
 from relaygr_stream.workload.publish import LogOptions, PublishOptions, publish
 from relaygr_stream.workload.replay import ReplayOptions
 from relaygr_stream.workload.report import PublishReport, print_report
@@ -90,13 +92,18 @@ GENERATOR_FLAGS = (
     "--which", type=click.Choice(["all", "last"]), help="Requests from all interactions, or each user's last. [all]"
 )
 @click.option("--min-history", type=int, help="Behaviours a user must have before a request. [16]")
-@click.option("--items", type=int, help="Generated items. [50000, at most model.vocab]")
-@click.option("--item-exponent", type=float, help="Zipf exponent over items. [1.0]")
-@settings_options
-def replay_command(settings: Settings, json_path: Path | None, **flags: Any) -> None:
+@click.option(
+    "--items",
+    type=int,
+    help="Generated items. [those of the packaged model; with another one 50000, at most model.vocab]",
+)
+@click.option("--item-exponent", type=float, help="Zipf exponent over items. [0.25 for the packaged model, else 1.0]")
+@config_options
+def replay_command(config: Config, json_path: Path | None, **flags: Any) -> None:
     """Replay a log and measure its rankings.
 
-    Sends a log of interactions through the relay, or a generated workload with --generate.
+    Sends a log of interactions through the relay, or a generated workload with --generate: where nothing in [model] is
+    set, one for the packaged model, which `relaygr up` serves then.
 
     Sends a request event and a ranking request for each interaction. Prints HR@10 and NDCG@10 of the rankings beside
     those of chance and popularity, latencies from the scheduled send time, prefix hits and errors. Exits 1 if a request
@@ -109,6 +116,7 @@ def replay_command(settings: Settings, json_path: Path | None, **flags: Any) -> 
       relaygr replay --events shop.parquet --features checkpoint/config.json
       relaygr replay --generate --rate 100 --requests 5000 --json out/report.json
     """
+    settings = with_packaged_model(config) if flags["generate"] else config.settings
     options = build_options(settings, flags)
     if json_path is not None:
         check_writable(json_path, "--json")
@@ -159,7 +167,11 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
             **taken(flags, "format", "time_unit", "item_ids"),
         )
     else:
-        shape["items"] = min(50_000, settings.model.vocab)
+        if is_packaged(settings.model):
+            shape["items"] = max(packaged_items(), 2 * shape.get("candidates", 0))
+            shape["item_exponent"] = ITEM_EXPONENT
+        else:
+            shape["items"] = min(50_000, settings.model.vocab)
         shape["length"] = min(GeneratorOptions.length, settings.relay.max_prefix_tokens / 2)
         source = GeneratorOptions(features=features, **(shape | taken(flags, *GENERATOR_FLAGS)))
     return PublishOptions(

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 BEYOND_DRAIN_S = 5.0
 
 
+#: Said where no model is set.
+PACKAGED_LINE = (
+    "no model is set: serves the packaged one, which knows the users of `relaygr replay --generate`. Yours: --set "
+    "model.checkpoint=FOLDER or model.factory=MODULE:FACTORY; random weights: --set model.checkpoint="
+)
+
+
 @click.command(name="up")
 @click.option("--workers", default=1, show_default=True, type=click.IntRange(0, 256), help="Worker processes.")
 @click.option("--trigger/--no-trigger", default=True, show_default=True, help="Also run a trigger.")
@@ -48,17 +55,22 @@ def up_command(
 
     A process that fails or hangs is restarted, after a pause that doubles up to 30 s. The first SIGTERM or Ctrl-C stops
     the trigger, then the workers, which drain; a second one kills all. Logs go to stderr, the state of each process to
-    stdout. If telemetry.port or handover.port is N, the first process gets N, the next N+1, and so on.
+    stdout. Where nothing in [model] is set, workers serve the packaged model. If telemetry.port or handover.port is N,
+    the first process gets N, the next N+1, and so on.
 
     Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
     """
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
-    from relaygr_stream.settings.load import load_settings
+    from relaygr_stream.settings.load import PACKAGED_MODEL, load_settings, with_packaged_model
 
     if not (workers or trigger):
         raise click.UsageError("nothing to run: --workers 0 and --no-trigger; leave out one of them")
     # Loaded here so that a mistake is reported once, of each process's own settings, too, which it loads itself.
-    settings = load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags(assignments)}).settings
+    config = load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags(assignments)})
+    settings = with_packaged_model(config)
+    if settings is not config.settings and workers:
+        click.echo(PACKAGED_LINE)
+        assignments = (*assignments, f"model.checkpoint={PACKAGED_MODEL}")
     shared = [
         *(argument for file in files for argument in ("--config", file)),
         *(argument for assignment in assignments for argument in ("--set", assignment)),

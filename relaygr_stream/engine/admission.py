@@ -16,10 +16,10 @@ from sortedcontainers import SortedKeyList
 
 from relaygr_stream.cache.entry import Coverage, Found
 from relaygr_stream.engine.clients import Clients
-from relaygr_stream.engine.commands import RankTask
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.forecast import QUEUED_DEADLINE_FRACTION, Calibration, Forecast, Full
 from relaygr_stream.engine.prefill import PrefillJobs
+from relaygr_stream.engine.ranking import Booking, Ranking
 from relaygr_stream.models.api import takes_suffix
 
 #: What the answer to a ranking that made room says.
@@ -55,26 +55,33 @@ class Admission:
         self._nbytes = nbytes
         self._least = truncate_min_tokens
         self.clients = clients
-        self.waiting: SortedKeyList[RankTask] = SortedKeyList(key=lambda task: task.number)  # in the order they came
+        self.waiting: SortedKeyList[Ranking] = SortedKeyList(
+            key=lambda ranking: ranking.booking.number
+        )  # in the order they came
         self._numbers = count()
         #: When a ranking was last admitted, by whether it needs inference.
         self._admitted_s: dict[bool, float] = {}
         self._forecast = Forecast(clients)
         self.calibration = Calibration()  # of scoring, in the batches that come
 
-    def book(self, task: RankTask, found: Found) -> None:
-        """Set the task's number, client account and predicted device time. found: what the cache has for it."""
-        task.number = next(self._numbers)
-        task.account = self.clients.account(task.client)
-        task.guest = bool(task.hops) and found[1] is Coverage.NONE
-        score_ms, infer_ms = self.score_ms(task) * self.calibration.factor, self._infer_ms(task, found)
-        task.infers = bool(infer_ms)
-        task.cost_ms = infer_ms + score_ms
+    def book(self, ranking: Ranking, found: Found) -> None:
+        """Give it a number, and its client's account and predicted device time. found: what the cache has for it."""
+        task = ranking.task
+        score_ms, infer_ms = self.score_ms(ranking) * self.calibration.factor, self._infer_ms(ranking, found)
+        cost_ms = infer_ms + score_ms
         # A prediction refuses nothing until predictions of its kind have been compared with measurements.
         trusted = self.calibration.trusted and (not infer_ms or self._jobs.calibration.trusted)
-        task.expected_ms = task.cost_ms if trusted else 0.0
+        ranking.booking = Booking(
+            number=next(self._numbers),
+            account=self.clients.account(task.client),
+            nbytes=task.nbytes,
+            cost_ms=cost_ms,
+            expected_ms=cost_ms if trusted else 0.0,
+            infers=bool(infer_ms),
+            guest=bool(task.hops) and found[1] is Coverage.NONE,
+        )
 
-    def truncate(self, task: RankTask, found: Found, now: float) -> bool:
+    def truncate(self, ranking: Ranking, found: Found, now: float) -> bool:
         """Cut a booked ranking, which finds no prefix KV and would be late, to its newest behaviours that are in time.
 
         Their number is the largest multiple of truncate_min_tokens that fits. They are a history of their own:
@@ -82,89 +89,91 @@ class Admission:
         """
         least = self._least
         misses = found[0] is None or found[1] is Coverage.NONE
-        if not (least and misses and not task.full and self._executor.model.incremental):
+        if not (least and misses and not ranking.full and self._executor.model.incremental):
             return False
-        if self._in_time(task, task.expected_ms, now):
+        if self._in_time(ranking, ranking.booking.expected_ms, now):
             return False
-        sizes = range(least, len(task.tokens) - task.tokens.context + len(task.suffix), least)
-        fitting = bisect_left(sizes, True, key=lambda size: not self._in_time(task, self._newest_ms(task, size), now))
+        sizes = range(least, len(ranking.tokens) - ranking.tokens.context + len(ranking.suffix), least)
+        fitting = bisect_left(
+            sizes, True, key=lambda size: not self._in_time(ranking, self._newest_ms(ranking, size), now)
+        )
         if not fitting:
             return False
-        task.keep_newest(sizes[fitting - 1])
-        task.cost_ms = task.expected_ms = self._newest_ms(task, task.truncated_to)
+        ranking.keep_newest(sizes[fitting - 1])
+        ranking.booking.cost_ms = ranking.booking.expected_ms = self._newest_ms(ranking, ranking.measured.truncated_to)
         return True
 
-    def _newest_ms(self, task: RankTask, size: int) -> float:
+    def _newest_ms(self, ranking: Ranking, size: int) -> float:
         """Predicted device time of inferring and scoring with the newest `size` behaviours alone."""
-        suffix = min(size, len(task.suffix))
-        score_ms = self._executor.costs.score_ms(size - suffix, suffix + len(task.candidates))
+        suffix = min(size, len(ranking.suffix))
+        score_ms = self._executor.costs.score_ms(size - suffix, suffix + len(ranking.task.candidates))
         return self._jobs.prefill_ms(0, size - suffix) + score_ms * self.calibration.factor
 
-    def _in_time(self, task: RankTask, ms: float, now: float) -> bool:
+    def _in_time(self, ranking: Ranking, ms: float, now: float) -> bool:
         """Whether it would be in time if it took so long: with a margin even if nothing is before it."""
-        return self._forecast.full(task, now, ms, alone=QUEUED_DEADLINE_FRACTION) is None
+        return self._forecast.full(ranking, now, ms, alone=QUEUED_DEADLINE_FRACTION) is None
 
-    def full(self, task: RankTask, now: float) -> Full | None:
+    def full(self, ranking: Ranking, now: float) -> Full | None:
         """What is too scarce to admit this booked ranking; None: there is room."""
         if len(self.waiting) >= self._places:
             return Full("waiting", f"{len(self.waiting)} rankings are waiting (worker.max_queue)")
-        if self.clients.nbytes + task.nbytes > self._nbytes:
+        if self.clients.nbytes + ranking.booking.nbytes > self._nbytes:
             now_mib, most_mib = self.clients.nbytes >> 20, self._nbytes >> 20
             return Full("nbytes", f"rankings of {now_mib} of {most_mib} MiB are waiting (worker.max_waiting_bytes)")
-        full = self._forecast.full(task, now) if task.expected_ms else None
+        full = self._forecast.full(ranking, now) if ranking.booking.expected_ms else None
         if full is None:
-            self._admitted_s[task.infers] = now
+            self._admitted_s[ranking.booking.infers] = now
         return full
 
-    def tries(self, task: RankTask, full: Full, now: float) -> bool:
+    def tries(self, ranking: Ranking, full: Full, now: float) -> bool:
         """Whether to admit a ranking all the same for which an idle device would take too long, by prediction.
 
         Only what is computed is measured: what a slow spell taught would refuse rankings of a kind for ever.
         """
-        if self.waiting or not full.hopeless or now - self._admitted_s.get(task.infers, -math.inf) < TRY_S:
+        if self.waiting or not full.hopeless or now - self._admitted_s.get(ranking.booking.infers, -math.inf) < TRY_S:
             return False
-        self._admitted_s[task.infers] = now
-        task.expected_ms = 0.0  # it makes nobody late
+        self._admitted_s[ranking.booking.infers] = now
+        ranking.booking.expected_ms = 0.0  # it makes nobody late
         return True
 
-    def loser(self, task: RankTask, full: Full) -> RankTask | None:
+    def loser(self, ranking: Ranking, full: Full) -> Ranking | None:
         """The waiting ranking that loses its place to this one; None: refuse this one.
 
         It is the latest of the client that has the most waiting of what is scarce, if that is more than this one's
         client would have with it. A ranking that the device has started keeps its place.
         """
-        account = None if full.hopeless else self.clients.heavier(full.measure, task)
+        account = None if full.hopeless else self.clients.heavier(full.measure, ranking.booking)
         return None if account is None else self._forecast.latest(account, full.before)
 
-    def add(self, task: RankTask) -> None:
+    def add(self, ranking: Ranking) -> None:
         """Count a booked ranking as waiting; one that was removed comes back to its place."""
-        self.waiting.add(task)
-        self.clients.add(task)
-        self._forecast.add(task)
+        self.waiting.add(ranking)
+        self.clients.add(ranking.booking)
+        self._forecast.add(ranking)
 
-    def remove(self, task: RankTask) -> None:
+    def remove(self, ranking: Ranking) -> None:
         """Stop counting a ranking that has its answer; one that was never added is no error."""
-        if task in self.waiting:
-            self.waiting.remove(task)
-            self.clients.remove(task)
-            self._forecast.remove(task)
+        if ranking in self.waiting:
+            self.waiting.remove(ranking)
+            self.clients.remove(ranking.booking)
+            self._forecast.remove(ranking)
 
-    def charge(self, task: RankTask, ms: float, *, of: int = 1) -> None:
+    def charge(self, ranking: Ranking, ms: float, *, of: int = 1) -> None:
         """Count device time as the ranking's and as its client's. of: rankings that it was for together."""
-        task.device_ms += ms
-        task.account.served_ms += ms / of
-        if task in self.waiting:
-            self._forecast.worked(task)
+        ranking.measured.device_ms += ms
+        ranking.booking.account.served_ms += ms / of
+        if ranking in self.waiting:
+            self._forecast.worked(ranking)
 
-    def score_ms(self, task: RankTask) -> float:
+    def score_ms(self, ranking: Ranking) -> float:
         """Predicted device time of scoring it alone, uncorrected."""
-        return self._executor.costs.score_ms(len(task.tokens), len(task.suffix) + len(task.candidates))
+        return self._executor.costs.score_ms(len(ranking.tokens), len(ranking.suffix) + len(ranking.task.candidates))
 
-    def _infer_ms(self, task: RankTask, found: Found) -> float:
+    def _infer_ms(self, ranking: Ranking, found: Found) -> float:
         """Predicted device time until its prefix KV are there; a job that others wait for costs nothing more."""
         entry, coverage = found
-        tokens, suffix = len(task.tokens), 0 if takes_suffix(self._executor.model) else len(task.suffix)
-        if entry is None or coverage is Coverage.NONE or task.full or suffix:
+        tokens, suffix = len(ranking.tokens), 0 if takes_suffix(self._executor.model) else len(ranking.suffix)
+        if entry is None or coverage is Coverage.NONE or ranking.full or suffix:
             return self._jobs.prefill_ms(0, tokens + suffix)
         job = self._jobs.of(entry)
         begun = self._jobs.remaining_ms(job) if job is not None and not job.waiters else 0.0

@@ -23,7 +23,7 @@ import torch
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.storage import Scratch, Storage
 from relaygr_stream.cache.tiers import capacity_for
-from relaygr_stream.engine.commands import RankTask
+from relaygr_stream.engine.commands import Measured, RankTask
 from relaygr_stream.engine.executor import UNHURRIED_MS, Executor, PrefillRun, describe
 from relaygr_stream.errors import ConfigError, DeviceError, ModelError
 from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation, schema_of
@@ -125,8 +125,9 @@ def audit_deviation(
     return math.sqrt(float((off**2).sum()) / max(off.size, LEAST_SCORES))
 
 
-#: Called with each finished audit: ranking, deviation, milliseconds of device time. True: it deviates by too much.
-Report = Callable[[RankTask, float, float], bool]
+#: Called with each finished audit: the request, what its answer told, deviation, milliseconds of device time. True: it
+#: deviates by too much.
+Report = Callable[[RankTask, Measured, float, float], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +135,7 @@ class Audit:
     """A ranking that was answered from prefix KV and is to be scored in full, to compare."""
 
     task: RankTask
+    measured: Measured
     relayed: npt.NDArray[np.float32]
     run: PrefillRun | None = None  # into the scratch region, while it is under way
     ms: float = 0.0  # device time of this attempt
@@ -159,15 +161,15 @@ class Auditor:
         self.worst = 0.0  # largest relative deviation found where nothing was rounded
         self.worst_rounded = 0.0  # and where it was
 
-    def consider(self, task: RankTask, relayed: npt.NDArray[np.float32]) -> None:
-        """Choose this answered ranking for an audit, or not; never one that is to leave nothing."""
-        if task.full or task.outcome in MISSES or not self._share or self._random.random() >= self._share:
+    def consider(self, task: RankTask, measured: Measured, relayed: npt.NDArray[np.float32]) -> None:
+        """Choose this answered ranking for an audit, or not."""
+        if measured.outcome in MISSES or not self._share or self._random.random() >= self._share:
             return
         if len(self._waiting) >= MAX_WAITING:
             if self._waiting[0].run is not None:
                 return  # the oldest is running and holds the scratch region: it must stay
             self._waiting.popleft()
-        self._waiting.append(Audit(task, relayed))
+        self._waiting.append(Audit(task, measured, relayed))
 
     def users(self) -> set[str]:
         """The users whose rankings wait for their audit."""
@@ -206,7 +208,7 @@ class Auditor:
             self._end(audit, scratch)
             log.warning(
                 "audit failed",
-                **request_log_fields(task.request_id, task.user_id, task.lane, task.outcome),
+                **request_log_fields(task.request_id, task.user_id, task.lane, audit.measured.outcome),
                 error=describe(error),
             )
             return True
@@ -215,11 +217,11 @@ class Auditor:
         scale = statistics.median(self._largest) if self._largest else 0.0
         deviation = audit_deviation(audit.relayed, full, scale, half=self._half)
         self.done += 1
-        if task.approximate:
+        if audit.measured.approximate:
             self.worst_rounded = max(self.worst_rounded, deviation)
         else:
             self.worst = max(self.worst, deviation)
-        if self._report(task, deviation, audit.ms):
+        if self._report(task, audit.measured, deviation, audit.ms):
             self.deviating.append(task.user_key)
         else:
             self._largest.append(float(np.abs(full).max(initial=0.0)))

@@ -82,42 +82,42 @@ class Clients:
             found = self._accounts[name] = Account(name)
         return found
 
-    def add(self, task: Booked) -> None:
+    def add(self, booked: Booked) -> None:
         """Count a ranking as waiting; its account, nbytes and cost_ms stay as they are until `remove`."""
-        account = task.account
+        account = booked.account
         account.waiting += 1
-        account.nbytes += task.nbytes
-        account.ms += task.cost_ms
-        self.nbytes += task.nbytes
+        account.nbytes += booked.nbytes
+        account.ms += booked.cost_ms
+        self.nbytes += booked.nbytes
 
-    def remove(self, task: Booked) -> None:
+    def remove(self, booked: Booked) -> None:
         """Stop counting a ranking that has its answer."""
-        account = task.account
+        account = booked.account
         account.waiting -= 1
-        account.nbytes -= task.nbytes
-        account.ms = account.ms - task.cost_ms if account.waiting else 0.0
-        self.nbytes -= task.nbytes
+        account.nbytes -= booked.nbytes
+        account.ms = account.ms - booked.cost_ms if account.waiting else 0.0
+        self.nbytes -= booked.nbytes
 
     def ready(self, account: Account) -> None:
         """The client has work again after a pause: it cannot claim the device time that others were given meanwhile."""
         account.served_ms = max(account.served_ms, self.floor_ms)
 
-    def heavier(self, measure: Measure, task: Booked) -> Account | None:
-        """The client that holds most of it, if that is more than the task's client would hold; else None."""
+    def heavier(self, measure: Measure, booked: Booked) -> Account | None:
+        """The client that holds most of it, if that is more than its own client would hold; else None."""
         most = max(self._everyone(), key=lambda account: account.of(measure))
-        own = {"waiting": 1, "nbytes": task.nbytes, "ms": task.cost_ms}[measure]
-        return most if most.of(measure) > task.account.of(measure) + own else None
+        own = {"waiting": 1, "nbytes": booked.nbytes, "ms": booked.cost_ms}[measure]
+        return most if most.of(measure) > booked.account.of(measure) + own else None
 
-    def check(self, tasks: Sequence[Booked]) -> None:
+    def check(self, booked: Sequence[Booked]) -> None:
         """Raise CacheCorruption where the accounts do not add up to these rankings."""
         for account in self._everyone():
-            mine = [task.nbytes for task in tasks if task.account is account]
+            mine = [each.nbytes for each in booked if each.account is account]
             if (account.waiting, account.nbytes) != (len(mine), sum(mine)):
                 raise CacheCorruption(
                     f"client {account.name!r} is booked for {account.waiting} rankings, has {len(mine)}"
                 )
-        if self.nbytes != sum(task.nbytes for task in tasks):
-            raise CacheCorruption(f"{self.nbytes} bytes of rankings are booked, {len(tasks)} wait")
+        if self.nbytes != sum(each.nbytes for each in booked):
+            raise CacheCorruption(f"{self.nbytes} bytes of rankings are booked, {len(booked)} wait")
 
     def _everyone(self) -> Iterator[Account]:
         yield self._rest

@@ -13,12 +13,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.transit import TransitCommand
-from relaygr_stream.engine.clients import UNBOOKED, Account
-from relaygr_stream.engine.executor import PrefillRun
 from relaygr_stream.models.api import Tokens
-from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.features import Values
@@ -50,14 +46,14 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Referred:
-    """What a task lacks until its history is there: the prefix in tokens, and what was sent beside it."""
+    """What a command lacks until its history is there: the prefix in tokens, and what was sent beside it."""
 
     reference: HistoryReference
     user: Mapping[str, bytes]  # the user's features
     suffix: Behaviours
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class PrefillTask(Keys):
     """An admitted request whose prefix KV is to be ready, and pinned, before its ranking comes."""
 
@@ -71,12 +67,28 @@ class PrefillTask(Keys):
     tenant: str = ""
     nbytes: int = 0  # memory of its tokens
     origin: Any = None  # where it came from; not None: what becomes of it is told. The scheduler does not look at it
-    referred: Referred | None = None  # until its tokens are there
+
+    def with_history(self, tokens: Tokens) -> PrefillTask:
+        """The request whose prefix was read."""
+        return PrefillTask(
+            self.request_id, self.user_id, self.lane, tokens, self.due, self.expires, self.arrived, self.tenant,
+            self.nbytes, self.origin,
+        )  # fmt: skip
 
 
-@dataclass(slots=True, eq=False)
+class Times(NamedTuple):
+    """When a ranking came, and until when it is of use."""
+
+    arrived: float
+    deadline: float
+    timeout_ms: float = 0.0  # from sending on, as its client states it, or the default
+    age_ms: float = 0.0  # age at arrival, proven by the log's order (bus/ages.py)
+    inbound_ms: float = 0.0  # age at arrival by the sender's clock
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RankTask(Keys):
-    """A ranking request on its way to an answer."""
+    """A ranking request. It does not change: what becomes of it is in its Answer."""
 
     request_id: str
     user_id: str
@@ -84,99 +96,61 @@ class RankTask(Keys):
     tokens: Tokens  # the prefix
     suffix: Tokens
     candidates: npt.NDArray[np.int64]
-    arrived: float
-    deadline: float
+    times: Times
     full: bool  # ignore prefix KV
     tenant: str = ""
     client: str = ""  # who asks, as the request says
     nbytes: int = 0  # memory from when it was read until its answer has left
-    number: int = -1  # the order in which rankings came, from when it is booked
-    account: Account = UNBOOKED  # the client's books, once it was admitted
-    cost_ms: float = 0.0  # device time, predicted when it came
-    infers: bool = False  # some of that is inference of its prefix
-    waited_s: float = 0.0  # seconds since its arrival spent on reading its history, or on a forward that failed
     hops: int = 0  # times it was forwarded, or 1: a hedge
-    guest: bool = False  # another worker could answer it as well: it was sent on, and finds nothing here
-    pass_to: int | None = None  # a lane of the worker that computed its prefix KV on this one's behalf
     origin: Any = None  # where its answer goes; the scheduler does not look at it
+    features: Values = field(default_factory=dict)  # of the candidates
+
+    def with_history(self, tokens: Tokens, suffix: Tokens) -> RankTask:
+        """The request whose prefix was read."""
+        return RankTask(
+            self.request_id, self.user_id, self.lane, tokens, suffix, self.candidates, self.times, self.full,
+            self.tenant, self.client, self.nbytes, self.hops, self.origin, self.features,
+        )  # fmt: skip
+
+    @property
+    def arrived(self) -> float:
+        """When it was read."""
+        return self.times.arrived
+
+    @property
+    def deadline(self) -> float:
+        """When its scores have to leave."""
+        return self.times.deadline
+
+
+@dataclass(slots=True)
+class Measured:
+    """What became of a ranking. Times are those of the process that answers it."""
+
     outcome: Outcome | None = None  # where the prefix was first found
-    entry: Entry | None = None  # held while set
-    region: KVRegion | None = None  # what to score against, once ready
-    borrowed: bool = False  # region is the scratch region, to be given back
     started: float = 0.0  # when the device first worked for it
     finished: float = 0.0  # when the device was done with it; 0: it was answered without the device thread
-    age_ms: float = 0.0  # age at arrival, proven by the log's order (bus/ages.py)
-    inbound_ms: float = 0.0  # age at arrival by the sender's clock
-    timeout_ms: float = 0.0  # from sending on, as its client states it, or the default
-    expected_ms: float = 0.0  # cost_ms where predictions of its kind have proved good, else 0
     device_ms: float = 0.0
     score_ms: float = 0.0  # of that, the batch that scored it
     computed_tokens: int = 0
     approximate: bool = False  # scored against prefix KV that had been rounded in DRAM
-    features: Values = field(default_factory=dict)  # of the candidates
     truncated_to: int = 0  # behaviours that it was cut to, since all would be late; 0: it was not
-    referred: Referred | None = None  # until its tokens are there
-    answered: bool = False
-
-    def afresh(self, waited_s: float) -> RankTask:
-        """The request as it came, to be ranked here after all. waited_s: seconds spent on passing it on."""
-        return RankTask(
-            self.request_id, self.user_id, self.lane, self.tokens, self.suffix, self.candidates, self.arrived,
-            self.deadline, self.full, self.tenant, self.client, self.nbytes, waited_s=self.waited_s + waited_s,
-            hops=self.hops, origin=self.origin, age_ms=self.age_ms, inbound_ms=self.inbound_ms,
-            timeout_ms=self.timeout_ms, features=self.features, referred=self.referred,
-        )  # fmt: skip
-
-    def keep_newest(self, size: int) -> None:
-        """Rank with the newest `size` ≥ 1 behaviours alone, as a history of their own, apart from all prefix KV.
-
-        The user's features stay before them.
-        """
-        whole, context = self.tokens.followed_by(self.suffix), self.tokens.context
-        newest = whole.slice(max(context, len(whole) - size), len(whole))
-        kept = whole.slice(0, context).followed_by(newest)
-        kept.array[2, context] = 0  # the first gap: nothing is before it
-        prefix = len(kept) - min(size, len(self.suffix))
-        self.tokens, self.suffix = kept.slice(0, prefix), kept.slice(prefix, len(kept))
-        self.truncated_to, self.full, self.outcome = size, True, "truncated"
-
-
-@dataclass(slots=True, eq=False)
-class PrefillJob:
-    """Prefix KV being computed, slice by slice, for every ranking and admitted request that waits for it."""
-
-    run: PrefillRun
-    due: float
-    entry: Entry | None = None  # None: into scratch, for one full inference
-    signal: PrefillTask | None = None  # of the admitted request that it is for; None: a ranking has come
-    joined: bool = False  # a ranking came for it while it was computed
-    waiters: list[RankTask] = field(default_factory=list)
-    over: bool = False  # completed, failed or cut short; queues drop it when they meet it
-    error: str | None = None  # what it failed with
-    expected_ms: float = 0.0  # device time, predicted when it was started, uncorrected
-    ms: float = 0.0  # device time so far
-    started: float = 0.0  # when the device first worked for it
-    position: int = 0  # tokens that were there before
-
-    @property
-    def pre_infer(self) -> bool:
-        """It is for an admitted request, whose ranking had not come when it started."""
-        return self.signal is not None
-
-    @property
-    def wanted(self) -> bool:
-        """A ranking waits for it, or will: that of an admitted request."""
-        return bool(self.waiters) or (self.entry is not None and self.entry.pins > 0)
 
 
 @dataclass(slots=True)
 class Answer:
     """The one typed answer to a ranking."""
 
-    task: RankTask
+    rank: Rank
     status: Status
     scores: npt.NDArray[np.float32] | None = None  # (candidates, tasks)
     detail: str = ""
+    measured: Measured = field(default_factory=Measured)
+
+    @property
+    def task(self) -> RankTask:
+        """The request."""
+        return self.rank.task
 
 
 @dataclass(slots=True)
@@ -196,12 +170,17 @@ class Rank(NamedTuple):
     """Score this ranking; it gets exactly one answer."""
 
     task: RankTask
+    pass_to: int | None = None  # a lane of the worker that computed its prefix KV on this one's behalf
+    waited_s: float = 0.0  # seconds since its arrival spent on reading its history, or on a forward that failed
+    leaves_nothing: bool = False  # its user was erased meanwhile: it is inferred in scratch
+    referred: Referred | None = None  # until its tokens are there
 
 
 class Prefill(NamedTuple):
     """Have this admitted request's prefix KV ready, and pinned, in time."""
 
     task: PrefillTask
+    referred: Referred | None = None  # until its tokens are there
 
 
 class Cancel(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.engine.clients import Account, Clients, Measure
-from relaygr_stream.engine.commands import RankTask
+from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.engine.work_tree import WorkTree
 
 #: Comparisons of predictions with measurements before a prediction may refuse anything.
@@ -74,61 +74,63 @@ class Forecast:
 
     def __init__(self, clients: Clients | None = None) -> None:
         self._clients = Clients() if clients is None else clients
-        self._all: WorkTree[RankTask] = WorkTree()
-        self._by_client: dict[Account, WorkTree[RankTask]] = {}
+        self._all: WorkTree[Ranking] = WorkTree()
+        self._by_client: dict[Account, WorkTree[Ranking]] = {}
 
-    def add(self, task: RankTask) -> None:
+    def add(self, ranking: Ranking) -> None:
         """Count a waiting ranking, whose expected_ms and number are known."""
-        key, work_ms = _key(task), _work_ms(task)
-        self._all.add(key, work_ms, task)
-        own = self._by_client.get(task.account)
+        key, work_ms = _key(ranking), _work_ms(ranking)
+        self._all.add(key, work_ms, ranking)
+        own = self._by_client.get(ranking.booking.account)
         if own is None:
-            own = self._by_client[task.account] = WorkTree()
-        own.add(key, work_ms, task)
+            own = self._by_client[ranking.booking.account] = WorkTree()
+        own.add(key, work_ms, ranking)
 
-    def remove(self, task: RankTask) -> None:
+    def remove(self, ranking: Ranking) -> None:
         """Stop counting a ranking that was added."""
-        key, own = _key(task), self._by_client[task.account]
+        key, own = _key(ranking), self._by_client[ranking.booking.account]
         self._all.remove(key)
         own.remove(key)
         if not own:
-            del self._by_client[task.account]
+            del self._by_client[ranking.booking.account]
 
-    def worked(self, task: RankTask) -> None:
+    def worked(self, ranking: Ranking) -> None:
         """The device has worked for a ranking that was added: its device_ms has changed."""
-        key, work_ms = _key(task), _work_ms(task)
+        key, work_ms = _key(ranking), _work_ms(ranking)
         self._all.change(key, work_ms)
-        self._by_client[task.account].change(key, work_ms)
+        self._by_client[ranking.booking.account].change(key, work_ms)
 
-    def latest(self, account: Account, before: float) -> RankTask | None:
+    def latest(self, account: Account, before: float) -> Ranking | None:
         """The client's ranking with the latest deadline up to `before` that the device has not started."""
         own = self._by_client.get(account)
-        return None if own is None else next((task for task in own.backwards(before) if not task.started), None)
+        return (
+            None if own is None else next((each for each in own.backwards(before) if not each.measured.started), None)
+        )
 
     def full(
-        self, task: RankTask, now: float, own: float | None = None, *, alone: float = ALONE_DEADLINE_FACTOR
+        self, ranking: Ranking, now: float, own: float | None = None, *, alone: float = ALONE_DEADLINE_FACTOR
     ) -> Full | None:
         """Why this ranking cannot be answered in time, or only at the cost of one accepted before it; None: it can.
 
         own: its milliseconds; None: its expected_ms. alone: the share of its time that it may take if nothing waits.
         """
-        left, own = (task.deadline - now) * 1e3, task.expected_ms if own is None else own
+        left, own = (ranking.deadline - now) * 1e3, ranking.booking.expected_ms if own is None else own
         if not self._all:
             reason = f"it takes {own:.0f} ms, and {left:.0f} ms are left"
             return Full("ms", reason, hopeless=True) if own > alone * left else None
-        sure = left * (FORWARDED_DEADLINE_FRACTION if task.guest else QUEUED_DEADLINE_FRACTION)
+        sure = left * (FORWARDED_DEADLINE_FRACTION if ranking.booking.guest else QUEUED_DEADLINE_FRACTION)
         if self._all.total_ms + own <= min(sure, (self._all.first() - now) * 1e3):
             return None
         # One that is late anyway does not count: it ends before now.
-        hurt = self._all.first_within(task.deadline, now * 1e3, now * 1e3 + own)
+        hurt = self._all.first_within(ranking.deadline, now * 1e3, now * 1e3 + own)
         if hurt is not None:
             return Full("ms", f"its {own:.0f} ms would make a ranking late that was accepted before it", hurt)
-        before = {account: work.until(task.deadline) for account, work in self._by_client.items()}
-        mine = before.pop(task.account, 0.0)
-        ahead = mine + self._in_turn(task.account, mine + own, before)
+        before = {account: work.until(ranking.deadline) for account, work in self._by_client.items()}
+        mine = before.pop(ranking.booking.account, 0.0)
+        ahead = mine + self._in_turn(ranking.booking.account, mine + own, before)
         if ahead + own > (sure if ahead else alone * left):
             reason = f"the rankings before it take {ahead:.0f} ms, it takes {own:.0f} ms, and {left:.0f} ms are left"
-            return Full("ms", reason, task.deadline, hopeless=mine + own > sure)
+            return Full("ms", reason, ranking.deadline, hopeless=mine + own > sure)
         return None
 
     def _in_turn(self, account: Account, ms: float, others: dict[Account, float]) -> float:
@@ -138,13 +140,13 @@ class Forecast:
         return sum(min(work, max(0.0, until - other.served_ms)) for other, work in others.items())
 
 
-def _key(task: RankTask) -> tuple[float, int]:
-    return task.deadline, task.number
+def _key(ranking: Ranking) -> tuple[float, int]:
+    return ranking.deadline, ranking.booking.number
 
 
-def _work_ms(task: RankTask) -> float:
+def _work_ms(ranking: Ranking) -> float:
     """Device time that it still takes, as predicted when it was booked."""
-    return max(0.0, task.expected_ms - task.device_ms)
+    return max(0.0, ranking.booking.expected_ms - ranking.measured.device_ms)
 
 
 # ---- whether rankings are better scored together or one after the other ----

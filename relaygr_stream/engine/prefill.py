@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.engine.commands import Placed, PrefillJob, PrefillTask, RankTask
+from relaygr_stream.engine.commands import Placed, PrefillTask
 from relaygr_stream.engine.executor import Executor, describe
 from relaygr_stream.engine.forecast import Calibration
 from relaygr_stream.engine.queue import WorkQueue
+from relaygr_stream.engine.ranking import PrefillJob, Ranking
 from relaygr_stream.models.api import Tokens
 
 
@@ -55,21 +56,23 @@ class PrefillJobs:
         self._by_entry[entry] = job
         self._queue.add_background(job)
 
-    def start_in_scratch(self, task: RankTask, tokens: Tokens) -> None:
+    def start_in_scratch(self, ranking: Ranking, tokens: Tokens) -> None:
         """Start computing `tokens` in the scratch region, which is free, for one ranking."""
-        task.borrowed = True
+        ranking.held.borrowed = True
         run = self._executor.prefill(self._cache.scratch.borrow(), tokens)
-        job = PrefillJob(run, task.deadline, waiters=[task], expected_ms=self._executor.costs_of_prefix(len(tokens)))
-        self._queue.urge(job, task)
+        job = PrefillJob(
+            run, ranking.deadline, waiters=[ranking], expected_ms=self._executor.costs_of_prefix(len(tokens))
+        )
+        self._queue.urge(job, ranking)
 
-    def join(self, task: RankTask, entry: Entry) -> None:
+    def join(self, ranking: Ranking, entry: Entry) -> None:
         """Let the ranking wait for the entry's job."""
         job = self._by_entry[entry]
         if job.pre_infer and not job.joined:
             job.joined = True
             self.counters.flight_joined += 1
-        job.waiters.append(task)
-        self._queue.urge(job, task)
+        job.waiters.append(ranking)
+        self._queue.urge(job, ranking)
 
     def hurry(self, entry: Entry, due: float) -> None:
         """Another request waits for the entry's job, and may be due before the one that it was started for."""
@@ -83,7 +86,7 @@ class PrefillJobs:
         that were answered meanwhile. cancelled: the client cancelled its request. Returns whether it ended.
         """
         if job.waiters:
-            job.waiters = [task for task in job.waiters if not task.answered]
+            job.waiters = [each for each in job.waiters if not each.answered]
         if job.wanted:
             return False
         self._end(job, now, cancelled=cancelled)
@@ -134,8 +137,8 @@ class PrefillJobs:
         completed = job.run.done and job.error is None
         if job.entry is None:
             if not (completed and job.waiters):
-                for task in job.waiters:
-                    task.borrowed = False
+                for ranking in job.waiters:
+                    ranking.held.borrowed = False
                 self._cache.scratch.give_back(job.run.region)
             return
         del self._by_entry[job.entry]

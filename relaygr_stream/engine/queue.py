@@ -13,7 +13,8 @@ from typing import Final, Generic, TypeVar
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.engine.clients import Account, Clients
-from relaygr_stream.engine.commands import PrefillJob, PrefillTask, RankTask
+from relaygr_stream.engine.commands import PrefillTask
+from relaygr_stream.engine.ranking import PrefillJob, Ranking
 
 T = TypeVar("T")
 
@@ -70,40 +71,40 @@ class WorkQueue:
 
     def __init__(self, clients: Clients | None = None) -> None:
         self._clients = Clients() if clients is None else clients
-        self._urgent: dict[Account, TimerHeap[RankTask | PrefillJob]] = {}
+        self._urgent: dict[Account, TimerHeap[Ranking | PrefillJob]] = {}
         self._background: TimerHeap[PrefillJob] = TimerHeap(lambda job: job.over)
 
-    def add_ready(self, task: RankTask) -> None:
+    def add_ready(self, ranking: Ranking) -> None:
         """Add a ranking that can be scored."""
-        self._of(task.account).add(task.deadline, task)
+        self._of(ranking.booking.account).add(ranking.deadline, ranking)
 
     def add_background(self, job: PrefillJob) -> None:
         """Add a job that no ranking waits for (yet); or again, if it is due earlier."""
         self._background.add(job.due, job)
 
-    def urge(self, job: PrefillJob, task: RankTask) -> None:
+    def urge(self, job: PrefillJob, ranking: Ranking) -> None:
         """Make the job as urgent as this ranking, which waits for it."""
-        self._of(task.account).add(task.deadline, job)
+        self._of(ranking.booking.account).add(ranking.deadline, job)
 
-    def urgent(self) -> RankTask | PrefillJob | None:
+    def urgent(self) -> Ranking | PrefillJob | None:
         """The most urgent ranking work, left in place."""
         first = self._first()
         return None if first is None else first[1]
 
     def pop_ready(
-        self, most: int, cost: Callable[[RankTask], float] = lambda _: 0.0, within: float = 0.0, least: int = 1
-    ) -> list[RankTask]:
+        self, most: int, cost: Callable[[Ranking], float] = lambda _: 0.0, within: float = 0.0, least: int = 1
+    ) -> list[Ranking]:
         """Rankings from the front that can be scored now, up to the first job: one batch.
 
         It has `most` rankings at most, and as many as cost no more than `within` together, or `least`.
         """
-        batch: list[RankTask] = []
-        while len(batch) < most and (first := self._first()) is not None and isinstance(task := first[1], RankTask):
-            within -= cost(task)
+        batch: list[Ranking] = []
+        while len(batch) < most and (first := self._first()) is not None and isinstance(ranking := first[1], Ranking):
+            within -= cost(ranking)
             if within < 0 and len(batch) >= least:
                 break
             first[0].pop()
-            batch.append(task)
+            batch.append(ranking)
         return batch
 
     def background(self) -> PrefillJob | None:
@@ -115,7 +116,7 @@ class WorkQueue:
         """The jobs for admitted requests that are still wanted, in no order."""
         return (job for job in dict.fromkeys(self._background) if job.pre_infer and job.wanted)
 
-    def _of(self, account: Account) -> TimerHeap[RankTask | PrefillJob]:
+    def _of(self, account: Account) -> TimerHeap[Ranking | PrefillJob]:
         """The heap of a client's ready work."""
         found = self._urgent.get(account)
         if found is None:
@@ -123,7 +124,7 @@ class WorkQueue:
             self._clients.ready(account)
         return found
 
-    def _first(self) -> tuple[TimerHeap[RankTask | PrefillJob], RankTask | PrefillJob] | None:
+    def _first(self) -> tuple[TimerHeap[Ranking | PrefillJob], Ranking | PrefillJob] | None:
         """The most urgent ranking work and the heap that it is first in."""
         heads = []
         for account, heap in list(self._urgent.items()):
@@ -147,21 +148,21 @@ class WorkQueue:
         return len(set(self._background))
 
 
-def _dropped(item: RankTask | PrefillJob) -> bool:
-    return item.answered if isinstance(item, RankTask) else item.over or not item.waiters
+def _dropped(item: Ranking | PrefillJob) -> bool:
+    return item.answered if isinstance(item, Ranking) else item.over or not item.waiters
 
 
 class Waiters:
     """Tasks that wait until an entry's copy or computation is over, by entry, in the order they came."""
 
     def __init__(self) -> None:
-        self._tasks: defaultdict[Entry, list[RankTask | PrefillTask]] = defaultdict(list)
+        self._tasks: defaultdict[Entry, list[Ranking | PrefillTask]] = defaultdict(list)
 
-    def add(self, entry: Entry, task: RankTask | PrefillTask) -> None:
+    def add(self, entry: Entry, task: Ranking | PrefillTask) -> None:
         """Let the task wait for the entry."""
         self._tasks[entry].append(task)
 
-    def pop(self, entry: Entry) -> list[RankTask | PrefillTask]:
+    def pop(self, entry: Entry) -> list[Ranking | PrefillTask]:
         """The tasks that wait at the entry; they wait no more."""
         return self._tasks.pop(entry, [])
 

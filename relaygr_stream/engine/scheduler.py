@@ -1,8 +1,8 @@
 """The worker's core, a state machine: commands go in by `handle`, `step` runs the most urgent work, answers come out.
 
-    Prefill ─► signals.py  ─► prefill.py ─────────────────┐
-    Rank    ─► rankings.py ─► placement.py ───────────────┴─► queue.py ─► executor.py ─► take_answers()
-                                └─ prefix KV: cache/
+    Prefill ─► signals.py ──────────────────┐
+    Rank    ─► rankings.py ─► placement.py ─┴─► residents.py ─► prefill.py ─► queue.py ─► executor.py ─► take_answers()
+                                                  └─ prefix KV: cache/
 
 Everything here runs on one thread and takes the time as an argument.
 """
@@ -31,18 +31,18 @@ from relaygr_stream.engine.commands import (
     LanesLost,
     Placed,
     Prefill,
-    PrefillJob,
     PrefillTask,
     Query,
     Rank,
-    RankTask,
 )
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.pins import PinTable
 from relaygr_stream.engine.placement import Placement
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import RecentIds, Waiters, WorkQueue
+from relaygr_stream.engine.ranking import PrefillJob, Ranking
 from relaygr_stream.engine.rankings import Rankings
+from relaygr_stream.engine.residents import Residents
 from relaygr_stream.engine.signals import Signals
 from relaygr_stream.errors import CacheCorruption, DeviceError
 from relaygr_stream.models.api import unknown_items
@@ -128,16 +128,17 @@ class Scheduler:
         self.time = DeviceTime()
         self.demand = Demand(limits.averaging)
         self.pins = PinTable(cache)
+        residents = Residents(cache, self._jobs, self.pins)
         self.signals = Signals(
-            cache, self._jobs, self._waiters, self.pins, answered, self._placed,
+            cache, self._jobs, self._waiters, self.pins, answered, residents, self._placed,
             footprint=limits.pinned_bytes, delegated=limits.delegated_bytes,
         )  # fmt: skip
         self.admission = Admission(
             executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_min_tokens
         )
-        self._placement = Placement(executor, cache, self._queue, self._jobs, self._waiters, auditor, self.pins)
+        self._placement = Placement(executor, cache, self._queue, self._jobs, self._waiters, auditor, residents)
         self.rankings = Rankings(
-            executor, cache, self._queue, self._placement, auditor, self.admission, self.pins, answered,
+            executor, cache, self._queue, self._placement, auditor, self.admission, self.pins, answered, residents,
             most=limits.batch, max_delay_ms=limits.max_ranking_delay_ms,
         )  # fmt: skip
 
@@ -149,7 +150,7 @@ class Scheduler:
             task = command.task
             if not task.hops:  # others come on any lane of the worker
                 self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
-            self.rankings.enqueue(task, now)
+            self.rankings.enqueue(command, now)
         elif isinstance(command, Prefill):
             self.signals.enqueue(command.task, now)
         elif isinstance(command, Cancel):
@@ -192,7 +193,7 @@ class Scheduler:
         self._end_unwanted(now)
         self._placement.lend_scratch()
         work = self._queue.urgent()
-        if isinstance(work, RankTask):
+        if isinstance(work, Ranking):
             self.time.ranking_ms += self.rankings.score(now)
         elif work is not None:
             self._advance(work, now)
@@ -236,7 +237,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise CacheCorruption where cache, pins and requests disagree. Takes time in proportion to the entries."""
         self.cache.check_integrity()
-        self.admission.clients.check(list(self.admission.waiting))
+        self.admission.clients.check([each.booking for each in self.admission.waiting])
         holds = self.pins.holds() + self.rankings.holds()
         for entry, pins in self.cache.pins().items():
             if holds.pop(entry, 0) != pins:
@@ -309,12 +310,12 @@ class Scheduler:
     def _advance(self, job: PrefillJob, now: float) -> None:
         """Give a job a slice of device time, and do what follows if it was the last."""
         if job.waiters:
-            self.rankings.started((task for task in job.waiters if not task.answered), now)
+            self.rankings.started((each for each in job.waiters if not each.answered), now)
         ms = self._jobs.advance(job, now)
         full = False
-        for task in job.waiters:
-            self.admission.charge(task, ms, of=len(job.waiters))
-            full = full or task.outcome in MISSES
+        for ranking in job.waiters:
+            self.admission.charge(ranking, ms, of=len(job.waiters))
+            full = full or ranking.measured.outcome in MISSES
         if full:
             self.time.full_ms += ms
         else:

@@ -1,6 +1,6 @@
 """Signals: admitted requests on their way to prefix KV that stay pinned until their rankings come.
 
-    find ─► HBM: pin | computing: pin | DRAM: load, pin | shorter: prefill the rest, pin | nothing: prefill, pin
+    find ─► within its bytes? ─► acquire (residents.py) ─► pin
 
 A signal that waits for the beginning of its sequence pins what there is: the trigger's ledger counts its bytes from
 when it was read. It lives as long as that pin.
@@ -20,7 +20,13 @@ from relaygr_stream.engine.commands import DELEGATED_LANE, Placed, PrefillTask
 from relaygr_stream.engine.pins import PinTable
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import RecentIds, Waiters
+from relaygr_stream.engine.residents import Residents, Way
 
+#: What becomes of a signal, by what there is for it.
+RESULTS: Final[dict[Way, str]] = {
+    "ready": "hbm", "computing": "joined", "loading": "joined", "dram": "dram", "shorter": "extended",
+    "nothing": "computed",
+}  # fmt: skip
 #: Results of signals that a prefill job computes, or that wait for a copy and are placed again.
 COMPUTED: Final = ("computed", "extended")
 
@@ -61,6 +67,7 @@ class Signals:
         waiters: Waiters,
         pins: PinTable,
         answered: RecentIds,
+        residents: Residents,
         placed: list[Placed],
         footprint: int,
         delegated: int = 0,
@@ -71,6 +78,7 @@ class Signals:
         self._waiters = waiters
         self._pins = pins
         self._answered = answered
+        self._residents = residents
         self._footprint = footprint
         self._delegated = delegated
         self.counters = SignalCounters()
@@ -101,7 +109,7 @@ class Signals:
             self._tell(task, "unpinned")
 
     def _place(self, task: PrefillTask) -> None:
-        entry, coverage = self._cache.find(task.user_key, task.tokens)
+        found = entry, coverage = self._residents.find(task.user_key, task.tokens)
         delegated = self._pins.lane_bytes(DELEGATED_LANE)
         if task.lane == DELEGATED_LANE:
             pinned = entry if coverage is Coverage.COVERS else None  # one that is extended may stay beside the new one
@@ -112,50 +120,18 @@ class Signals:
             # The trigger's bound comes first, unless waiting rankings hold memory that it does not count.
             self._count("over_footprint", task)
             return
-        if entry is not None and coverage is Coverage.COVERS:
-            self._use(task, entry)
-        elif entry is not None and coverage is Coverage.PREFIX and self._continue(task, entry):
-            self._count("extended", task)
-        elif (fresh := self._cache.open(task.user_key, task.tokens)) is not None:
-            self._count("computed", task)
-            self._compute(task, fresh)
-        else:
-            self._count("no_room", task)
-
-    def _use(self, task: PrefillTask, entry: Entry) -> None:
-        """Pin an entry that has, or will have, the whole prefix."""
-        if entry.ready:
-            self._count("hbm", task)
-        elif entry.computing or entry.load is not None:
-            self._jobs.hurry(entry, task.due)
-            self._count("joined", task)
-        elif self._cache.load(entry):
-            self._count("dram", task)
-        else:
+        got = self._residents.acquire(found, task.user_key, task.tokens, task.due, task)
+        if got.entry is None:
             self._count("no_room", task)
             return
-        self._asked(task, computed=0)
-        self._pin(task, entry)
-
-    def _continue(self, task: PrefillTask, entry: Entry) -> bool:
-        """Extend the user's shorter entry, now or as soon as it is loaded."""
-        if entry.ready:
-            grown = self._cache.extend(entry, task.tokens)
-            if grown is not None:
-                self._compute(task, grown)
-            return grown is not None
-        if entry.region is None and not self._cache.load(entry):
-            return False
-        self._jobs.hurry(entry, task.due)
-        self._pin(task, entry)
-        self._waiters.add(entry, task)
-        return True
-
-    def _compute(self, task: PrefillTask, entry: Entry) -> None:
-        assert entry.region is not None
-        self._asked(task, computed=len(task.tokens) - entry.region.length)
-        self._jobs.start(entry, task.due, task)
-        self._pin(task, entry)
+        self._count(RESULTS[got.way] if got.whole else "extended", task)
+        self._pin(task, got.entry)
+        if got.way in ("computing", "loading"):
+            self._jobs.hurry(got.entry, task.due)
+        if got.whole:
+            self._asked(task, computed=got.missing)
+        else:
+            self._waiters.add(got.entry, task)
 
     def _count(self, result: str, task: PrefillTask) -> None:
         name = f"signal_{result}"

@@ -29,8 +29,8 @@ class _Node(Generic[T]):
         self.priority = priority
         self.left: _Node[T] | None = None
         self.right: _Node[T] | None = None
-        self.total = self.least = self.most = 0.0
-        self.pull()
+        self.total = work_ms
+        self.least = self.most = key[0] * 1e3 - work_ms
 
     def pull(self) -> None:
         """Compute what is known of the subtree from its parts."""
@@ -73,7 +73,8 @@ class WorkTree(Generic[T]):
 
     def add(self, key: Key, work_ms: float, item: T) -> None:
         """Add an item; its key is new."""
-        self._root = _insert(self._root, _Node(key, work_ms, item, self._random.random()))
+        new = _Node(key, work_ms, item, self._random.random())
+        self._root = new if self._root is None else _insert(self._root, new)
 
     def remove(self, key: Key) -> None:
         """Remove the item with this key; there is one."""

@@ -207,11 +207,14 @@ class SteppedModel(RankingModel, Protocol):
 
 
 def digest(config: msgspec.Struct | Mapping[str, object], weights: Mapping[str, torch.Tensor]) -> str:
-    """A 64-bit digest of a configuration and float32 weights on the CPU, as 16 hexadecimal digits."""
+    """A 64-bit digest of a configuration and weights of any type, on any device, as 16 hexadecimal digits."""
     state = hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8)
     for name in sorted(weights):
-        state.update(f"\n{name} {tuple(weights[name].shape)}\n".encode())
-        state.update(weights[name].contiguous().numpy().data)
+        value = weights[name].detach()
+        # Digests of float32 weights are older than those of other types, and are kept.
+        dtype = "" if value.dtype == torch.float32 else f" {value.dtype}"
+        state.update(f"\n{name} {tuple(value.shape)}{dtype}\n".encode())
+        state.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy().data)  # numpy has no bfloat16
     return state.hexdigest()
 
 

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)  # settings are loaded before logging is set u
 
 #: Names a TOML file to load.
 ENV_CONFIG: Final = "RELAYGR_CONFIG"
+#: The packaged checkpoint of a trained model, for `model.checkpoint`.
+PACKAGED_MODEL: Final = "demo"
 #: Suffix of a secret's variable: the variable then names a file that holds the value.
 ENV_FILE: Final = "_FILE"
 #: A status may be late by half of its interval, through a busy loop and a broker, and its worker is not silent yet.
@@ -86,6 +88,16 @@ class Config:
 
     settings: Settings
     values: tuple[Value, ...]
+
+
+def with_packaged_model(config: Config) -> Settings:
+    """The settings, with the packaged model where nobody set anything in [model]; an empty checkpoint that somebody set
+    stays, and stands for random weights."""
+    settings = config.settings
+    if any(value.source != "default" for value in config.values if value.field.key.startswith("model.")):
+        return settings
+    model = msgspec.structs.replace(settings.model, checkpoint=PACKAGED_MODEL)
+    return msgspec.structs.replace(settings, model=model)
 
 
 def load_settings(

@@ -30,13 +30,12 @@ class Kafka(Section, frozen=True, kw_only=True):
     fetch_max_wait_ms: Annotated[
         int,
         Meta(ge=1, le=10_000),
-        doc(
-            "longest wait of a fetch of lanes; a lane that moves waits for it; use 12 with the embedded broker, which "
-            "does not answer early"
-        ),
+        doc("longest wait of a fetch of lanes; a lane that moves waits for it; 12 at most at an embedded broker"),
     ] = 50
     tail_max_wait_ms: Annotated[
-        int, Meta(ge=1, le=10_000), doc("longest fetch of `scores` and `worker-status`, which delays nothing else")
+        int,
+        Meta(ge=1, le=10_000),
+        doc("longest fetch of `scores` and `worker-status`; 12 at most at an embedded broker"),
     ] = 500
     heartbeat_interval_ms: Annotated[
         Positive, doc("time between heartbeats of group members; moved lanes wait for the next one")

@@ -162,7 +162,11 @@ class Model(Section, frozen=True, kw_only=True):
         str, doc("folders that hold the factory's module, separated as in PYTHONPATH; empty: installed packages")
     ] = ""
     checkpoint: Annotated[
-        str, doc("folder with config.json and model.safetensors, or a packaged one (demo); empty: random weights")
+        str,
+        doc(
+            "folder with config.json and model.safetensors, or a packaged one (demo); empty: random weights, but "
+            "`relaygr up` takes demo where nothing in [model] is set"
+        ),
     ] = ""
     seed: Annotated[int, doc("seed of random weights")] = 7
     layers: Annotated[int, Meta(ge=1, le=4096), doc("STU layers")] = 4

@@ -25,7 +25,15 @@ from relaygr_stream.settings.section import SECRET_SHOWN
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable, printable_json, printable_lines
 
-__all__ = ["LogLimiter", "configure_logging", "hash_user_ids", "hide_and_shorten", "request_log_fields", "writes_json"]
+__all__ = [
+    "LogLimiter",
+    "configure_logging",
+    "hash_user_ids",
+    "hide_and_shorten",
+    "print_plain_tracebacks",
+    "request_log_fields",
+    "writes_json",
+]
 
 #: Longest value of a field, in characters: a line about a bad message must not contain the message.
 MAX_VALUE: Final = 500
@@ -71,6 +79,26 @@ def configure_logging(telemetry: Telemetry, process: str, **bound: Any) -> None:
     root = logging.getLogger()
     root.handlers = [_IntoStructlog()]
     root.setLevel(max(logging.WARNING, level))
+
+
+def print_plain_tracebacks() -> None:
+    """Print lines to stderr, without the values of variables in tracebacks: for commands that are no process.
+
+    structlog's own default prints the variables of every frame, such as histories and item ids, to stdout.
+    """
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
+            structlog.processors.format_exc_info,
+            hide_and_shorten,
+            _without_controls,
+            structlog.dev.ConsoleRenderer(colors=_is_terminal(), sort_keys=False),
+        ],
+        logger_factory=_StderrLogger,
+        cache_logger_on_first_use=False,
+    )
 
 
 def writes_json(telemetry: Telemetry) -> bool:

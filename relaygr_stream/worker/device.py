@@ -216,7 +216,7 @@ class DeviceThread:
         self.prefill_bytes += turn.prefill_bytes
         now = self._pulse = time.monotonic()
         for answer in turn.answers:
-            answer.task.finished = now
+            answer.measured.finished = now
         if turn.answers or turn.replies or turn.placed:
             self._loop.call_soon_threadsafe(self._deliver, turn)
         self.turns += 1

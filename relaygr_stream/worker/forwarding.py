@@ -87,7 +87,8 @@ def time_left_ms(task: RankTask, now: float) -> float:
 
     The next worker counts its age from then on, so clocks need not agree, and subtracts the time of the answer's way.
     """
-    return max(LEAST_MS, task.timeout_ms - task.age_ms - (now - task.arrived) * 1e3)
+    times = task.times
+    return max(LEAST_MS, times.timeout_ms - times.age_ms - (now - times.arrived) * 1e3)
 
 
 class Forwarding:
@@ -167,7 +168,7 @@ def instead(forwarding: Forwarding, answer: Answer, now: float) -> int | WhyKept
     None: it was not refused, or it was truncated: its remaining tokens do not give its cost elsewhere.
     """
     task = answer.task
-    if answer.status != "overloaded" or task.truncated_to:
+    if answer.status != "overloaded" or answer.measured.truncated_to:
         return None
     left_ms = (task.deadline - now) * 1e3
     return forwarding.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms)

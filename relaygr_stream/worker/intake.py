@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag, stated_age_ms
-from relaygr_stream.engine.commands import DELEGATED_LANE, PrefillTask, RankTask, Referred
+from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, PrefillTask, Rank, RankTask, Referred, Times
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay
@@ -42,7 +42,7 @@ OBJECT_BYTES: Final = 4096
 REPLY_SHARE: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Origin:
     """Where a ranking came from and where its answer goes."""
 
@@ -108,8 +108,11 @@ class Intake:
         for key in [key for key in self._ages if key[1] in lost]:
             del self._ages[key]
 
-    def signal(self, record: Record) -> PrefillTask:
-        """A pre-infer signal as a task, also of one on another worker's behalf. Raises DecodeError."""
+    def signal(self, record: Record, origin: Any = None) -> Prefill:
+        """A pre-infer signal as a command, also of one on another worker's behalf. Raises DecodeError.
+
+        origin: as PrefillTask's.
+        """
         signal = decode_record(PreInferSignal, record, self._max_bytes)
         length = prefix_length(signal)
         if beyond := self._relay.beyond(prefix=length):
@@ -123,7 +126,7 @@ class Intake:
         now = time.monotonic()
         age = self._age(record, signal.admitted_ms, now).sure_ms
         life = min(signal.life_ms, self._relay.life_window_ms) - age
-        return PrefillTask(
+        task = PrefillTask(
             request_id=signal.request_id,
             user_id=signal.user_id,
             lane=DELEGATED_LANE if signal.delegate else record.lane,
@@ -133,21 +136,25 @@ class Intake:
             arrived=now,
             tenant=signal.tenant,
             nbytes=OBJECT_BYTES + self._token_bytes * (self._features.context_tokens + length),
-            referred=Referred(signal.history, user, Behaviours()) if signal.history else None,
+            origin=origin,
         )
+        return Prefill(task, Referred(signal.history, user, Behaviours()) if signal.history else None)
 
-    def complete(self, task: PrefillTask | RankTask, prefix: Behaviours) -> None:
-        """Give a task the history that it refers to. Raises DecodeError for one that does not fit model or suffix."""
-        assert task.referred is not None
+    def complete(self, command: Rank | Prefill, prefix: Behaviours) -> Rank | Prefill:
+        """The command with the history that it refers to. Raises DecodeError for one that does not fit the model or
+        the suffix."""
+        referred = command.referred
+        assert referred is not None
         check_times(prefix, "history")
         self._features.check("behaviour", len(prefix), prefix.table)
-        if isinstance(task, RankTask):
-            suffix, last = task.referred.suffix, int.from_bytes(prefix.times[-8:], "little", signed=True)
-            if len(suffix) and int.from_bytes(suffix.times[:8], "little", signed=True) < last:
-                raise DecodeError("invalid", "the suffix starts before the history ends")
-            task.suffix = Tokens.of(suffix, last, self._features)
-        task.tokens = Tokens.of(prefix, None, self._features, task.referred.user)
-        task.referred = None
+        tokens = Tokens.of(prefix, None, self._features, referred.user)
+        if isinstance(command, Prefill):
+            return Prefill(command.task.with_history(tokens))
+        suffix, last = referred.suffix, int.from_bytes(prefix.times[-8:], "little", signed=True)
+        if len(suffix) and int.from_bytes(suffix.times[:8], "little", signed=True) < last:
+            raise DecodeError("invalid", "the suffix starts before the history ends")
+        task = command.task.with_history(tokens, Tokens.of(suffix, last, self._features))
+        return command._replace(task=task, referred=None)
 
     def route(self, record: Record) -> Origin:
         """Where to answer a ranking record, from its headers alone. Raises DecodeError."""
@@ -165,8 +172,8 @@ class Intake:
             )
         return Origin(record, partition, correlation)
 
-    def ranking(self, record: Record, origin: Origin) -> RankTask:
-        """A ranking record as a task. Raises DecodeError or TooMuch."""
+    def ranking(self, record: Record, origin: Origin) -> Rank:
+        """A ranking record as a command. Raises DecodeError or TooMuch."""
         request = decode_record(RankingRequest, record, self._max_bytes)
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
         beyond = self._relay.beyond(prefix=prefix_length(request), suffix=len(request.suffix), candidates=candidates)
@@ -184,18 +191,20 @@ class Intake:
         age = self._age(record, request.sent_ms, now)
         prefix_times = request.prefix.times
         last = int.from_bytes(prefix_times[-8:], "little", signed=True) if prefix_times else None
-        return RankTask(
+        task = RankTask(
             request_id=request.request_id,
             user_id=request.user_id,
             lane=record.lane,
             tokens=Tokens.of(request.prefix, None, self._features, columns.user),
             suffix=Tokens.of(request.suffix, last, self._features),
             candidates=np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64),
-            arrived=now,
-            deadline=now + (due_ms(timeout, self._reply_ms) - age.sure_ms) / 1e3,
-            age_ms=age.sure_ms,
-            inbound_ms=age.stated_ms,
-            timeout_ms=timeout,
+            times=Times(
+                arrived=now,
+                deadline=now + (due_ms(timeout, self._reply_ms) - age.sure_ms) / 1e3,
+                timeout_ms=timeout,
+                age_ms=age.sure_ms,
+                inbound_ms=age.stated_ms,
+            ),
             full=request.mode == "full",
             tenant=request.tenant,
             client=request.client_id or f"on reply partition {origin.reply_partition}",
@@ -203,8 +212,8 @@ class Intake:
             hops=request.hops,
             origin=origin,
             features=self._features.values("candidate", columns.candidate) if columns.candidate else {},
-            referred=Referred(request.history, columns.user, request.suffix) if request.history else None,
         )
+        return Rank(task, referred=Referred(request.history, columns.user, request.suffix) if request.history else None)
 
     def cancelled(self, record: Record) -> str:
         """The request (Keys.request_key) that a cancel record names. Raises DecodeError."""

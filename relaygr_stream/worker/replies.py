@@ -17,7 +17,7 @@ import structlog
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.dead_letter import RETRY_S, DeadLetters
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.engine.commands import Answer, RankTask
+from relaygr_stream.engine.commands import Answer, Rank
 from relaygr_stream.errors import CRASHED, BrokerError, ConfigError, DecodeError
 from relaygr_stream.models.api import RankingModel
 from relaygr_stream.telemetry.background import Background, endless
@@ -68,7 +68,7 @@ class Outbox:
         worker: str,
         model: RankingModel,
         done: Callable[[Record], None],
-        again: Callable[[RankTask], None],
+        again: Callable[[Rank], None],
         background: Background,
         forwarding: Forwarding | None = None,
         secret: str = "",
@@ -97,7 +97,7 @@ class Outbox:
 
     def deliver(self, answer: Answer) -> None:
         """Send the scheduler's answer; a ranking that it refused goes to a worker that is in time, if there is one."""
-        pass_to = answer.task.pass_to
+        pass_to = answer.rank.pass_to
         if answer.status == "overloaded" and pass_to is not None:
             self._spawn(self._forward(answer, pass_to))
             return
@@ -115,16 +115,14 @@ class Outbox:
         """Copy a cancel to that lane. A lost copy is harmless: the pin ends with its life window."""
         self._spawn(self._copy(record, lane))
 
-    def decline(self, task: RankTask, why: str) -> None:
+    def decline(self, rank: Rank, why: str) -> None:
         """Answer a ranking for which there is no memory `overloaded`, here and now: nothing of it is kept."""
-        assert isinstance(task.origin, Origin)
-        task.origin = _without_request(task.origin)
-        self._answer(Answer(task, "overloaded", detail=why), refusal=True)
+        self._answer(Answer(rank, "overloaded", detail=why), refusal=True)
 
     def _answer(self, answer: Answer, *, refusal: bool = False) -> None:
-        task, now = answer.task, time.monotonic()
-        queued = max(0.0, (task.started or now) - task.arrived)
-        outcome = task.outcome if answer.status == "ok" else None
+        task, measured, now = answer.task, answer.measured, time.monotonic()
+        queued = max(0.0, (measured.started or now) - task.arrived)
+        outcome = measured.outcome if answer.status == "ok" else None
         reply = ScoreReply(
             request_id=task.request_id,
             status=answer.status,
@@ -135,13 +133,13 @@ class Outbox:
             model_version=self._model.version,
             worker=self._worker,
             admission=self._reasons.admission(task.request_key),
-            truncated_to=task.truncated_to if outcome == "truncated" else 0,
+            truncated_to=measured.truncated_to if outcome == "truncated" else 0,
             timings=Timings(
-                inbound_ms=task.inbound_ms,
+                inbound_ms=task.times.inbound_ms,
                 queued_ms=queued * 1e3,
-                device_ms=task.device_ms,
-                worker_ms=((task.finished or now) - task.arrived) * 1e3,
-                computed_tokens=task.computed_tokens,
+                device_ms=measured.device_ms,
+                worker_ms=((measured.finished or now) - task.arrived) * 1e3,
+                computed_tokens=measured.computed_tokens,
             ),
         )
         self._metrics.answer(answer.status, outcome)
@@ -154,13 +152,16 @@ class Outbox:
             **request_log_fields(task.request_id, task.user_id, task.lane, outcome or answer.status),
             detail=answer.detail,
         )
-        assert isinstance(task.origin, Origin)
-        if task.origin.trace is not None:
-            ranking_parts(task.origin.trace, answer)
-            task.origin.trace.describe(ranking_attributes(task, self._worker))
-        waits_s = task.arrived + (task.timeout_ms - task.age_ms) / 1e3 - now
+        origin = task.origin
+        assert isinstance(origin, Origin)
+        if origin.trace is not None:
+            ranking_parts(origin.trace, answer)
+            origin.trace.describe(ranking_attributes(answer, self._worker))
+        waits_s = task.arrived + (task.times.timeout_ms - task.times.age_ms) / 1e3 - now
         within_s = min(MOST_S, max(ANSWER_S, waits_s))
-        self._spawn(self._send(task.origin, reply, within_s=within_s), refusal=refusal)
+        if refusal:
+            origin = _without_request(origin)
+        self._spawn(self._send(origin, reply, within_s=within_s), refusal=refusal)
 
     def refuse(self, origin: Origin, cause: TooMuch) -> None:
         """Answer a well-formed request that is more than this worker takes; its record is done with that."""
@@ -279,7 +280,7 @@ class Outbox:
     async def _forward(self, answer: Answer, lane: int) -> None:
         """Forward to that lane, with one hop more and the time that is left. If no broker takes it within that time, or
         it cannot be encoded again, it is refused here."""
-        task, record, now = answer.task, answer.task.origin.record, time.monotonic()
+        rank, task, record, now = answer.rank, answer.task, answer.task.origin.record, time.monotonic()
         headers, trace = record.headers, answer.task.origin.trace
         if trace is not None:
             headers = (*(each for each in headers if each[0] not in TRACE_HEADERS), *trace.headers)
@@ -298,19 +299,19 @@ class Outbox:
             why = str(error) or "no broker took it in its time"
             self._metrics.forwards.labels("unsent").inc()
             self._limiter.limited(log.warning, "forward")("not forwarded", **fields, to=lane, error=why)
-            if task.pass_to is None:
+            if rank.pass_to is None:
                 self._answer(answer)
             else:
                 tried_s = time.monotonic() - now  # no delay of the device
-                self._again(task.afresh(tried_s))
+                self._again(rank._replace(pass_to=None, waited_s=rank.waited_s + tried_s))
             return
-        self._metrics.forwards.labels("sent" if task.pass_to is None else "delegate").inc()
-        if task.pass_to is not None:
+        self._metrics.forwards.labels("sent" if rank.pass_to is None else "delegate").inc()
+        if rank.pass_to is not None:
             self._reasons.passed_on(task.request_key)
         log.debug("forwarded", **fields, to=lane, detail=answer.detail)
         if trace is not None:
             trace.part("forward", now, time.monotonic(), {"relaygr.to_lane": lane})
-            trace.end({**ranking_attributes(task, self._worker), "relaygr.outcome": "forwarded"})
+            trace.end({**ranking_attributes(answer, self._worker), "relaygr.outcome": "forwarded"})
         self._done(record)
 
 

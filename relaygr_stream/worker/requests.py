@@ -30,7 +30,6 @@ from relaygr_stream.engine.commands import (
     Prefill,
     PrefillTask,
     Rank,
-    RankTask,
 )
 from relaygr_stream.errors import CRASHED, DecodeError
 from relaygr_stream.history.store import HistoryStore
@@ -94,6 +93,8 @@ class Requests:
         background: Background,
     ) -> None:
         self._max_crashes = settings.worker.max_crashes
+        self._longest_s = settings.worker.max_timeout_ms / 1e3
+        self._erased: list[tuple[float, Erase]] = []  # users lately erased, for rankings that come back to be ranked
         self._name = name
         self._topics = topics = bus.topics
         self._device = device
@@ -104,7 +105,7 @@ class Requests:
         self._tracing = tracing
         self._consumer_done = done
         self._lanes: frozenset[int] = frozenset()
-        self.in_flight: Final[set[RankTask]] = set()
+        self.in_flight: Final[dict[Origin, Rank]] = {}  # rankings without an answer, by where it goes
         self._all_answered: asyncio.Event | None = None  # while somebody waits for it
         self.intake: Final = Intake(
             settings.relay,
@@ -200,18 +201,19 @@ class Requests:
 
     def _signal(self, record: Record) -> Prefill | None:
         try:
-            task = self.intake.signal(record)
+            origin = None
+            if self._tracing.on:
+                origin = SignalOrigin(self._tracing.receive("relaygr.pre-infer", record), time.monotonic())
+            command = self.intake.signal(record, origin)
         except DecodeError as error:
             self.outbox.dead_letter(record, error)
             return None
+        task = command.task
         self._reasons.admitted(task.request_key, delegated=task.lane == DELEGATED_LANE)
         # A signal is acknowledged at once: if it is lost with the process, its ranking runs in full.
         self._done(record)
-        if self._tracing.on:
-            task.origin = SignalOrigin(self._tracing.receive("relaygr.pre-infer", record), time.monotonic())
         if self.held.signal(task.nbytes):
-            command = Prefill(task)
-            return command if self.resolver.resolve(command) else None
+            return self.resolver.resolve(command)
         self._metrics.signals.labels("no_memory").inc()
         if task.origin is not None:
             signal_over(Placed(task, "no_memory", completed=False), self._name)
@@ -223,18 +225,19 @@ class Requests:
             origin = self.intake.route(record)
             if self._tracing.on:
                 origin = replace(origin, trace=self._tracing.receive("relaygr.ranking", record))
-            task = self.intake.ranking(record, origin)
+            rank = self.intake.ranking(record, origin)
+            task = rank.task
             self._metrics.rankings_read.labels(str(task.hops)).inc()
-            task.pass_to = self._delegates.lane(task)
+            rank = rank._replace(pass_to=self._delegates.lane(task))
             if self.held.ranking(record.lane, record.offset, task.nbytes):
-                self.in_flight.add(task)
-                if task.pass_to is None or self.resolver.has(task):
-                    return self._resolved(task)
+                self.in_flight[origin] = rank
+                if rank.pass_to is None or self.resolver.has(rank):
+                    return self.resolver.resolve(rank)
                 detail = "its prefix KV are with another worker, and its history is not here"
-                self.on_answers([Answer(task, "overloaded", detail=detail)])
+                self.on_answers([Answer(rank, "overloaded", detail=detail)])
                 return None
             self.outbox.decline(
-                task, f"requests of {self.held.nbytes >> 20} MiB wait for their answers (worker.max_waiting_bytes)"
+                rank, f"requests of {self.held.nbytes >> 20} MiB wait for their answers (worker.max_waiting_bytes)"
             )
         except TooMuch as error:
             assert origin is not None
@@ -244,19 +247,16 @@ class Requests:
             self.outbox.dead_letter(record, error, origin)
         return None
 
-    def _rank_again(self, task: RankTask) -> None:
-        self.in_flight.add(task)
-        if (command := self._resolved(task)) is not None:
+    def _rank_again(self, rank: Rank) -> None:
+        if any(at > rank.task.arrived and erase.names(rank.task.user_key) for at, erase in self._erased):
+            rank = rank._replace(leaves_nothing=True)
+        self.in_flight[rank.task.origin] = rank
+        if (command := self.resolver.resolve(rank)) is not None:
             self._device.submit(command)
-
-    def _resolved(self, task: RankTask) -> Rank | None:
-        """The task as a command; None: it waits for its history, or has its answer."""
-        command = Rank(task)
-        return command if self.resolver.resolve(command) else None
 
     def _on_resolved(self, command: Rank | Prefill) -> None:
         """A command that waited for its history has it; its ranking may have been answered meanwhile."""
-        if isinstance(command, Prefill) or command.task in self.in_flight:
+        if isinstance(command, Prefill) or command.task.origin in self.in_flight:
             self._device.submit(command)
 
     def _signal_dropped(self, task: PrefillTask) -> None:
@@ -271,6 +271,8 @@ class Requests:
 
     async def erase(self, erase: Erase) -> None:
         """Drop a user from this worker: kept histories, both tiers, pins."""
+        now = time.monotonic()
+        self._erased = [(at, each) for at, each in self._erased if at > now - self._longest_s] + [(now, erase)]
         await self.resolver.erase(erase.names)
         users: list[str] = await self._device.ask(ListUsers())
         found = await named(users, erase.names)
@@ -302,9 +304,8 @@ class Requests:
         """Reply to rankings; one that has its answer already gets no second."""
         for answer in answers:
             task = answer.task
-            if task not in self.in_flight:  # it was answered here when the device failed
+            if self.in_flight.pop(task.origin, None) is None:  # it was answered here when the device failed
                 continue
-            self.in_flight.remove(task)
             self.outbox.deliver(answer)
             if not self.in_flight and self._all_answered is not None:
                 self._all_answered.set()
@@ -336,6 +337,6 @@ class Requests:
         """Answer every request in flight `failed`, so that the lanes' next owners do not read it again: it may have
         caused the failure."""
         log.error("the device failed", error=str(error), in_flight=len(self.in_flight))
-        for task in list(self.in_flight):
-            self.on_answers([Answer(task, "failed", detail=str(error))])
+        for rank in list(self.in_flight.values()):
+            self.on_answers([Answer(rank, "failed", detail=str(error))])
         await self.outbox.flush(LAST_ANSWERS_S)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from time import monotonic
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 
-from relaygr_stream.engine.commands import Answer, Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.engine.commands import Answer, Prefill, PrefillTask, Rank
 from relaygr_stream.errors import DecodeError, HistoryError
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -23,6 +23,8 @@ from relaygr_stream.wire.messages import Status
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
 from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.traces import fetch_part
+
+C = TypeVar("C", Rank, Prefill)
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -57,30 +59,31 @@ class Resolver:
         self._background = background
         self._signal_tokens: defaultdict[int, list[int]] = defaultdict(list)  # of signals on their way, by lane
 
-    def resolve(self, command: Rank | Prefill) -> bool:
-        """Give the command the history that it refers to, if any. False: it is submitted later, answered or dropped."""
+    def resolve(self, command: C) -> C | None:
+        """The command with the history that it refers to, if any. None: it is submitted later, answered or dropped."""
         task = command.task
-        if task.referred is None:
-            return True
-        reference = task.referred.reference
+        if command.referred is None:
+            return command
+        reference = command.referred.reference
         if self.histories is None:
             self._failed(command, "failed", "the request refers to a history, and this worker has no history.store")
-            return False
+            return None
         known = self.histories.known(task.user_id, task.tenant, reference)
         if known is not None:
             self._metrics.found.labels("kept").inc()
-            return self._complete(command, known)
+            return self._complete(command, known)  # type: ignore[return-value]
         self._metrics.waiting.inc()
         if isinstance(command, Prefill):
             self._signal_tokens[task.lane].append(reference.length)
         self._background.start(self._fetch(self.histories, command, reference))
-        return False
+        return None
 
-    def has(self, task: RankTask) -> bool:
-        """Whether the task has its history, or would get it without reading the store."""
-        if task.referred is None:
+    def has(self, rank: Rank) -> bool:
+        """Whether the ranking has its history, or would get it without reading the store."""
+        if rank.referred is None:
             return True
-        kept = self.histories and self.histories.known(task.user_id, task.tenant, task.referred.reference)
+        task = rank.task
+        kept = self.histories and self.histories.known(task.user_id, task.tenant, rank.referred.reference)
         return kept is not None
 
     async def erase(self, names: Callable[[str], bool]) -> None:
@@ -103,32 +106,31 @@ class Resolver:
             self._failed(command, "failed", str(error))
         else:
             if isinstance(command, Rank):
-                command.task.waited_s += monotonic() - started
-            if self._complete(command, behaviours):
+                command = command._replace(waited_s=command.waited_s + monotonic() - started)
+            if (completed := self._complete(command, behaviours)) is not None:
                 self._metrics.found.labels("read").inc()
-                self._submit(command)
+                self._submit(completed)
         finally:
             fetch_part(task, started, reference.length)
             self._metrics.waiting.dec()
             if isinstance(command, Prefill):
                 self._signal_tokens[task.lane].remove(reference.length)
 
-    def _complete(self, command: Rank | Prefill, behaviours: Behaviours) -> bool:
-        """Give the task its tokens; False: it was answered or dropped instead."""
+    def _complete(self, command: Rank | Prefill, behaviours: Behaviours) -> Rank | Prefill | None:
+        """The command with its tokens; None: it was answered or dropped instead."""
         if isinstance(command, Prefill) and not self._owns(command.task.lane):
             self._dropped(command.task)
-            return False
+            return None
         try:
-            self._intake.complete(command.task, behaviours)
+            return self._intake.complete(command, behaviours)
         except DecodeError as error:
             self._failed(command, "rejected", error.detail)
-            return False
-        return True
+            return None
 
     def _failed(self, command: Rank | Prefill, status: Status, detail: str) -> None:
         self._metrics.found.labels(status).inc()
         if isinstance(command, Rank):
-            self._answered(Answer(command.task, status, detail=detail))
+            self._answered(Answer(command, status, detail=detail))
             return
         task = command.task
         limited(log.warning, status)(

@@ -30,16 +30,16 @@ class SignalOrigin:
 
 def ranking_parts(trace: Trace, answer: Answer) -> None:
     """The parts of a ranking that is answered: what it waited for, and what the device did for it."""
-    task = answer.task
-    if not trace.recorded or not task.started:
+    task, measured = answer.task, answer.measured
+    if not trace.recorded or not measured.started:
         return
-    done = task.finished
-    scoring = done - task.score_ms / 1e3 if task.score_ms else done
-    begun = min(task.started, scoring)
+    done = measured.finished
+    scoring = done - measured.score_ms / 1e3 if measured.score_ms else done
+    begun = min(measured.started, scoring)
     trace.part("queue", max(task.arrived, trace.latest), begun)
-    if task.outcome in PREFILLED:
-        trace.part("prefill", begun, scoring, {"relaygr.computed_tokens": task.computed_tokens})
-    if task.score_ms:
+    if measured.outcome in PREFILLED:
+        trace.part("prefill", begun, scoring, {"relaygr.computed_tokens": measured.computed_tokens})
+    if measured.score_ms:
         trace.part("score", scoring, done, {"relaygr.candidates": len(task.candidates)})
 
 
@@ -50,16 +50,17 @@ def fetch_part(task: RankTask | PrefillTask, started: float, behaviours: int) ->
         trace.part("fetch", started, monotonic(), {"relaygr.behaviours": behaviours})
 
 
-def ranking_attributes(task: RankTask, worker: str) -> dict[str, str | int | float]:
+def ranking_attributes(answer: Answer, worker: str) -> dict[str, str | int | float]:
     """What a ranking's span says of it."""
+    task = answer.task
     return {
         "relaygr.request_id": task.request_id,
         "relaygr.worker": worker,
         "relaygr.prefix_tokens": len(task.tokens),
         "relaygr.candidates": len(task.candidates),
         "relaygr.hops": task.hops,
-        "relaygr.device_ms": task.device_ms,
-        "relaygr.inbound_ms": task.inbound_ms,
+        "relaygr.device_ms": answer.measured.device_ms,
+        "relaygr.inbound_ms": task.times.inbound_ms,
     }
 
 

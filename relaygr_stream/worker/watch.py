@@ -12,7 +12,7 @@ import structlog
 from relaygr_stream import settings
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.engine.commands import RankTask
+from relaygr_stream.engine.commands import Measured, RankTask
 from relaygr_stream.errors import DeviceError
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.telemetry.process import ProcessContext
@@ -95,12 +95,12 @@ class AuditReport:
             return ""
         return f"{self._deviated} audits deviated from full inference; see the log, then restart the worker"
 
-    def __call__(self, task: RankTask, deviation: float, ms: float) -> bool:
+    def __call__(self, task: RankTask, measured: Measured, deviation: float, ms: float) -> bool:
         """Whether the deviation is too large.
 
         deviation: relative, of the relayed scores from full inference. ms: device time of the audit.
         """
-        storage = "int8" if task.approximate else "exact"
+        storage = "int8" if measured.approximate else "exact"
         tolerance = self._tolerance[storage]
         agreed = deviation <= tolerance
         self._metrics.audits.labels("agreed" if agreed else "deviated", storage).inc()
@@ -109,7 +109,7 @@ class AuditReport:
             self._deviated += storage == "exact"  # int8 rounds by choice, and has an alert of its own
             log.error(
                 "a relayed score deviates from full inference",
-                **request_log_fields(task.request_id, task.user_id, task.lane, task.outcome),
+                **request_log_fields(task.request_id, task.user_id, task.lane, measured.outcome),
                 deviation=deviation,
                 tolerance=tolerance,
                 storage=storage,

@@ -49,6 +49,7 @@ class InteractionLog:
     broken_count: int
     time_unit: Unit = "s"  # of the file
     repeats: int = 0  # rows that an earlier row equals in all columns
+    note: str = ""  # what was left out of the file's interactions
     schema: FeatureSchema = NO_FEATURES
     features: Values = field(default_factory=dict)  # of the schema's columns: name → (n, width)
 
@@ -73,7 +74,8 @@ class InteractionLog:
         """What was found of its times, and its repeated events, in words."""
         span = " to ".join(f"{np.datetime64(int(at), 'ms'):.10}" for at in (self.times.min(), self.times.max()))
         repeats = f"; {self.repeats} events are repeated, and kept" if self.repeats else ""
-        return f"times in {UNIT_WORDS[self.time_unit]}, {span}{repeats}"
+        note = f"; {self.note}" if self.note else ""
+        return f"times in {UNIT_WORDS[self.time_unit]}, {span}{repeats}{note}"
 
     def broken_text(self) -> str:
         """The first broken lines and the count of the others, one a line; empty if there are none."""

@@ -15,7 +15,7 @@ from typing import Final, Literal
 import structlog
 
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import ConfigError, InputError
+from relaygr_stream.errors import ConfigError, InputError, RelayError
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
@@ -24,8 +24,9 @@ from relaygr_stream.workload.driver import DriveSummary, RankingClient, Result, 
 from relaygr_stream.workload.formats import Format
 from relaygr_stream.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.workload.items import WorkItem
-from relaygr_stream.workload.logs import InteractionLog, read_log
+from relaygr_stream.workload.logs import InteractionLog
 from relaygr_stream.workload.metrics import QualityMeter
+from relaygr_stream.workload.packaged import is_packaged, packaged_items
 from relaygr_stream.workload.replay import Replay, ReplayOptions
 from relaygr_stream.workload.report import LIVE_EVERY_S, LiveLine, PublishReport, live_line, make_report
 from relaygr_stream.workload.values import TimeUnit
@@ -34,6 +35,8 @@ log = structlog.get_logger(__name__)
 
 #: Seconds to wait for a worker's status: workers publish four a second, and a fetch may delay one by half a second.
 LISTEN_S: Final = 1.5
+#: Longest wait for a worker that is ready: importing torch and loading a model takes up to a minute on two busy cores.
+READY_S: Final = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,8 @@ class Workload:
 async def publish(options: PublishOptions, ctx: ProcessContext) -> PublishReport:
     """Prepare the workload, connect, send it and report. Once `ctx.stop` is set, it stops and reports what was sent.
 
-    Raises InputError or ConfigError if there is nothing to send, BrokerError if Kafka cannot be reached.
+    Raises InputError or ConfigError if there is nothing to send, BrokerError if Kafka cannot be reached, RelayError
+    if no worker becomes ready.
     """
     line = LiveLine()
     ctx.set_ready(False, "preparing the workload")
@@ -85,14 +89,21 @@ async def publish(options: PublishOptions, ctx: ProcessContext) -> PublishReport
     finally:
         line.close()
     async with RelayClient(settings=ctx.settings, registry=ctx.registry) as relay:
+        ctx.set_ready(False, "no worker is ready")
+        await _worker_ready(relay, ctx.settings.kafka.bootstrap)
         ctx.set_ready(True)
-        if not await relay.worker_serves(LISTEN_S):
-            log.warning(
-                "no worker is ready, so no request is answered yet; start one with `relaygr worker`, or check with "
-                "`relaygr status`",
-                bootstrap=ctx.settings.kafka.bootstrap,
-            )
         return await send(relay, workload, options, ctx.settings, ctx.stop, line)
+
+
+async def _worker_ready(relay: RelayClient, bootstrap: str) -> None:
+    """Return when a worker serves. Raises RelayError after READY_S."""
+    if await relay.worker_serves(LISTEN_S):
+        return
+    hint = "start one with `relaygr up`, or check with `relaygr status`"
+    log.warning(f"no worker is ready; waiting for one: {hint}", bootstrap=bootstrap, longest_s=READY_S)
+    if not await relay.worker_serves(READY_S):
+        raise RelayError(f"no worker was ready within {READY_S:g} s at {bootstrap}, so nothing was sent: {hint}")
+    log.info("a worker is ready")
 
 
 def prepare(options: PublishOptions, settings: Settings, line: LiveLine, stop: asyncio.Event) -> Workload:
@@ -103,9 +114,8 @@ def prepare(options: PublishOptions, settings: Settings, line: LiveLine, stop: a
     if isinstance(source, GeneratorOptions):
         generator = Generator(source)
         items = generator if options.requests is None else _Limited(generator, options.requests)
-        notes = [
-            "generated users follow tastes of their own: a model that was not trained on them ranks as chance does"
-        ]
+        others = "the packaged model knows them; another" if is_packaged(settings.model) else "a model"
+        notes = [f"generated users follow tastes of their own: {others} that was not trained on them ranks by chance"]
         return Workload(
             items, options.requests, generator.describe().splitlines(), notes + _model_notes(source.items - 1, settings)
         )
@@ -116,8 +126,11 @@ def prepare(options: PublishOptions, settings: Settings, line: LiveLine, stop: a
         if line.due():
             line.show(f"reading {source.path.name}: {done / max(1, total):.0%} of {total / 1e6:.0f} MB")
 
-    log = read_log(
+    from relaygr_stream.workload.rows import read_log_for  # noqa: PLC0415 - imports torch
+
+    log = read_log_for(
         source.path,
+        settings.model,
         format=source.format,
         columns=source.columns,
         time_unit=source.time_unit,
@@ -209,11 +222,10 @@ def _check_bounds(shape: ReplayOptions | GeneratorOptions, settings: Settings) -
 def _model_notes(largest_item: int, settings: Settings) -> list[str]:
     """Notes on the model in these settings; the workers may have other settings."""
     model, notes = settings.model, []
-    if not model.factory and largest_item >= model.vocab:
+    known = packaged_items() if is_packaged(model) else model.vocab
+    if not model.factory and largest_item >= known:
         taken = f"in {model.oov_rows} rows by hash" if model.oov_rows else "modulo it"
-        notes.append(
-            f"item ids go up to {largest_item}; the model takes those from model.vocab = {model.vocab} on {taken}"
-        )
+        notes.append(f"item ids go up to {largest_item}; the model takes those from model.vocab = {known} on {taken}")
     if not model.factory and not model.checkpoint:
         notes.append(
             "these settings have no model.checkpoint; without one in the workers' settings, weights are random and "

@@ -10,8 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiokafka.conn import AIOKafkaConnection
+from aiokafka.protocol.fetch import FetchRequest
 
 from relaygr_stream.bus.aiokafka_compat import MOST_AT_ONCE
+from relaygr_stream.bus.aiokafka_patches import EMBEDDED_FETCH_WAIT_MS
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import RELAXED_MS, TopicTail, read_back
 from relaygr_stream.bus.topics import apply_topics
@@ -21,6 +24,7 @@ from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import load_topics
 from tests import needs
+from tests.conftest import AnyBroker
 from tests.waiting import WITHIN_S, until
 
 
@@ -182,3 +186,25 @@ async def test_many_tiny_records_are_handed_out_in_bounded_numbers(kafka_setting
     async with TopicTail(kafka_settings, topic, [0], "earliest", lambda records: at_once.append(len(records))):
         await until(lambda: sum(at_once) == count, "all read")
     assert max(at_once) <= MOST_AT_ONCE
+
+
+@pytest.mark.parametrize("relaxed", [False, True])
+async def test_fetches_wait_as_the_broker_at_hand_needs_it(
+    broker: AnyBroker, kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch, relaxed: bool
+) -> None:
+    """The embedded broker answers no waiting fetch early: by default the first latencies of a newcomer were 100 ms."""
+    waits: set[int] = set()
+    send = AIOKafkaConnection.send
+
+    def noting(self: Any, request: Any, expect_response: bool = True) -> Any:
+        if isinstance(request, FetchRequest):
+            waits.add(request._max_wait_ms)
+        return send(self, request, expect_response)
+
+    monkeypatch.setattr(AIOKafkaConnection, "send", noting)
+    await apply_topics(kafka_settings)
+    topic = load_topics(kafka_settings).worker_status.name
+    async with TopicTail(kafka_settings, topic, [0], "latest", lambda records: None, relaxed=relaxed):
+        await until(lambda: bool(waits), "a fetch")
+    long = RELAXED_MS if relaxed else kafka_settings.tail_max_wait_ms
+    assert waits == {EMBEDDED_FETCH_WAIT_MS if broker.kind == "embedded" and not relaxed else long}

@@ -102,14 +102,8 @@ def test_kafka_keeps_its_messages_in_the_folder_named(tmp_path: Path) -> None:
             assert broker.wait(WITHIN_S) == 0
 
 
-#: A model and a patience for machines of any speed: whether the commands work is what is asked here.
-ANY_MACHINE = {
-    "RELAYGR_CLIENT_TIMEOUT_MS": "30000",
-    "RELAYGR_MODEL_LAYERS": "1",
-    "RELAYGR_MODEL_DIM": "32",
-    "RELAYGR_MODEL_DQK": "8",
-    "RELAYGR_MODEL_DV": "8",
-}
+#: A patience for machines of any speed: whether the commands work is what is asked here.
+ANY_MACHINE = {"RELAYGR_CLIENT_TIMEOUT_MS": "30000"}
 
 
 def commands() -> list[str]:
@@ -143,3 +137,6 @@ def test_the_readme_can_be_followed_word_for_word(tmp_path: Path) -> None:
                 out, _ = process.communicate(timeout=200)
                 assert process.returncode == 0, out + (tmp_path / f"{name}.log").read_text()[-2000:]
         assert "40 sent, 40 answered" in out
+        found = re.search(r"HR@10\W+([\d.]+)", out)
+        assert found, out
+        assert float(found[1]) > 0.5, out  # the packaged model's 0.8; chance has 0.1

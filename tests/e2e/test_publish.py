@@ -8,10 +8,8 @@ import random
 import sys
 from pathlib import Path
 
-from relaygr_stream.bus.topics import apply_topics
-from relaygr_stream.ops.children import write_settings
-from relaygr_stream.settings.schema import Kafka, Settings
-from tests.e2e.fleet import serving_fleet
+from relaygr_stream.settings.schema import Kafka
+from tests.e2e.fleet import Fleet, serving_fleet
 
 
 def write_u_data(path: Path) -> None:
@@ -49,16 +47,22 @@ async def test_u_data_runs_from_file_to_hit_rate(embedded_settings: Kafka, tmp_p
     assert "150" in json.dumps(json.loads(report.read_text()))
 
 
-async def test_where_no_worker_runs_it_says_so(embedded_settings: Kafka, tmp_path: Path) -> None:
-    await apply_topics(embedded_settings)
-    config = write_settings(tmp_path / "settings.toml", Settings(kafka=embedded_settings))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "relaygr_stream", "replay", "--generate", "--requests", "2", "--rate", "50"),
-        *("--timeout", "0.1", "--config", config),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = (stream.decode() for stream in await process.communicate())
-    assert "no worker is ready" in err
-    assert "relaygr status" in err
-    assert "2 sent, 0 answered" in out
+async def test_where_no_worker_is_ready_it_says_so_and_waits_for_one(embedded_settings: Kafka, tmp_path: Path) -> None:
+    async with Fleet(embedded_settings, tmp_path) as fleet:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "relaygr_stream", "replay", "--generate", "--requests", "2", "--rate", "50"),
+            *("--timeout", "20", "--config", str(tmp_path / "settings.toml"), "--candidates", "50"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stderr is not None
+        err = ""
+        while "no worker is ready; waiting for one" not in err:
+            line = (await process.stderr.readline()).decode()
+            assert line, err
+            err += line
+        assert "relaygr status" in err
+        fleet.start("worker", "w1")
+        out, _ = (stream.decode() for stream in await process.communicate())
+    assert process.returncode == 0, out
+    assert "2 sent, 2 answered" in out

@@ -17,7 +17,7 @@ import pytest
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.ops.brokers.keeper import KeptProcess
-from relaygr_stream.ops.brokers.local import EMBEDDED_FETCH_WAIT_MS, _embedded_command
+from relaygr_stream.ops.brokers.local import _embedded_command
 from relaygr_stream.settings.schema import Kafka
 from tests import needs
 from tests.e2e.fleet import Fleet
@@ -65,8 +65,6 @@ async def stage_on(machines: Network, folder: Path, timeout_s: float = TIMEOUT_S
         replication=1,
         session_timeout_ms=3000,
         bootstrap=f"{address}:{PORT}",
-        fetch_max_wait_ms=EMBEDDED_FETCH_WAIT_MS,
-        tail_max_wait_ms=EMBEDDED_FETCH_WAIT_MS,
     )
     try:
         await listening(address)

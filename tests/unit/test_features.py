@@ -18,6 +18,8 @@ from hypothesis.extra import numpy as hnp
 
 from relaygr_stream.cache.entry import Coverage, Entry
 from relaygr_stream.client import RelayClient
+from relaygr_stream.engine.commands import Rank
+from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.errors import ConfigError, DecodeError, Rejected
 from relaygr_stream.handover.wire import Offer, token_bytes
 from relaygr_stream.models.api import USER_ACTION, Tokens
@@ -71,7 +73,7 @@ def intake(schema: FeatureSchema = SCHEMA) -> Intake:
 
 def ranking(value: bytes, schema: FeatureSchema = SCHEMA) -> Any:
     desk, record = intake(schema), Record("ranking", 0, 0, 0, b"u", value, ROUTE)
-    return desk.ranking(record, desk.route(record))
+    return desk.ranking(record, desk.route(record)).task
 
 
 def changed(*path: str, **columns: Any) -> bytes:
@@ -253,7 +255,7 @@ def test_a_signal_with_other_columns_is_a_decode_error() -> None:
     signal = PreInferSignal(
         request_id="r", user_id="u", prefix=whole.prefix, admitted_ms=0, life_ms=1e3, columns=whole.columns
     )
-    task = intake().signal(Record("pre-infer", 0, 0, 0, b"u", encode(signal), ()))
+    task = intake().signal(Record("pre-infer", 0, 0, 0, b"u", encode(signal), ())).task
     assert (task.tokens.array == ranking(encode(whole)).tokens.array).all()  # else its prefix KV would never serve
     plain = msgspec.structs.replace(signal, prefix=Behaviours.of([1], [1], [1]))
     with pytest.raises(DecodeError, match="column 'place'"):
@@ -280,11 +282,12 @@ def test_messages_without_features_say_nothing_of_them() -> None:
 def test_truncation_keeps_the_users_features_before_the_newest() -> None:
     task = ranking(encode(request()))
     user, suffix = task.tokens.array[:, 0].tolist(), task.suffix.array.copy()
-    task.keep_newest(2)
-    assert (len(task.tokens), task.tokens.context, len(task.suffix)) == (2, 1, 1)
-    assert task.tokens.array[:, 0].tolist() == user
-    assert task.tokens.array[:3, 1].tolist() == [3, 1, 0]  # the newest of the prefix, its gap cut off
-    assert (task.suffix.array == suffix).all()
+    cut = Ranking.of(Rank(task))
+    cut.keep_newest(2)
+    assert (len(cut.tokens), cut.tokens.context, len(cut.suffix)) == (2, 1, 1)
+    assert cut.tokens.array[:, 0].tolist() == user
+    assert cut.tokens.array[:3, 1].tolist() == [3, 1, 0]  # the newest of the prefix, its gap cut off
+    assert (cut.suffix.array == suffix).all()
 
 
 def test_a_prefix_of_no_behaviours_is_the_user_alone() -> None:

@@ -50,7 +50,7 @@ def play(shared: World, step: Step, tenant: str) -> None:
 
 def outcomes(shared: World, tenant: str) -> list[tuple[str | None, int]]:
     """What a client of the tenant gets to know of the cache."""
-    return [(a.task.outcome, a.task.computed_tokens) for a in shared.answers if a.task.tenant == tenant]
+    return [(a.measured.outcome, a.measured.computed_tokens) for a in shared.answers if a.task.tenant == tenant]
 
 
 @settings(max_examples=25, deadline=None)
@@ -120,8 +120,8 @@ async def test_what_is_handed_over_stays_its_tenants() -> None:
         await until(lambda: new.total("entries", way="taken") == 7)  # the world's own users, 0 to 5, and this one
         await new.at_rest()
         assert tenant_key("shop", "u1") in await new.users()
-        assert (await new.rank(1, 150, tenant="shop")).task.outcome == "dram"
-        assert (await new.rank(1, 150, tenant="spy")).task.outcome == "full"
+        assert (await new.rank(1, 150, tenant="shop")).measured.outcome == "dram"
+        assert (await new.rank(1, 150, tenant="spy")).measured.outcome == "full"
 
 
 async def test_a_client_states_its_tenant_where_a_request_does_not(embedded_settings: Kafka) -> None:

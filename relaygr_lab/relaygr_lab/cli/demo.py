@@ -11,9 +11,7 @@ import click
 from relaygr_stream.cli.options import check_cluster, parse_flags, source_options
 from relaygr_stream.settings.files import check_writable
 from relaygr_stream.settings.load import load_settings
-
-#: The checkpoint that workers/demo.toml names.
-PACKAGED = "demo"
+from relaygr_stream.workload.packaged import is_packaged
 
 
 @click.command(name="demo")
@@ -81,7 +79,7 @@ def demo_command(
     check_can_draw(out)
     flags = {"kafka.bootstrap": bootstrap, "model.checkpoint": checkpoint, **parse_flags(assignments)}
     settings = load_settings(["demo", *files], flags).settings
-    if events is not None and settings.model.checkpoint == PACKAGED and not settings.model.factory:
+    if events is not None and is_packaged(settings.model):
         raise click.UsageError("--events goes with --checkpoint FOLDER: the packaged model knows generated items only")
     options = DemoOptions(
         broker=None if bootstrap else broker or "embedded",

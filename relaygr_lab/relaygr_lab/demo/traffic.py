@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import takewhile
@@ -10,9 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
-import numpy as np
 
-from relaygr_stream.errors import ConfigError, InputError
 from relaygr_stream.history.store import WritableStore
 from relaygr_stream.models.loading import checkpoint_folder, read_config
 from relaygr_stream.settings.schema import Settings
@@ -23,13 +20,12 @@ from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import with_version
 from relaygr_stream.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.workload.items import WorkItem
-from relaygr_stream.workload.logs import InteractionLog, read_log
+from relaygr_stream.workload.packaged import ITEM_EXPONENT
 from relaygr_stream.workload.replay import Replay, ReplayOptions
+from relaygr_stream.workload.rows import read_log_for
 
 #: Median prefix: its full inference takes tens of milliseconds on one core, its ranking with prefix KV a few.
 MEDIAN_TOKENS: Final = 700.0
-#: Nearly uniform: were the candidates that popularity finds mostly in the history, they would tell nothing.
-ITEM_EXPONENT: Final = 0.25
 #: Candidates of a request, and behaviours that are sent at ranking only; less where the settings allow less.
 CANDIDATES: Final = 100
 SUFFIX: Final = 8
@@ -39,8 +35,6 @@ WARM_UP_S: Final = 5.0
 #: Behaviours of the last phase, and its rate at least: one takes a worker a few milliseconds.
 NEWEST: Final = 50
 NEWEST_RATE: Final = 30.0
-#: The file that a training run of examples/ leaves beside its checkpoint: a list of the log's item ids, one a row.
-ITEMS_FILE: Final = "items.json"
 
 
 class Requests(NamedTuple):
@@ -146,34 +140,7 @@ def replayed(file: Path, settings: Settings, seconds: float, rate: float, *, see
         max_prefix=settings.relay.max_prefix_tokens,
         run=run,
     )
-    return list(Replay(in_rows_of(read_log(file, features=features_of(settings.model)), settings.model), options))
-
-
-def in_rows_of(log: InteractionLog, model: Model) -> InteractionLog:
-    """The log with its items as rows of the model's table: by the checkpoint's items.json, or as they are.
-
-    Raises InputError, with an example, if the model has no row for an item.
-    """
-    if model.factory:
-        return log
-    names = _item_names(model)
-    if names is None:
-        rows, count = log.items.astype(np.int64), known_items(model)
-        unknown = rows >= count
-        wanted = f"{model.checkpoint or 'the model'} knows the ids 0 to {count - 1}"
-    else:
-        found, places = np.unique(log.items, return_inverse=True)
-        of_name = {name: row for row, name in enumerate(names)}
-        rows = np.array([of_name.get(_name(log, item), -1) for item in found.tolist()], np.int64)[places]
-        unknown = rows < 0
-        wanted = f"{ITEMS_FILE} in {model.checkpoint} lists {len(names)} others"
-    if unknown.any():
-        example, items = _name(log, int(log.items[unknown][0])), len(np.unique(log.items[unknown]))
-        raise InputError(
-            f"{log.path}: the model has no row for {items} of its items, {example!r} among them; {wanted}. "
-            f"Train a checkpoint on this file, or leave these items out"
-        )
-    return replace(log, items=rows.astype(np.uint32))
+    return list(Replay(read_log_for(file, settings.model, features=features_of(settings.model)), options))
 
 
 def newest_only(item: WorkItem, behaviours: int) -> WorkItem:
@@ -182,21 +149,3 @@ def newest_only(item: WorkItem, behaviours: int) -> WorkItem:
     kept = max(1, behaviours - len(request.suffix))
     prefix = request.prefix.slice(max(0, len(request.prefix) - kept), len(request.prefix))
     return replace(item, request=msgspec.structs.replace(request, prefix=prefix))
-
-
-def _item_names(model: Model) -> list[str] | None:
-    """The item ids of the log that the checkpoint was trained on, by row; None: the rows are the ids."""
-    if not model.checkpoint:
-        return None
-    file = checkpoint_folder(model.checkpoint) / ITEMS_FILE
-    if not file.is_file():
-        return None
-    try:
-        return [str(name) for name in json.loads(file.read_text(encoding="utf-8"))]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read as a list of item ids: {error}") from error
-
-
-def _name(log: InteractionLog, item: int) -> str:
-    """The item's id in the file."""
-    return log.item_names[item - 1] if log.item_names else str(item)

@@ -21,7 +21,7 @@ from relaygr_lab.simulate.timeline import Clock
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.engine.build import assemble, load_executor
-from relaygr_stream.engine.commands import Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.engine.commands import Prefill, PrefillTask, Rank, RankTask, Times
 from relaygr_stream.engine.cost_model import MAX_CHUNK, MIN_CHUNK
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.errors import ConfigError
@@ -219,7 +219,7 @@ def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
         TierMemory(worker.hbm_bytes, META),
         TierMemory(worker.dram_bytes, META) if worker.dram_bytes else None,
         SimulatedCopies(costs, clock, lambda at: None),
-        lambda task, deviation, ms: False,
+        lambda *_: False,
     ).scheduler
     length = min(settings.relay.max_prefix_tokens, 512)
     tokens, none = Tokens.zeros(length), Tokens.zeros(0)
@@ -229,7 +229,7 @@ def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
         name, user = f"r{number}", f"u{number}"
         start, steps = time.perf_counter(), 0
         signal = PrefillTask(name, user, 0, tokens, clock.now, clock.now + 60.0, clock.now)
-        ranking = RankTask(name, user, 0, tokens, none, candidates, clock.now, clock.now + 60.0, False)
+        ranking = RankTask(name, user, 0, tokens, none, candidates, Times(clock.now, clock.now + 60.0), False)
         for command in Prefill(signal), Rank(ranking):
             scheduler.handle(command, clock.now)
         while scheduler.step(clock.now):

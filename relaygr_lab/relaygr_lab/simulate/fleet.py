@@ -33,6 +33,7 @@ from relaygr_stream.engine.commands import (
     PrefillTask,
     Rank,
     RankTask,
+    Times,
 )
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
@@ -255,18 +256,20 @@ class Fleet:
             self._tokens(request.prefix),
             self._suffix,
             self._candidates,
-            arrived=now,
-            deadline=now + (due_ms(sent.timeout_ms, self._settings.worker.reply_ms) - age_ms) / 1e3,
-            age_ms=age_ms,
-            timeout_ms=sent.timeout_ms,
+            Times(
+                arrived=now,
+                deadline=now + (due_ms(sent.timeout_ms, self._settings.worker.reply_ms) - age_ms) / 1e3,
+                timeout_ms=sent.timeout_ms,
+                age_ms=age_ms,
+            ),
             full=self._scenario.mode == "full",
             hops=sent.hops,
             origin=sent,
         )
-        if not task.full:
-            task.pass_to = self._peers.pass_to(worker.name, request, sent.hops, (task.deadline - now) * 1e3)
+        left_ms = (task.deadline - now) * 1e3
+        pass_to = None if task.full else self._peers.pass_to(worker.name, request, sent.hops, left_ms)
         self.lanes[sent.lane].ranking.add(task)
-        worker.submit(Rank(task))
+        worker.submit(Rank(task, pass_to))
 
     def _tokens(self, length: int) -> Tokens:
         """A history of that length. All are views of one array, which compare in a microsecond: only sequences of one
@@ -281,7 +284,7 @@ class Fleet:
             self.lanes[sent.lane].ranking.discard(task)
             to = self._peers.refused(name, answer, request.lane, now)
             if to is not None:
-                sent_as = "sent" if task.pass_to is None else "delegate"
+                sent_as = "sent" if answer.rank.pass_to is None else "delegate"
                 self.forwards[sent_as if isinstance(to, int) else to] += 1
             if isinstance(to, int):
                 self._send(Sent(request, to, now, time_left_ms(task, now), sent.hops + 1), now)
@@ -293,7 +296,7 @@ class Fleet:
             latency_s = self.lanes[sent.lane].paths.to_client.arrival(now) - request.rank_at
             if request.status is None and latency_s <= timeout_s:
                 request.status = answer.status
-                request.outcome = task.outcome if answer.status == "ok" else None
+                request.outcome = answer.measured.outcome if answer.status == "ok" else None
                 request.latency_s = latency_s
                 request.hops = sent.hops
 

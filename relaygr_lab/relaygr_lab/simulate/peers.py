@@ -39,8 +39,8 @@ class Peers:
         """As `instead`, by this worker's books. home: the lane of the user."""
         if answer.status != "overloaded":
             return None
-        if answer.task.pass_to is not None:
-            return answer.task.pass_to
+        if answer.rank.pass_to is not None:
+            return answer.rank.pass_to
         if not self._forwards:
             return None
         self._now.now = now

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from relaygr_stream.errors import FactoryError, RelayError
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.check.probe import CANDIDATES, Failed, Items, Measure, Probe, Scores
 
@@ -52,8 +53,12 @@ def version(probe: Probe) -> Measure | None:
             continue
         try:
             version = probe.make(other).version
-        except Exception:  # a model need not offer every type
-            continue
+        except RelayError as error:
+            if isinstance(error, FactoryError):
+                raise Failed(f"in {other}, {error}") from error
+            continue  # a model need not offer every type, and refuses it by such an error
+        except Exception as error:
+            raise Failed(f"making the model in {other} raised {type(error).__name__}: {error}") from error
         if version == again.version:
             raise Failed(f"{version!r} is its version in {probe.dtype} and in {other}; their scores differ")
     return None

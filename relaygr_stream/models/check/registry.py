@@ -86,9 +86,10 @@ PROPERTIES: Final = (
     ),
     Property(
         "version",
-        "made twice it is the same version with the same scores; another dtype is another version",
+        "made twice it is the same version with the same scores; another dtype is another version, or is refused by a "
+        "ModelError",
         "weights drawn from an unseeded generator, or a version that leaves out the dtype: prefix KV of one would be "
-        "scored by the other",
+        "scored by the other; or a factory that raises in a type that it does not offer",
         properties.version,
         hazard="a-version-that-says-too-little",
     ),

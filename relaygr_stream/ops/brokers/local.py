@@ -21,6 +21,7 @@ import msgspec
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
+from relaygr_stream.bus.aiokafka_patches import EMBEDDED_CLUSTER
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.ops.brokers.distribution import (
     DEFAULT_NODE,
@@ -40,9 +41,6 @@ from relaygr_stream.settings.schema import Kafka
 
 BrokerKind = Literal["embedded", "kafka"]
 
-#: The embedded broker does not wake waiting fetches when a message arrives, so they must be short. With 4 ms, the polls
-#: of a demo's consumers take a quarter of two slow cores, which delays all processes.
-EMBEDDED_FETCH_WAIT_MS: Final = 12
 #: Kafka starts in 3 s on a free machine and in ten times as long on a busy one; Tansu in a tenth of a second.
 READY_TIMEOUT_S: Final = 120.0
 #: Lines of the broker's log shown when it does not start.
@@ -79,12 +77,7 @@ class LocalBroker:
         return f"127.0.0.1:{self._ports[0]}"
 
     def kafka_settings(self, base: Kafka) -> Kafka:
-        """`base` with this broker's address and, for the embedded one, its fetch times."""
-        if self.kind == "embedded":
-            wait_ms = EMBEDDED_FETCH_WAIT_MS
-            return msgspec.structs.replace(
-                base, bootstrap=self.bootstrap, fetch_max_wait_ms=wait_ms, tail_max_wait_ms=wait_ms
-            )
+        """`base` with this broker's address."""
         return msgspec.structs.replace(base, bootstrap=self.bootstrap)
 
     async def start(self) -> None:
@@ -222,6 +215,7 @@ def _embedded_command(folder: Path, port: int) -> list[str]:
         f"--listener-url={url}",
         f"--advertised-listener-url={url}",
         "--storage-engine=memory://tansu/",
+        f"--cluster-id={EMBEDDED_CLUSTER}",  # else the environment's CLUSTER_ID
     ]
 
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from relaygr_lab.demo.traffic import ITEMS_FILE, NEWEST, by_reference, known_items, newest_only, requests_of
+from relaygr_lab.demo.traffic import NEWEST, by_reference, known_items, newest_only, requests_of
 
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import InputError, ModelError
@@ -24,6 +24,7 @@ from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import RequestEvent
 from relaygr_stream.workload.items import with_zero_features
+from relaygr_stream.workload.rows import ITEMS_FILE
 
 ITEMS = 40
 CONFIG = HSTUConfig(layers=1, dim=8, heads=1, dqk=8, dv=8, scale_tokens=8, vocab=ITEMS, max_positions=8, tasks=("a",))
@@ -106,8 +107,8 @@ def test_a_log_of_the_checkpoints_ids_is_taken_as_it_is(checkpoint: Path, tmp_pa
 
 
 def test_an_item_beyond_the_checkpoint_is_an_error_that_names_it(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no row for 1 of its items, '40' among them; .* knows the ids 0 to 39"):
-        requests_of(settings_of(checkpoint), log_of(tmp_path, 1), seconds=5, rate=4, seed=3)
+    with pytest.raises(InputError, match=r"no row for \d+ of its items, '4\d' among them; .* knows the ids 0 to 39"):
+        requests_of(settings_of(checkpoint), log_of(tmp_path, 9), seconds=5, rate=4, seed=3)
 
 
 def test_ids_of_a_file_become_rows_by_the_trainings_list(tmp_path: Path) -> None:
@@ -121,8 +122,8 @@ def test_ids_of_a_file_become_rows_by_the_trainings_list(tmp_path: Path) -> None
     assert last.target is not None
     row = np.frombuffer(last.request.candidates, "<u4")[last.target]
     assert names[row] == str(1000 + 89 * 7 % ITEMS)
-    (folder / ITEMS_FILE).write_text(json.dumps(names[1:]), encoding="utf-8")
-    with pytest.raises(InputError, match=r"'1039' among them; items\.json in .* lists 39 others"):
+    (folder / ITEMS_FILE).write_text(json.dumps(names[9:]), encoding="utf-8")
+    with pytest.raises(InputError, match=r"'10\d\d' among them; items\.json in .* lists 31 others"):
         requests_of(settings_of(folder), log, seconds=5, rate=4, seed=3)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.engine.audit import MAX_WAITING, Auditor, audit_deviation
-from relaygr_stream.engine.commands import EraseUser, RankTask
+from relaygr_stream.engine.commands import EraseUser, Measured, RankTask
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Relay
@@ -21,15 +21,15 @@ from tests.unit.engine.worlds import CPU, MAX_TOKENS, Fraud, World, Wrapped
 from tests.unit.models.small_models import full_scores, prefilled, random_items, random_tokens
 
 
-def relayed(w: World, number: int, length: int = 40) -> RankTask:
+def relayed(w: World, number: int, length: int = 40) -> tuple[RankTask, Measured]:
     """A ranking served from prefix KV."""
     w.signal(f"r{number}", number % 5, length)
     while w.scheduler.backlog:
         w.step()
     task = w.rank(f"r{number}", number % 5, length)
-    while not task.answered:
+    while not any(answer.task is task for answer in w.answers):
         w.step()
-    return task
+    return task, w.measured(task)
 
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (1.0, 60, 60), (0.5, 15, 45)])
@@ -54,7 +54,7 @@ def test_full_inference_is_not_audited() -> None:
 
 def test_a_deviation_is_found() -> None:
     w = World(audit_share=1.0, wrap=Fraud)
-    task = relayed(w, 1)
+    task, _ = relayed(w, 1)
     w.settle()
     ((found, deviation),) = w.audits
     assert found is task
@@ -95,13 +95,13 @@ def test_what_deviates_sets_no_scale_for_others() -> None:
     """Else one broken result, which may be anything, would hide all later ones."""
     reported: list[float] = []
 
-    def report(task: RankTask, deviation: float, ms: float) -> bool:
+    def report(task: RankTask, measured: Measured, deviation: float, ms: float) -> bool:
         reported.append(deviation)
         return deviation > 0.1
 
     auditor, w = Auditor(1.0, report), World(wrap=Loud)
     for number in range(2):
-        auditor.consider(relayed(w, number), np.ones((5, 2), np.float32))
+        auditor.consider(*relayed(w, number), np.ones((5, 2), np.float32))
         while auditor.step(w.executor, w.cache.scratch, 5.0):
             pass
     assert min(reported) > 0.1
@@ -167,23 +167,23 @@ def test_roundings_of_half_precision_are_far_from_the_tolerance_and_another_hist
 def test_what_waits_is_bounded_and_the_newest_stay() -> None:
     audited: list[RankTask] = []
 
-    def report(task: RankTask, deviation: float, ms: float) -> bool:
+    def report(task: RankTask, measured: Measured, deviation: float, ms: float) -> bool:
         audited.append(task)
         return False
 
     auditor = Auditor(1.0, report)
     w = World()
     tasks = [relayed(w, number) for number in range(MAX_WAITING + 3)]
-    for task in tasks:
-        auditor.consider(task, np.zeros((5, 2), np.float32))
+    for each in tasks:
+        auditor.consider(*each, np.zeros((5, 2), np.float32))
     assert auditor.step(w.executor, w.cache.scratch, 5.0)  # tasks[3] is under way, with the scratch
-    auditor.consider(tasks[0], np.zeros((5, 2), np.float32))  # for which there is no room
+    auditor.consider(*tasks[0], np.zeros((5, 2), np.float32))  # for which there is no room
     assert auditor.give_up_scratch(w.cache.scratch)
     assert not auditor.give_up_scratch(w.cache.scratch)
-    auditor.consider(tasks[1], np.zeros((5, 2), np.float32))  # in place of tasks[3], which stands still
+    auditor.consider(*tasks[1], np.zeros((5, 2), np.float32))  # in place of tasks[3], which stands still
     while auditor.step(w.executor, w.cache.scratch, 5.0):
         pass
-    assert audited == [*tasks[4:], tasks[1]]
+    assert audited == [task for task, _ in (*tasks[4:], tasks[1])]
     w.close()
 
 
@@ -221,14 +221,14 @@ def test_scores_from_rounded_prefix_kv_are_told_apart(storage: StorageKind) -> N
     for user in range(6):
         w.rank(f"again {user}", user, MAX_TOKENS)
         w.settle()
-    reloaded = [task for task, _ in w.audits if task.outcome == "dram"]
+    reloaded = [task for task, _ in w.audits if w.measured(task).outcome == "dram"]
     assert reloaded
-    deviations = [deviation for task, deviation in w.audits if task.approximate]
+    deviations = [deviation for task, deviation in w.audits if w.measured(task).approximate]
     if storage == "exact":
         assert deviations == []
         assert w.scheduler.auditor.worst_rounded == 0
     else:
-        assert all(task.approximate for task in reloaded)
+        assert all(w.measured(task).approximate for task in reloaded)
         assert w.scheduler.auditor.worst_rounded == max(deviations)
         assert 1e-5 < max(deviations) < 0.1
     assert w.scheduler.auditor.worst <= 1e-5

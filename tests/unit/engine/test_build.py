@@ -47,7 +47,7 @@ def settings_of(**worker: Any) -> Settings:
 
 
 def built(settings: Settings) -> WorkerRuntime:
-    runtime = build(settings, lambda task, deviation, ms: False, lambda: None)
+    runtime = build(settings, lambda *_: False, lambda: None)
     runtime.cache.close()
     return runtime
 
@@ -105,9 +105,7 @@ def test_budgets_that_just_hold_one_prefix_are_taken() -> None:
 def test_the_room_for_other_workers_users_holds_a_longest_prefix_where_hbm_does(
     hbm: int, share: float, room: float
 ) -> None:
-    runtime = build(
-        settings_of(hbm_bytes=hbm * GRANULE_BYTES, pinned_share=share), lambda task, deviation, ms: False, lambda: None
-    )
+    runtime = build(settings_of(hbm_bytes=hbm * GRANULE_BYTES, pinned_share=share), lambda *_: False, lambda: None)
     assert runtime.delegated_bytes == room * GRANULE_BYTES
     assert runtime.longest_bytes == 2 * GRANULE_BYTES
     signal = PrefillTask("r", "u", DELEGATED_LANE, Tokens.zeros(RELAY.max_prefix_tokens), 1.0, 9.0, 0.0)

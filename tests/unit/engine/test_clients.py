@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.clients import MOST_CLIENTS, UNBOOKED, Account, Clients
-from relaygr_stream.engine.commands import Query, RankTask
+from relaygr_stream.engine.commands import Query
 from relaygr_stream.engine.queue import WorkQueue
+from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
 from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKEN_MS, Simulation, Timed
@@ -58,7 +59,7 @@ def beside(hog_timeout_s: float, hog_load: float, hog_name: Callable[[int], str]
 def served(simulation: Simulation, client: str) -> tuple[float, float]:
     """The share of its rankings that have scores, and the median of their waits in seconds."""
     answers = [answer for answer in simulation.world.answers if answer.task.client == client]
-    waits = sorted(answer.task.started - answer.task.arrived for answer in answers if answer.status == "ok")
+    waits = sorted(answer.measured.started - answer.task.arrived for answer in answers if answer.status == "ok")
     return len(waits) / len(answers), waits[len(waits) // 2] if waits else float("inf")
 
 
@@ -117,8 +118,8 @@ def test_a_ranking_that_does_not_fit_even_then_costs_nobody_a_place() -> None:
         w.rank("c", 9, 20, client="c", nbytes=550)  # a has more until it has lost one, and that is not enough
         assert list(w.scheduler.admission.waiting) == waiting, "who lost a place got another one back"
         w.step()  # some are started: the oldest of the others is what queue_ms tells of
-        unstarted = [task for task in waiting if not task.started]
-        assert w.handle(Query()).queue_ms >= (w.now - unstarted[0].arrived) * 1e3  # type: ignore[attr-defined]
+        unstarted = [each for each in waiting if not each.measured.started]
+        assert w.handle(Query()).queue_ms >= (w.now - unstarted[0].task.arrived) * 1e3  # type: ignore[attr-defined]
         assert [(answer.task.request_id, answer.status) for answer in w.answers] == [("c", "overloaded")]
         w.settle()
         assert {answer.status for answer in w.answers if answer.task.request_id != "c"} == {"ok"}
@@ -141,22 +142,23 @@ def test_names_are_bounded_in_number_and_the_rest_share_one_account() -> None:
 def test_nobody_with_work_ready_falls_behind_by_more_than_the_slack(work: list[tuple[str, float, float]]) -> None:
     clients = Clients(20.0)
     queue = WorkQueue(clients)
-    costs: dict[RankTask, float] = {}
+    costs: dict[Ranking, float] = {}
     waiting: dict[Account, int] = {}
     for number, (name, deadline, ms) in enumerate(work):
-        task = ranking(f"r{number}", deadline)
-        task.account = clients.account(name)
-        queue.add_ready(task)
-        costs[task] = ms
-        waiting[task.account] = waiting.get(task.account, 0) + 1
-    while (task := queue.urgent()) is not None:  # type: ignore[assignment]
-        assert isinstance(task, RankTask)
+        made = ranking(f"r{number}", deadline)
+        account = made.booking.account = clients.account(name)
+        queue.add_ready(made)
+        costs[made] = ms
+        waiting[account] = waiting.get(account, 0) + 1
+    while (urgent := queue.urgent()) is not None:
+        assert isinstance(urgent, Ranking)
         ready = [account for account, left in waiting.items() if left]
         least = min(account.served_ms for account in ready)
-        assert task.account.served_ms <= least + clients.slack_ms
+        account = urgent.booking.account
+        assert account.served_ms <= least + clients.slack_ms
         queue.pop_ready(1)
-        task.account.served_ms += costs[task]
-        waiting[task.account] -= 1
+        account.served_ms += costs[urgent]
+        waiting[account] -= 1
     assert not any(waiting.values())
 
 
@@ -172,14 +174,14 @@ def test_a_client_that_was_away_cannot_claim_what_others_were_given_meanwhile() 
     clients = Clients(20.0)
     queue = WorkQueue(clients)
     busy, new = ranking("busy", 1.0), ranking("new", 2.0)
-    busy.account, new.account = clients.account("busy"), clients.account("new")
-    busy.account.served_ms = 5000.0
+    busy.booking.account, new.booking.account = clients.account("busy"), clients.account("new")
+    busy.booking.account.served_ms = 5000.0
     queue.add_ready(busy)
     assert queue.urgent() is busy
     queue.add_ready(new)
-    assert new.account.served_ms == 5000.0
+    assert new.booking.account.served_ms == 5000.0
     assert queue.urgent() is busy
-    busy.account.served_ms += 20.1
+    busy.booking.account.served_ms += 20.1
     assert queue.urgent() is new
 
 

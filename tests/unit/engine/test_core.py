@@ -20,7 +20,7 @@ def test_pre_inferred_prefix_is_hit_in_hbm() -> None:
         w.rank("r1", 1, 100)
         w.settle()
         assert w.outcome("r1") == "hbm"
-        assert w.answer("r1").task.computed_tokens == 0
+        assert w.answer("r1").measured.computed_tokens == 0
 
 
 def test_ranking_before_the_pre_infer_is_done_joins_it() -> None:
@@ -136,7 +136,7 @@ def test_ranking_extends_a_prefix_left_by_an_earlier_request() -> None:
         w.rank("r2", 1, 110)
         w.settle()
         assert w.outcome("r2") == "joined"  # found, and not ready: ten tokens were computed first
-        assert w.answer("r2").task.computed_tokens == 10
+        assert w.answer("r2").measured.computed_tokens == 10
 
 
 def test_evicted_prefix_comes_back_from_dram() -> None:

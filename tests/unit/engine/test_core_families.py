@@ -37,7 +37,7 @@ def test_other_families_are_served_by_the_same_core(kind: Model, hbm: int, dram:
     world.settle()
     assert len(world.answers) == 300
     world.check_scores()
-    outcomes = {answer.task.outcome for answer in world.answers if answer.status == "ok"}
+    outcomes = {answer.measured.outcome for answer in world.answers if answer.status == "ok"}
     assert outcomes >= {"hbm", "joined", "full"}
     counters = world.cache.counters
     if extends:
@@ -129,7 +129,7 @@ def test_a_suffix_is_ranked_behind_a_whole_prefix() -> None:
         w.rank("only suffix", 2, 0, suffix=3)
         w.settle()
         assert [w.outcome(name) for name in ("r1", "longer", "only suffix")] == ["hbm", "full", "full"]
-        assert w.answer("longer").task.computed_tokens == 101
+        assert w.answer("longer").measured.computed_tokens == 101
         assert [deviation <= 1e-5 for _, deviation in w.audits] == [True]
 
 

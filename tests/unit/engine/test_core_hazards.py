@@ -60,9 +60,7 @@ def test_demand_is_what_rankings_ask_for_and_goes_with_the_lane() -> None:
         w.signal("r", 1, 100)
         w.rank("r", 1, 100)
         w.rank("not admitted", 1, 60)
-        hedge = w.ranking("of another lane's user", 1, 200)
-        hedge.hops = 1
-        w.handle(Rank(hedge))
+        w.rank("of another lane's user", 1, 200, hops=1)
         assert (w.scheduler.demand.totals[1], w.scheduler.demand.largest(1)) == (3 * GRANULE_BYTES, 2 * GRANULE_BYTES)
         w.handle(LanesLost(frozenset([1])))
         assert (w.scheduler.demand.totals.get(1), w.scheduler.demand.largest(1)) == (None, 0)
@@ -166,7 +164,7 @@ def test_a_contextual_model_end_to_end() -> None:
         w.settle()
         outcomes = [w.outcome(name) for name in ("r1", "suffix", "longer", "only suffix", "nothing")]
         assert outcomes == ["hbm", "full", "full", "full", "full"]
-        assert w.answer("suffix").task.computed_tokens == 103
+        assert w.answer("suffix").measured.computed_tokens == 103
         assert [deviation <= 1e-5 for _, deviation in w.audits] == [True]
 
 
@@ -216,8 +214,7 @@ def test_queue_delay_leaves_out_what_the_history_store_took() -> None:
     with world() as w:
         task = w.ranking("by reference", 1, 100, timeout=10.0)
         w.now += 0.3
-        task.waited_s = 0.3
-        w.handle(Rank(task))
+        w.handle(Rank(task, waited_s=0.3))
         w.now += 0.2
         assert w.scheduler.rankings.take_queue_ms(w.now) == pytest.approx(200.0)
         w.settle()

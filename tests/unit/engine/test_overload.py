@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.clients import Account, Clients
-from relaygr_stream.engine.commands import Rank, RankTask
+from relaygr_stream.engine.commands import Measured, Rank, RankTask, Times
 from relaygr_stream.engine.forecast import (
     ALONE_DEADLINE_FACTOR,
     FORWARDED_DEADLINE_FRACTION,
@@ -22,6 +22,7 @@ from relaygr_stream.engine.forecast import (
     Forecast,
     Full,
 )
+from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
 from tests.unit.engine.worlds import World
@@ -102,14 +103,18 @@ def test_at_twice_its_capacity_what_is_accepted_is_answered_in_time(seed: int) -
     assert statuses.count("overloaded") == refused, "refused, but not as it came"
     assert 0.3 * len(tasks) < refused < 0.6 * len(tasks)
     accepted = [task for task, status in zip(tasks, statuses, strict=True) if status != "overloaded"]
-    late = [task for task in accepted if statuses[tasks.index(task)] != "ok" or finished(task) > task.deadline]
+    late = [
+        task
+        for task in accepted
+        if statuses[tasks.index(task)] != "ok" or finished(simulation.world.measured(task)) > task.deadline
+    ]
     assert len(late) <= 0.01 * len(accepted)
     served_per_s = len(accepted) / (simulation.device.now - begun)
     assert served_per_s > 0.9 * CAPACITY_PER_S, "refused what could have been served"
 
 
-def finished(task: RankTask) -> float:
-    return task.started + task.device_ms / 1e3
+def finished(measured: Measured) -> float:
+    return measured.started + measured.device_ms / 1e3
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7])
@@ -162,11 +167,12 @@ def test_a_full_inference_that_cannot_be_in_time_is_refused_as_it_comes() -> Non
 # ---- the arithmetic ----
 
 
-def waiting(deadline: float, expected_ms: float, *, guest: bool = False) -> RankTask:
+def waiting(deadline: float, expected_ms: float, *, guest: bool = False) -> Ranking:
     nothing = Tokens(np.zeros((3, 0), np.int64))
-    task = RankTask("r", "u", 0, nothing, nothing, np.zeros(1, np.int64), 0.0, deadline, full=False, guest=guest)
-    task.expected_ms = expected_ms
-    return task
+    task = RankTask("r", "u", 0, nothing, nothing, np.zeros(1, np.int64), Times(0.0, deadline), full=False)
+    made = Ranking.of(Rank(task))
+    made.booking.expected_ms, made.booking.guest = expected_ms, guest
+    return made
 
 
 def test_a_forecast_counts_what_comes_before_and_protects_what_was_accepted() -> None:
@@ -180,7 +186,7 @@ def test_a_forecast_counts_what_comes_before_and_protects_what_was_accepted() ->
     assert not forecast.full(waiting(0.009, 3.0), 0.0)
     assert not forecast.full(waiting(0.020, 12.0), 0.0)
     assert "before it take 6 ms" in str(forecast.full(waiting(0.020, 15.0), 0.0))
-    first.device_ms = 6.0
+    first.measured.device_ms = 6.0
     forecast.worked(first)
     assert not forecast.full(waiting(0.020, 15.0), 0.0)
     forecast.remove(first)
@@ -204,10 +210,8 @@ def test_the_last_places_of_a_queue_are_for_no_one_and_those_before_for_its_own(
 def test_only_a_ranking_that_another_worker_could_answer_as_well_is_a_guest(user: int, hops: int, guest: bool) -> None:
     """One that was passed on to its prefix KV would be inferred in full anywhere else."""
     world = Simulation().world
-    task = world.ranking("r", user, TOKENS)
-    task.hops = hops
-    world.handle(Rank(task))
-    assert task.guest is guest
+    task = world.rank("r", user, TOKENS, hops=hops)
+    assert world.waiting(task).booking.guest is guest
 
 
 def test_a_ranking_that_is_late_anyway_is_no_reason_to_refuse_others() -> None:
@@ -296,35 +300,35 @@ def test_a_forecast_says_what_a_walk_over_all_waiting_rankings_would(
     everyone = []
     for number, (at, work, name, done) in enumerate(tasks):
         task = waiting(at / 1e3, float(work))
-        task.account, task.number = accounts[name], number
+        task.booking.account, task.booking.number = accounts[name], number
         forecast.add(task)
-        task.device_ms = float(done)
+        task.measured.device_ms = float(done)
         forecast.worked(task)
         everyone.append(task)
     asked = waiting(deadline / 1e3, float(own) - 0.25, guest=guest)  # off what deadlines are compared with
-    asked.account = accounts[client]
+    asked.booking.account = accounts[client]
     assert forecast.full(asked, 0.0) == walked(everyone, asked, clients)
 
 
-def walked(tasks: list[RankTask], task: RankTask, clients: Clients) -> Full | None:
+def walked(tasks: list[Ranking], task: Ranking, clients: Clients) -> Full | None:
     """`Forecast.full` at time 0, from the definition."""
-    left, own = task.deadline * 1e3, task.expected_ms
+    left, own = task.deadline * 1e3, task.booking.expected_ms
     if not tasks:
         late = own > ALONE_DEADLINE_FACTOR * left
         return Full("ms", f"it takes {own:.0f} ms, and {left:.0f} ms are left", hopeless=True) if late else None
-    sure = left * (FORWARDED_DEADLINE_FRACTION if task.guest else QUEUED_DEADLINE_FRACTION)
+    sure = left * (FORWARDED_DEADLINE_FRACTION if task.booking.guest else QUEUED_DEADLINE_FRACTION)
     before: dict[Account, float] = {}
     total = 0.0
-    for each in sorted(tasks, key=lambda each: (each.deadline, each.number)):
-        work = max(0.0, each.expected_ms - each.device_ms)
+    for each in sorted(tasks, key=lambda each: (each.deadline, each.booking.number)):
+        work = max(0.0, each.booking.expected_ms - each.measured.device_ms)
         total += work
         if each.deadline <= task.deadline:
-            before[each.account] = before.get(each.account, 0.0) + work
+            before[each.booking.account] = before.get(each.booking.account, 0.0) + work
         elif 0.0 <= each.deadline * 1e3 - total < own:
             reason = f"its {own:.0f} ms would make a ranking late that was accepted before it"
             return Full("ms", reason, each.deadline)
-    mine = before.pop(task.account, 0.0)
-    until = max(task.account.served_ms, clients.floor_ms) + mine + own + clients.slack_ms
+    mine = before.pop(task.booking.account, 0.0)
+    until = max(task.booking.account.served_ms, clients.floor_ms) + mine + own + clients.slack_ms
     ahead = mine + sum(min(work, max(0.0, until - other.served_ms)) for other, work in before.items())
     if ahead + own <= (sure if ahead else ALONE_DEADLINE_FACTOR * left):
         return None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from relaygr_stream.engine.commands import PrefillJob, RankTask
+from relaygr_stream.engine.commands import Rank, RankTask, Times
 from relaygr_stream.engine.executor import PrefillRun
 from relaygr_stream.engine.queue import WorkQueue
+from relaygr_stream.engine.ranking import PrefillJob, Ranking
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVLayout, KVRegion
 
@@ -15,16 +16,17 @@ NOTHING = Tokens(np.zeros((3, 0), np.int64))
 REGION = KVRegion(KVLayout(1, 1, 1, 1, torch.float32), torch.empty(0), 0)
 
 
-def ranking(name: str, deadline: float) -> RankTask:
-    return RankTask(name, "u", 0, NOTHING, NOTHING, np.zeros(1, np.int64), 0.0, deadline, full=False)
+def ranking(name: str, deadline: float) -> Ranking:
+    times = Times(0.0, deadline)
+    return Ranking.of(Rank(RankTask(name, "u", 0, NOTHING, NOTHING, np.zeros(1, np.int64), times, full=False)))
 
 
-def job(due: float, *waiters: RankTask) -> PrefillJob:
+def job(due: float, *waiters: Ranking) -> PrefillJob:
     return PrefillJob(PrefillRun(None, REGION, NOTHING), due, waiters=list(waiters))  # type: ignore[arg-type]  # never run
 
 
-def cost(task: RankTask) -> float:
-    return task.deadline
+def cost(ranking: Ranking) -> float:
+    return ranking.deadline
 
 
 def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:
@@ -34,12 +36,12 @@ def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:
     for name, deadline in (("d", 4.0), ("b", 2.0), ("a", 1.0), ("c", 2.5)):
         queue.add_ready(ranking(name, deadline))
     queue.urge(joined, waiter)
-    assert [task.request_id for task in queue.pop_ready(2)] == ["a", "b"]
-    assert [task.request_id for task in queue.pop_ready(8)] == ["c"]
+    assert [each.task.request_id for each in queue.pop_ready(2)] == ["a", "b"]
+    assert [each.task.request_id for each in queue.pop_ready(8)] == ["c"]
     assert queue.urgent() is joined
     assert queue.pop_ready(8) == []
     joined.over = True
-    assert [task.request_id for task in queue.pop_ready(8)] == ["d"]
+    assert [each.task.request_id for each in queue.pop_ready(8)] == ["d"]
     assert queue.urgent() is None
 
 
@@ -47,9 +49,9 @@ def test_a_batch_costs_no_more_than_it_may_but_has_one_ranking() -> None:
     queue = WorkQueue()
     for name, deadline in (("a", 2.0), ("b", 2.5), ("c", 3.0), ("d", 9.0)):
         queue.add_ready(ranking(name, deadline))
-    assert [task.request_id for task in queue.pop_ready(8, cost, 5.0)] == ["a", "b"]
-    assert [task.request_id for task in queue.pop_ready(8, cost, 5.0)] == ["c"]
-    assert [task.request_id for task in queue.pop_ready(8, cost, 5.0)] == ["d"]
+    assert [each.task.request_id for each in queue.pop_ready(8, cost, 5.0)] == ["a", "b"]
+    assert [each.task.request_id for each in queue.pop_ready(8, cost, 5.0)] == ["c"]
+    assert [each.task.request_id for each in queue.pop_ready(8, cost, 5.0)] == ["d"]
     assert queue.pop_ready(8, cost, 5.0) == []
 
 
@@ -57,14 +59,14 @@ def test_a_batch_has_as_many_as_are_asked_for_whatever_they_cost() -> None:
     queue = WorkQueue()
     for name in "abc":
         queue.add_ready(ranking(name, 9.0))
-    assert [task.request_id for task in queue.pop_ready(8, cost, 5.0, least=2)] == ["a", "b"]
+    assert [each.task.request_id for each in queue.pop_ready(8, cost, 5.0, least=2)] == ["a", "b"]
 
 
 def test_ties_go_to_who_came_first() -> None:
     queue = WorkQueue()
     for name in "abc":
         queue.add_ready(ranking(name, 1.0))
-    assert [task.request_id for task in queue.pop_ready(8)] == ["a", "b", "c"]
+    assert [each.task.request_id for each in queue.pop_ready(8)] == ["a", "b", "c"]
 
 
 def test_answered_rankings_are_passed_over() -> None:

@@ -26,9 +26,7 @@ def loses_its_place(w: World, suffix: int) -> RankTask:
 
 
 def rank_again(w: World, task: RankTask) -> None:
-    again = task.afresh(0.0)
-    w.suffixes[again] = w.suffixes[task]
-    w.handle(Rank(again))
+    w.handle(Rank(task))
 
 
 def only_in_dram(w: World) -> None:
@@ -81,3 +79,26 @@ def test_it_is_scored_with_its_suffix(kind: Model, suffix: int) -> None:
         w.settle()
         assert w.answer("r1").status == "ok"  # world() compares its scores
         assert len(w.answer("r1").task.suffix) == suffix
+
+
+def test_a_request_does_not_change() -> None:
+    assert len(dataclasses.fields(RankTask)) <= 14
+    with world() as w:
+        task = w.rank("r", 1, 64)
+        before = [getattr(task, field.name) for field in dataclasses.fields(RankTask)]
+        w.settle()
+        assert all(
+            a is b for a, b in zip(before, (getattr(task, f.name) for f in dataclasses.fields(RankTask)), strict=True)
+        )
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            task.full = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", [TOY, CONTEXTUAL])
+def test_one_whose_user_was_erased_meanwhile_leaves_nothing(kind: Model) -> None:
+    with world(kind=kind, audit_share=1.0) as w:
+        task = w.ranking("r", 1, 64)
+        w.handle(Rank(task, leaves_nothing=True))
+        w.settle()
+        assert w.outcome("r") == "full"
+        assert (w.cache.entries, w.audits) == (0, [])

@@ -17,6 +17,7 @@ from relaygr_stream.cache.entry import Coverage, Found
 from relaygr_stream.engine.admission import Admission
 from relaygr_stream.engine.commands import Rank, RankTask
 from relaygr_stream.engine.forecast import MIN_SAMPLES, QUEUED_DEADLINE_FRACTION, Forecast
+from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
 from relaygr_stream.models.kv import KVRegion
 from tests.unit.engine.test_overload import Timed, finished
@@ -49,8 +50,9 @@ class Device:
         """A ranking that arrives now, whose suffix is `suffix` behaviours of different items."""
         self.world.now = self.timed.now
         suffix = options.pop("suffix", 3)
-        task = self.world.ranking(request, user, length, suffix=suffix, **options)
-        task.suffix = Tokens(np.stack([np.arange(suffix) + 11, np.arange(suffix) % 5, np.arange(suffix) + 99]))
+        behind = Tokens(np.stack([np.arange(suffix) + 11, np.arange(suffix) % 5, np.arange(suffix) + 99]))
+        task = self.world.ranking(request, user, length, **options)
+        task = task.with_history(task.tokens, behind)
         self.world.handle(Rank(task))
         return task
 
@@ -61,7 +63,7 @@ class Device:
     def status(self, request: str) -> tuple[str, str | None, int]:
         """Status, outcome and length of the cut."""
         answer = self.world.answer(request)
-        return answer.status, answer.task.outcome, answer.task.truncated_to
+        return answer.status, answer.measured.outcome, answer.measured.truncated_to
 
 
 def in_full(world: World, tokens: npt.NDArray[np.int64], candidates: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
@@ -82,7 +84,7 @@ def test_scores_are_those_of_full_inference_of_the_newest_behaviours(suffix: int
     task = device.rank("r", 1, LENGTH, suffix=suffix, timeout=timeout)
     device.rest()
     assert device.status("r") == ("ok", "truncated", fitting)
-    assert finished(task) <= task.deadline
+    assert finished(device.world.measured(task)) <= task.deadline
     newest = np.arange(suffix) + 11, np.arange(suffix) % 5, np.arange(suffix) + 99
     kept = np.concatenate([whole, np.stack(newest)], axis=1)[:, -fitting:]
     kept[2, 0] = 0
@@ -101,7 +103,7 @@ def test_what_was_cut_is_never_cached() -> None:
     later = device.rank("later", 1, LENGTH, timeout=1.0)
     device.rest()
     assert device.status("later") == ("ok", "full", 0)
-    assert later.computed_tokens == LENGTH
+    assert device.world.measured(later).computed_tokens == LENGTH
     device.rank("hit", 1, LENGTH, timeout=TIMEOUT_S)
     device.rest()
     assert device.status("hit") == ("ok", "hbm", 0)
@@ -114,7 +116,7 @@ def test_what_must_not_be_cut_is_refused_as_without_the_setting() -> None:
     device.rank("less than the least", 2, LENGTH, timeout=0.001)
     device.rank("no longer than the least", 3, LEAST - 3, timeout=0.0003)
     assert [answer.status for answer in device.world.answers[-3:]] == ["overloaded"] * 3
-    assert all(answer.task.truncated_to == 0 for answer in device.world.answers)
+    assert all(answer.measured.truncated_to == 0 for answer in device.world.answers)
     contextual = Device(LEAST, kind=CONTEXTUAL)  # its first tokens describe the user; the newest behaviours do not
     contextual.rank("r", 1, LENGTH, timeout=TIMEOUT_S, suffix=0)
     assert contextual.status("r") == ("overloaded", None, 0)
@@ -127,7 +129,7 @@ def test_nothing_is_cut_before_predictions_were_compared_with_measurements() -> 
         device.rest()
     device.rank("r", 1, LENGTH, timeout=TIMEOUT_S)
     device.rest()
-    assert device.world.answer("r").task.truncated_to == 0
+    assert device.world.answer("r").measured.truncated_to == 0
 
 
 def test_audits_compare_no_cut_ranking() -> None:
@@ -170,51 +172,52 @@ def play(device: Device, requests: Arrivals) -> list[tuple[str, str | None, int,
         tasks.append(device.rank(f"r{number}", user, length, suffix=suffix, timeout=left_ms / 1e3))
     device.rest()
     device.world.scheduler.check_integrity()
-    return [(*device.status(task.request_id), finished(task)) for task in tasks]
+    return [(*device.status(task.request_id), finished(device.world.measured(task))) for task in tasks]
 
 
-def expected_ms(admission: Admission, task: RankTask, newest: int) -> float:
+def expected_ms(admission: Admission, ranking: Ranking, newest: int) -> float:
     """What a ranking with these newest behaviours alone is booked with."""
-    cut = copy(task)
+    cut = Ranking.of(ranking.rank)
     cut.keep_newest(newest)
     admission.book(cut, (None, Coverage.NONE))
-    return cut.expected_ms
+    return cut.booking.expected_ms
 
 
-def in_time(admission: Admission, task: RankTask, ms: float, now: float) -> bool:
+def in_time(admission: Admission, ranking: Ranking, ms: float, now: float) -> bool:
     """Whether it would be answered in time behind those that wait, if it took so long."""
     forecast = Forecast(admission.clients)
     for waiting in admission.waiting:
         forecast.add(waiting)
-    return forecast.full(task, now, ms, alone=QUEUED_DEADLINE_FRACTION) is None
+    return forecast.full(ranking, now, ms, alone=QUEUED_DEADLINE_FRACTION) is None
 
 
-def checked_cuts(requests: Arrivals, least: int) -> list[RankTask]:
+def checked_cuts(requests: Arrivals, least: int) -> list[Ranking]:
     """The rankings that were cut, each to the longest that is in time by the model's costs."""
     device = Device(least)
     admission = device.world.scheduler.admission
     truncate = admission.truncate
-    cuts: list[RankTask] = []
+    cuts: list[Ranking] = []
 
-    def checked(task: RankTask, found: Found, now: float) -> bool:
-        before, length = copy(task), len(task.tokens) + len(task.suffix)
-        done = truncate(task, found, now)
+    def checked(ranking: Ranking, found: Found, now: float) -> bool:
+        before, length = Ranking.of(ranking.rank), len(ranking.tokens) + len(ranking.suffix)
+        before.booking = copy(ranking.booking)
+        done = truncate(ranking, found, now)
         if done:
             sizes = range(least, length, least)
             ms = {size: expected_ms(admission, before, size) for size in sizes}
             fit = [size for size in sizes if in_time(admission, before, ms[size], now)]
-            assert task.truncated_to == fit[-1]
-            assert task.expected_ms == ms[fit[-1]]
-            assert now + task.expected_ms / 1e3 < task.deadline
-            assert not in_time(admission, before, before.expected_ms, now)
-            cuts.append(task)
+            assert ranking.measured.truncated_to == fit[-1]
+            assert ranking.booking.expected_ms == ms[fit[-1]]
+            assert now + ranking.booking.expected_ms / 1e3 < ranking.deadline
+            assert not in_time(admission, before, before.booking.expected_ms, now)
+            cuts.append(ranking)
         return done
 
     admission.truncate = checked  # type: ignore[method-assign]
     play(device, requests)
-    assert all(task.truncated_to >= least for task in cuts)
+    assert all(each.measured.truncated_to >= least for each in cuts)
     for answer in device.world.answers:
-        assert (answer.task.outcome == "truncated") == (answer.task.truncated_to > 0)
+        assert (answer.measured.outcome == "truncated") == (answer.measured.truncated_to > 0)
     return cuts
 
 

@@ -17,8 +17,19 @@ from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.engine.audit import Auditor
-from relaygr_stream.engine.commands import Answer, Command, Placed, Prefill, PrefillTask, Rank, RankTask
+from relaygr_stream.engine.commands import (
+    Answer,
+    Command,
+    Measured,
+    Placed,
+    Prefill,
+    PrefillTask,
+    Rank,
+    RankTask,
+    Times,
+)
 from relaygr_stream.engine.executor import Executor
+from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.engine.scheduler import Limits, Scheduler
 from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens, relative_deviation, takes_suffix
 from relaygr_stream.models.kv import KVRegion
@@ -191,7 +202,7 @@ class World:
         auditor = Auditor(self.audit_share, self._audited, seed=1)
         self.scheduler = OpenScheduler(self.executor, self.cache, self.limits, auditor)
 
-    def _audited(self, task: RankTask, deviation: float, ms: float) -> bool:
+    def _audited(self, task: RankTask, measured: Measured, deviation: float, ms: float) -> bool:
         self.audits.append((task, deviation))
         return deviation > 0.1  # more than int8 copies deviate by
 
@@ -212,11 +223,23 @@ class World:
         task = PrefillTask(request, f"u{user}", lane, tokens, due, expires, self.now, tenant, origin=request)
         self.handle(Prefill(task))
 
-    def rank(self, request: str, user: int, length: int, **options: Any) -> RankTask:
+    def rank(
+        self, request: str, user: int, length: int, *, pass_to: int | None = None, waited_s: float = 0.0, **options: Any
+    ) -> RankTask:
         """Hand a ranking in, which arrives now. options: as `ranking` takes them."""
         task = self.ranking(request, user, length, **options)
-        self.handle(Rank(task))
+        self.handle(Rank(task, pass_to, waited_s))
         return task
+
+    def waiting(self, task: RankTask) -> Ranking:
+        """What the scheduler knows of a ranking that waits for its answer."""
+        found: Ranking = next(each for each in self.scheduler.admission.waiting if each.task is task)
+        return found
+
+    def measured(self, task: RankTask) -> Measured:
+        """What a ranking's answer tells, or would tell now."""
+        found = [answer.measured for answer in self.answers if answer.task is task]
+        return found[0] if found else self.waiting(task).measured
 
     def ranking(
         self,
@@ -232,7 +255,7 @@ class World:
         tenant: str = "",
         client: str = "",
         nbytes: int = 0,
-        pass_to: int | None = None,
+        hops: int = 0,
     ) -> RankTask:
         tokens = history(user, length, version)
         after = Tokens(np.full((3, suffix), 7, np.int64))
@@ -243,13 +266,12 @@ class World:
             tokens,
             after,
             np.arange(candidates, dtype=np.int64) * 3,
-            arrived=self.now,
-            deadline=self.now + timeout,
+            Times(self.now, self.now + timeout),
             full=full,
             tenant=tenant,
             client=client,
             nbytes=nbytes,
-            pass_to=pass_to,
+            hops=hops,
         )
         self.suffixes[task] = after
         return task
@@ -288,7 +310,7 @@ class World:
     def outcome(self, request: str) -> str | None:
         answer = self.answer(request)
         assert answer.status == "ok", answer
-        return answer.task.outcome
+        return answer.measured.outcome
 
     def check_scores(self, tolerance: float = 1e-5) -> None:
         """Every score given so far equals full inference on the CPU."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.movielens.data import DataError, Histories, read_histories
+from relaygr_stream.workload.logs import read_log
 
 U_DATA = "1\t20\t5\t40\n1\t10\t3\t10\n1\t30\t4\t20\n1\t10\t1\t30\n"
 
@@ -31,10 +32,38 @@ def test_u_data_is_read_in_the_order_of_time_with_ratings_as_actions(tmp_path: P
     assert data.has_times
 
 
-def test_ratings_dat_reads_as_u_data_and_half_stars_are_rounded(tmp_path: Path) -> None:
-    data = read_histories(written(tmp_path, U_DATA.replace("\t", "::").replace("::4::", "::3.6::")))
+def test_ratings_dat_reads_as_u_data(tmp_path: Path) -> None:
+    data = read_histories(written(tmp_path, U_DATA.replace("\t", "::")))
     assert names_of(data) == ["10", "30", "10", "20"]
     assert data.users[0].actions.tolist() == [3, 4, 1, 5]
+
+
+@pytest.mark.parametrize("stars", [(0.5, 1.5, 2.5, 3.5, 4.5, 5.0), (1, 2, 3, 4, 5, 5)])
+@pytest.mark.parametrize("kind", ["ratings.csv", "ratings.dat"])
+def test_ratings_are_the_same_action_rows_in_training_and_serving(
+    tmp_path: Path, stars: tuple[float, ...], kind: str
+) -> None:
+    rows = [(1, 10 + k, rating, 1_400_000_000 + 60 * k) for k, rating in enumerate(stars)]
+    sign, head = (",", "userId,movieId,rating,timestamp\n") if kind.endswith("csv") else ("::", "")
+    file = written(tmp_path, head + "".join(sign.join(map(str, row)) + "\n" for row in rows), kind)
+    assert read_histories(file).users[0].actions.tolist() == read_log(file).actions.tolist()
+    assert len(set(read_log(file).actions.tolist())) == len(set(stars))
+
+
+def test_ids_with_leading_zeros_are_items_of_their_own_in_one_order(tmp_path: Path) -> None:
+    lines = [f"1\t{item}\t5\t{at}\n" for at, item in enumerate(["07", "7", "007", "10", "9"])]
+    assert read_histories(written(tmp_path, "".join(lines))).names == ["7", "07", "007", "9", "10"]
+
+
+def test_a_long_field_is_one_error_with_its_line(tmp_path: Path) -> None:
+    rows = [f"u,{k},{'x' * (2_000_000 if k == 3 else 5)},{1_400_000_000 + k}" for k in range(6)]
+    with pytest.raises(DataError, match="line 5"):
+        read_histories(written(tmp_path, "\n".join(["user,item,text,time", *rows])))
+
+
+def test_microseconds_are_read_as_such(tmp_path: Path) -> None:
+    text = "user,item,time\n" + "".join(f"u,{k},{1_400_000_000_000_000 + k * 1_000_000}\n" for k in range(5))
+    assert read_histories(written(tmp_path, text)).users[0].times[0] == 1_400_000_000_000
 
 
 def test_lines_of_user_and_item_keep_their_order_and_have_no_times(tmp_path: Path) -> None:

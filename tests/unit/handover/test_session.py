@@ -35,8 +35,8 @@ async def test_users_of_moved_lanes_are_served_without_computing(storage: Storag
         assert await old.users() == {f"u{user}" for user in range(6)}
         for user in theirs:
             answer = await new.rank(user, 60 + 20 * user)
-            assert answer.task.outcome == "dram"
-            assert answer.task.computed_tokens == 0
+            assert answer.measured.outcome == "dram"
+            assert answer.measured.computed_tokens == 0
         new.world.answers = new.answers
         new.world.check_scores(1e-5 if storage == "exact" else 0.05)
         assert old.total("bytes", way="given") == new.total("bytes", way="taken") > 0
@@ -51,7 +51,7 @@ async def test_scores_are_the_old_owners_bit_for_bit() -> None:
         after = await new.rank(3, 120)
         assert before.scores is not None
         assert after.scores is not None
-        assert after.task.outcome == "dram"
+        assert after.measured.outcome == "dram"
         assert before.scores.tobytes() == after.scores.tobytes()
 
 
@@ -61,7 +61,7 @@ async def test_another_sequence_of_the_user_is_computed() -> None:
         await until(lambda: new.total("entries", way="taken") == 6)
         new.thread.submit(new.ranking("other", 3, 120, version=1))
         await until(lambda: len(new.answers) == 1)
-        assert new.answers[0].task.outcome == "full"
+        assert new.answers[0].measured.outcome == "full"
         new.world.answers = new.answers
         new.world.check_scores()
 
@@ -154,7 +154,7 @@ async def test_a_defect_in_a_session_is_told_and_ends_nothing_else(monkeypatch: 
             await until(lambda: new.total("failed", way="taken") == 1)
         assert [line["event"] for line in logs if line["log_level"] == "error"] == ["hand-over failed by a defect"]
         assert not new.handover.failed.done()
-        assert (await new.rank(1, 80)).task.outcome == "full"
+        assert (await new.rank(1, 80)).measured.outcome == "full"
 
 
 async def test_lanes_lost_again_are_not_fetched_further() -> None:

@@ -46,9 +46,9 @@ def log(path: Path, *rows: str) -> Path:
 def test_a_log_is_imported_appended_to_and_shown(tmp_path: Path, store: Path) -> None:
     first = log(tmp_path / "a.csv", "ann,5,1,2000000000", "bob,7,2,2000000001", "ann,6,3,2000000002")
     done = run(store, "import", first)
-    assert (done.exit_code, done.output) == (0, "imported: 2 users; failed: 0\n")
+    assert (done.exit_code, done.stdout) == (0, "imported: 2 users; failed: 0\n")
     more = log(tmp_path / "b.csv", "ann,8,1,2000000003", "cid,9,1,2000000003")
-    assert run(store, "append", more).output == "appended: 2 users; failed: 0\n"
+    assert run(store, "append", more).stdout == "appended: 2 users; failed: 0\n"
     assert read(store, "ann")[1] == Behaviours.of(
         [5, 6, 8], [1, 3, 1], np.array([2000000000, 2000000002, 2000000003]) * 1000
     )

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError, ModelError
-from relaygr_stream.models.api import KVLayout, RankingModel, unknown_items
+from relaygr_stream.models.api import KVLayout, RankingModel, digest, unknown_items
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.loading import load_model, save_checkpoint
 from tests.unit.models.small_models import full_scores, random_items, random_tokens, small_model
@@ -251,3 +251,21 @@ def test_what_is_wrong_with_a_factory_is_said(users_module: str, name: str, word
     factory = name.format(users_module)
     with pytest.raises(ModelError, match=rf"`model\.factory` = {factory!r}.*{words}"):
         load(replace(SMALL, factory=factory))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool], ids=str)
+def test_weights_of_any_type_and_layout_have_a_digest(dtype: torch.dtype) -> None:
+    """A user's factory digests what it serves: bfloat16, gradients, scalars, views."""
+    value = torch.arange(6.0).view(2, 3).to(dtype)
+    known = digest({}, {"w": value, "one": value[0, 1]})
+    assert known == digest({}, {"w": value.t().contiguous().t(), "one": value[0, 1].clone()})
+    assert known != digest({}, {"w": value.flip(0), "one": value[0, 1]})
+    assert digest({}, {"w": value[:0]}) != digest({}, {})
+    if dtype.is_floating_point:
+        assert known == digest({}, {"w": torch.nn.Parameter(value), "one": value[0, 1]})
+
+
+def test_the_same_bits_of_another_type_are_other_weights_and_float32_keeps_its_digest() -> None:
+    bits = torch.tensor([1, 2], dtype=torch.int16)
+    assert len({digest({}, {"w": bits.view(dtype)}) for dtype in (torch.bfloat16, torch.float16, torch.int16)}) == 3
+    assert digest({"a": 1}, {"w": torch.ones(2, 2)}) == "219a7faa1f683209"

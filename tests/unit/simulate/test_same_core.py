@@ -43,7 +43,7 @@ class Simulated(World):
             executor.costs_of_prefix,
             scratch_tokens=MAX_TOKENS,
         )
-        auditor = Auditor(0.0, lambda task, deviation, ms: False)
+        auditor = Auditor(0.0, lambda *_: False)
         self.scheduler = OpenScheduler(executor, self.cache, self.limits, auditor)
 
     def settle(self, most: int = 10_000) -> None:
@@ -94,7 +94,7 @@ def test_outcomes_and_books_agree(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     for world in worlds:
         play(world, seed)
     stories = [
-        [(a.task.request_id, a.status, a.task.outcome, a.task.computed_tokens) for a in world.answers]
+        [(a.task.request_id, a.status, a.measured.outcome, a.measured.computed_tokens) for a in world.answers]
         for world in worlds
     ]
     assert stories[0] == stories[1]

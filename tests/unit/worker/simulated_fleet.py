@@ -12,8 +12,9 @@ from functools import cache, partial
 import numpy as np
 
 from relaygr_stream.engine.budgets import BusyShare
-from relaygr_stream.engine.commands import RankTask
+from relaygr_stream.engine.commands import Rank, RankTask, Times
 from relaygr_stream.engine.forecast import Forecast
+from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
@@ -70,7 +71,7 @@ class Worker:
         self.peers = OwnerDirectory(1500.0, clock=lambda: fleet.now)
         self.forwarding = Forwarding(name, self.peers, fleet.lanes, lambda: fleet.now, seed=1) if forward else None
         self.forecast = Forecast()
-        self.queue: list[tuple[float, int, RankTask]] = []
+        self.queue: list[tuple[float, int, Ranking]] = []
         self.running = False
         self.busy = BusyShare()
         self.delays: list[float] = []
@@ -84,12 +85,13 @@ class Worker:
             return
         task = RankTask(
             str(request.number), request.user, 0, NOTHING, NOTHING, np.zeros(1, np.int64),
-            fleet.now, fleet.now + left_s, full=False, hops=hops, origin=request,
+            Times(fleet.now, fleet.now + left_s), full=False, hops=hops, origin=request,
         )  # fmt: skip
-        task.expected_ms = request.tokens * self.ms_per_token
-        if not self.forecast.full(task, fleet.now):
-            self.forecast.add(task)
-            heapq.heappush(self.queue, (task.deadline, request.number, task))
+        ranking = Ranking.of(Rank(task))
+        ranking.booking.number, ranking.booking.expected_ms = request.number, request.tokens * self.ms_per_token
+        if not self.forecast.full(ranking, fleet.now):
+            self.forecast.add(ranking)
+            heapq.heappush(self.queue, (task.deadline, request.number, ranking))
             self.next()
             return
         lane = "off" if self.forwarding is None else self.forwarding.elsewhere(
@@ -105,27 +107,27 @@ class Worker:
 
     def next(self) -> None:
         while self.queue and not self.running:
-            _, number, task = heapq.heappop(self.queue)
-            if task.deadline <= self.fleet.now:
-                self.end(task, "deadline_exceeded")
+            _, number, ranking = heapq.heappop(self.queue)
+            if ranking.deadline <= self.fleet.now:
+                self.end(ranking, "deadline_exceeded")
                 continue
             self.running = True
-            self.delays.append(self.fleet.now - task.arrived)
+            self.delays.append(self.fleet.now - ranking.task.arrived)
             self.fleet.books.computed[number] += 1
-            self.fleet.after(task.expected_ms / 1e3, partial(self.finish, task))
+            self.fleet.after(ranking.booking.expected_ms / 1e3, partial(self.finish, ranking))
 
-    def finish(self, task: RankTask) -> None:
+    def finish(self, ranking: Ranking) -> None:
         self.running = False
-        self.fleet.books.device_ms[self.name] += task.expected_ms
-        self.end(task, "ok" if self.fleet.now <= task.deadline else "deadline_exceeded")
+        self.fleet.books.device_ms[self.name] += ranking.booking.expected_ms
+        self.end(ranking, "ok" if self.fleet.now <= ranking.deadline else "deadline_exceeded")
         self.next()
 
-    def end(self, task: RankTask, status: str) -> None:
-        self.forecast.remove(task)
-        self.fleet.books.answers[task.origin.number].append(status)
+    def end(self, ranking: Ranking, status: str) -> None:
+        self.forecast.remove(ranking)
+        self.fleet.books.answers[ranking.task.origin.number].append(status)
 
     def state(self) -> None:
-        waited = [self.fleet.now - task.arrived for _, _, task in self.queue]
+        waited = [self.fleet.now - each.task.arrived for _, _, each in self.queue]
         mean = sum(self.delays) / len(self.delays) if self.delays else 0.0
         self.delays.clear()
         status = worker_status(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.engine.commands import Answer, Command, Rank, RankTask
+from relaygr_stream.engine.commands import Answer, Command, Measured, Rank
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.settings.schema import Settings
@@ -16,6 +16,7 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.tracing import OFF
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.erase import Erase, user_mark
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import (
@@ -59,7 +60,9 @@ class Owner:
         self.peers = OwnerDirectory(LONG_MS)
         self.state()
         self.offset = 0
-        device = SimpleNamespace(prefill_bytes=0, submit=lambda *commands: self.device.extend(commands))
+        device = SimpleNamespace(
+            prefill_bytes=0, submit=lambda *commands: self.device.extend(commands), ask=self.nothing
+        )
         self.requests = Requests(
             Settings(),
             "w1",
@@ -76,6 +79,10 @@ class Owner:
         )
         self.requests.on_lanes(frozenset({LANE}), frozenset())
 
+    async def nothing(self, command: Command) -> list[str]:
+        """What the device knows of users."""
+        return []
+
     def state(self, **changes: Any) -> None:
         """The delegate's status."""
         self.peers.take(worker_status(DELEGATE, lane_statuses((ITS_LANE,)), **changes))
@@ -89,12 +96,12 @@ class Owner:
         told = encode_refusals([Refusal(request, "delegated", tenant, DELEGATE)])
         self.read(TOPICS.pre_infer.name, told, (HEADER_KIND, KIND.encode()))
 
-    def rank(self, request: str = "r", tenant: str = TENANT, **fields: Any) -> RankTask:
-        """A ranking comes. Returns its task, which the device has."""
+    def rank(self, request: str = "r", tenant: str = TENANT, **fields: Any) -> Rank:
+        """A ranking comes. Returns it as the device has it."""
         self.ask(request, tenant, **fields)
         (rank,) = self.device[-1:]
         assert isinstance(rank, Rank)
-        return rank.task
+        return rank
 
     def ask(self, request: str = "r", tenant: str = TENANT, **fields: Any) -> None:
         """A ranking comes."""
@@ -111,12 +118,10 @@ class Owner:
         value = encode(Cancel(request_id=request, tenant=tenant))
         self.read(TOPICS.ranking.name, value, (HEADER_KIND, KIND_CANCEL.encode()))
 
-    async def answer(self, task: RankTask, status: Status = "ok") -> None:
+    async def answer(self, rank: Rank, status: Status = "ok") -> None:
         """The device's; `overloaded` without the prefix KV of a delegated request."""
-        task.answered = True
-        if status == "ok":
-            task.outcome = "hbm"
-        self.requests.on_answers([Answer(task, status)])
+        measured = Measured(outcome="hbm" if status == "ok" else None)
+        self.requests.on_answers([Answer(rank, status, measured=measured)])
         await self.settle()
 
     async def settle(self) -> None:
@@ -241,9 +246,24 @@ async def test_a_delegate_that_no_broker_passed_the_ranking_to_releases_it() -> 
     await owner.answer(task, "overloaded")
     owner.others.error = None
     (*_, again) = owner.device
-    assert isinstance(again, Rank) and again.task.pass_to is None
-    await owner.answer(again.task)
+    assert isinstance(again, Rank) and again.pass_to is None
+    await owner.answer(again)
     assert owner.cancelled() == [tenant_key(TENANT, "r")]
+
+
+async def test_a_ranking_whose_user_was_erased_while_it_was_passed_on_leaves_nothing_here() -> None:
+    owner = Owner()
+    owner.tell()
+    rank = owner.rank()
+    owner.others.error = BrokerError("no leader")
+    mark = "0123456789abcdef"
+    for user in ("another", "u"):
+        await owner.requests.erase(Erase(id=mark, user=user_mark(mark, tenant_key(TENANT, user)), sent_ms=1))
+        await owner.answer(rank, "overloaded")
+        (*_, again) = owner.device
+        assert isinstance(again, Rank)
+        assert again.leaves_nothing is (user == "u")
+        rank = again._replace(pass_to=ITS_LANE)
 
 
 async def test_a_delegated_request_whose_client_cancels_it_is_cancelled_there() -> None:
@@ -288,13 +308,13 @@ async def test_a_ranking_by_reference_goes_to_its_delegate_without_a_read_of_the
     await until(lambda: owner.device, "ranked here after all")
     (rank,) = owner.device
     assert isinstance(rank, Rank)
-    assert (rank.task.pass_to, len(rank.task.tokens), rank.task.referred) == (None, len(HISTORY), None)
+    assert (rank.pass_to, len(rank.task.tokens), rank.referred) == (None, len(HISTORY), None)
     assert store.reads == 1
-    await owner.answer(rank.task)
+    await owner.answer(rank)
 
     owner.tell("kept")
     kept = owner.rank("kept", **fields)  # whose prefix KV may be here, too
-    assert (kept.pass_to, len(kept.tokens), store.reads) == (ITS_LANE, len(HISTORY), 1)
+    assert (kept.pass_to, len(kept.task.tokens), store.reads) == (ITS_LANE, len(HISTORY), 1)
 
 
 async def test_without_a_store_a_ranking_by_reference_goes_to_its_delegate() -> None:

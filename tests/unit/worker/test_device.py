@@ -111,11 +111,9 @@ async def test_what_needs_no_device_is_answered_while_it_works() -> None:
     async with running(Hanging) as r:
         model = r.world.model
         assert isinstance(model, Hanging)
+        r.world.now = time.monotonic()
         passed_on = r.world.ranking("passed on", 1, 60, timeout=30.0)
-        passed_on.pass_to = 3
-        r.world.now = passed_on.arrived = time.monotonic()
-        passed_on.deadline = passed_on.arrived + 30.0
-        r.thread.submit(Rank(passed_on), Rank(r.world.ranking("infers", 2, 60, timeout=30.0)))
+        r.thread.submit(Rank(passed_on, pass_to=3), Rank(r.world.ranking("infers", 2, 60, timeout=30.0)))
         assert await asyncio.to_thread(model.entered.wait, 10)
         await r.answered(1)
         assert r.answers[0].task is passed_on

@@ -13,6 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from relaygr_stream.engine.commands import Measured
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import RankingModel, ScoreInput
 from relaygr_stream.models.loading import load_model
@@ -158,13 +159,13 @@ def test_deviations_of_rounded_copies_leave_the_worker_ready() -> None:
     report = AuditReport(Worker(dram_storage="int8"), WorkerMetrics(CollectorRegistry()))
     with world() as w:
         task = w.ranking("r", 1, 50)
-    task.approximate = True
+    measured = Measured(approximate=True)
     for _ in range(DEVIATIONS_TO_UNREADY):
-        assert report(task, 0.5, 1.0)
+        assert report(task, measured, 0.5, 1.0)
     assert not report.distrust
-    task.approximate = False
+    measured.approximate = False
     for _ in range(DEVIATIONS_TO_UNREADY):
-        assert report(task, 0.5, 1.0)
+        assert report(task, measured, 0.5, 1.0)
     assert report.distrust
 
 

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import WAY_MS
-from relaygr_stream.engine.commands import Answer, RankTask
+from relaygr_stream.engine.commands import Answer, Measured, Rank
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.settings.schema import Kafka, Relay
 from relaygr_stream.telemetry.background import Background
@@ -59,7 +59,7 @@ class World:
     def __init__(self, where: int | WhyKept) -> None:
         self.scores, self.others = Producer(), Producer()
         self.done: list[Record] = []
-        self.again: list[RankTask] = []
+        self.again: list[Rank] = []
         self.asked: list[tuple[Any, ...]] = []
         self.registry = CollectorRegistry()
         self.background = Background()
@@ -101,12 +101,13 @@ class World:
         )
         record = Record(TOPICS.ranking.name, 5, 40, 0, b"u", as_sent(encode(request)), HEADERS)
         intake = Intake(Relay(), DEFAULT_TIMEOUT_MS, 4, 1 << 20, lambda: None, reply_ms=REPLY_MS)
-        task = intake.ranking(record, intake.route(record))
-        task.pass_to = pass_to
-        if cut:
-            task.keep_newest(cut)
+        rank = intake.ranking(record, intake.route(record))._replace(pass_to=pass_to)
         await asyncio.sleep(SPENT_S)
-        self.outbox.deliver(Answer(task, status, detail="no time"))
+        self.outbox.deliver(
+            Answer(
+                rank, status, detail="no time", measured=Measured("truncated" if cut else None, truncated_to=cut or 0)
+            )
+        )
         await self.outbox.flush(5.0)
         await self.outbox.flush(5.0)  # what a forward that failed has left
         return record

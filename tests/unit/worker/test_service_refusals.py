@@ -37,7 +37,7 @@ async def test_no_client_makes_a_worker_wait_longer_than_its_setting(embedded_se
         await peer.signal("first", "u", 100)
         await until(lambda: w.model.hung, "the device hangs")
         late = await peer.rank("late", "v", 20, timeout_ms=3_600_000.0)
-        await until(lambda: any(time.monotonic() > task.deadline for task in w.worker.requests.in_flight))
+        await until(lambda: any(time.monotonic() > rank.task.deadline for rank in w.worker.requests.in_flight.values()))
         w.model.hang = False
         assert (await peer.reply(late)).status == "deadline_exceeded"
 

@@ -16,8 +16,9 @@ import pytest
 from click.testing import CliRunner
 from structlog.testing import capture_logs
 
-from relaygr_stream.cli.replay import build_options, replay_command
+from relaygr_stream.cli.replay import GENERATOR_FLAGS, LOG_FLAGS, build_options, replay_command
 from relaygr_stream.errors import ConfigError, InputError, Overloaded
+from relaygr_stream.settings.load import load_settings, with_packaged_model
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.telemetry.printable import render_plain
@@ -160,6 +161,23 @@ def test_notes_about_the_model(udata: Path) -> None:
     assert "from model.vocab = 300 on modulo it" in notes(Model(checkpoint="somewhere", vocab=300))
     assert "from model.vocab = 300 on in 8 rows by hash" in notes(Model(checkpoint="somewhere", vocab=300, oov_rows=8))
     assert notes(Model(factory="mine:make", vocab=300)) == ""
+
+
+def test_without_a_model_the_packaged_one_and_the_users_that_it_knows() -> None:
+    flags = dict.fromkeys((*LOG_FLAGS, *GENERATOR_FLAGS, "events", "features", "requests", "timeout", "speed", "rate"))
+    flags |= {"generate": True, "mode": "auto", "announce": True, "seed": 7}
+    for given, items, exponent in (
+        ({}, 4000, 0.25),
+        ({"model.checkpoint": "demo"}, 4000, 0.25),
+        ({"model.checkpoint": ""}, 50_000, 1.0),
+        ({"model.layers": "4"}, 50_000, 1.0),
+        ({"model.vocab": "500"}, 500, 1.0),
+        ({"model.factory": "mine:make"}, 50_000, 1.0),
+    ):
+        settings = with_packaged_model(load_settings(flags=given, environ={}))
+        options = build_options(settings, flags)
+        assert isinstance(options.source, GeneratorOptions)
+        assert (options.source.items, options.source.item_exponent) == (items, exponent), given
 
 
 def _printed(report: PublishReport) -> str:

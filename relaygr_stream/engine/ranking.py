@@ -1,0 +1,112 @@
+"""A ranking in the scheduler: its request, and what each room of the engine knows of it.
+
+task      the request, which does not change
+booking   admission.py   place, account, predicted device time
+held      placement.py   what it holds until it is answered
+measured  rankings.py    what its answer tells
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from relaygr_stream.cache.entry import Entry
+from relaygr_stream.engine.clients import UNBOOKED, Account
+from relaygr_stream.engine.commands import Measured, PrefillTask, Rank, RankTask
+from relaygr_stream.engine.executor import PrefillRun
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVRegion
+
+
+@dataclass(slots=True)
+class Booking:
+    """What admission has booked for a ranking. Times are milliseconds of device time, predicted when it came."""
+
+    number: int = -1  # the order in which rankings were booked
+    account: Account = UNBOOKED
+    nbytes: int = 0
+    cost_ms: float = 0.0
+    expected_ms: float = 0.0  # cost_ms where predictions of its kind have proved good, else 0
+    infers: bool = False  # some of that is inference of its prefix
+    guest: bool = False  # another worker could answer it as well: it was sent on, and finds nothing here
+
+
+@dataclass(slots=True)
+class Held:
+    """What a ranking holds, until it is placed anew or answered."""
+
+    entry: Entry | None = None
+    region: KVRegion | None = None  # what to score against, once ready
+    borrowed: bool = False  # region is the scratch region, to be given back
+
+
+@dataclass(slots=True, eq=False)
+class Ranking:
+    """A ranking that waits for its answer. tokens, suffix, full: the task's, unless it was cut or its user erased."""
+
+    rank: Rank
+    task: RankTask
+    tokens: Tokens
+    suffix: Tokens
+    full: bool
+    booking: Booking = field(default_factory=Booking)
+    held: Held = field(default_factory=Held)
+    measured: Measured = field(default_factory=Measured)
+    answered: bool = False
+
+    @classmethod
+    def of(cls, rank: Rank) -> Ranking:
+        """One that has just come."""
+        task = rank.task
+        return cls(rank, task, task.tokens, task.suffix, task.full or rank.leaves_nothing)
+
+    @property
+    def deadline(self) -> float:
+        """As the task's."""
+        return self.task.times.deadline
+
+    @property
+    def came(self) -> float:
+        """From when its delay counts: its arrival, without what was spent before it was handed to the scheduler."""
+        return self.task.times.arrived + self.rank.waited_s
+
+    def keep_newest(self, size: int) -> None:
+        """Rank with the newest `size` ≥ 1 behaviours alone, as a history of their own, apart from all prefix KV.
+
+        The user's features stay before them.
+        """
+        whole, context = self.tokens.followed_by(self.suffix), self.tokens.context
+        newest = whole.slice(max(context, len(whole) - size), len(whole))
+        kept = whole.slice(0, context).followed_by(newest)
+        kept.array[2, context] = 0  # the first gap: nothing is before it
+        prefix = len(kept) - min(size, len(self.suffix))
+        self.tokens, self.suffix = kept.slice(0, prefix), kept.slice(prefix, len(kept))
+        self.measured.truncated_to, self.full, self.measured.outcome = size, True, "truncated"
+
+
+@dataclass(slots=True, eq=False)
+class PrefillJob:
+    """Prefix KV being computed, slice by slice, for every ranking and admitted request that waits for it."""
+
+    run: PrefillRun
+    due: float
+    entry: Entry | None = None  # None: into scratch, for one full inference
+    signal: PrefillTask | None = None  # of the admitted request that it is for; None: a ranking has come
+    joined: bool = False  # a ranking came for it while it was computed
+    waiters: list[Ranking] = field(default_factory=list)
+    over: bool = False  # completed, failed or cut short; queues drop it when they meet it
+    error: str | None = None  # what it failed with
+    expected_ms: float = 0.0  # device time, predicted when it was started, uncorrected
+    ms: float = 0.0  # device time so far
+    started: float = 0.0  # when the device first worked for it
+    position: int = 0  # tokens that were there before
+
+    @property
+    def pre_infer(self) -> bool:
+        """It is for an admitted request, whose ranking had not come when it started."""
+        return self.signal is not None
+
+    @property
+    def wanted(self) -> bool:
+        """A ranking waits for it, or will: that of an admitted request."""
+        return bool(self.waiters) or (self.entry is not None and self.entry.pins > 0)

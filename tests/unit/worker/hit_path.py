@@ -1,0 +1,205 @@
+"""The functions of the package that a ranking that hits goes through, from the record to the model.
+
+    python -m tests.unit.worker.hit_path [--calls]       (make trace-hit)
+
+One worker's requests, device thread and built-in model, without a broker. A first ranking warms up. Calls are those
+that a profiler sees on the event loop and on the device thread until `score` of the model begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+import relaygr_stream
+from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.engine.build import build
+from relaygr_stream.engine.commands import Query
+from relaygr_stream.engine.scheduler import Snapshot
+from relaygr_stream.settings.schema import Relay, Settings
+from relaygr_stream.settings.worker import Model, Worker
+from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.tracing import OFF
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, ScoreReply
+from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
+from relaygr_stream.wire.topic_files import Topic, load_topics
+from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.requests import Bus, Requests
+from tests.waiting import until
+
+PACKAGE: Final = str(Path(relaygr_stream.__file__).parent) + "/"
+MIB: Final = 1 << 20
+LANE, HISTORY = 3, 200
+LONG_MS: Final = 60_000.0
+SETTINGS: Final = Settings(
+    worker=Worker(name="w", hbm_bytes=8 * MIB, dram_bytes=8 * MIB),
+    relay=Relay(max_prefix_tokens=256, max_suffix_tokens=16, max_candidates=64, life_window_ms=LONG_MS),
+    model=Model(layers=2, dim=16, heads=2, dqk=8, dv=8, vocab=101, max_positions=512, scale_tokens=64),
+)
+
+
+class Call(NamedTuple):
+    """One call. file: from the package's folder; depth: of the package's calls around it."""
+
+    file: str
+    function: str
+    on_loop: bool
+    depth: int
+
+
+class HitPath(NamedTuple):
+    """The calls before the model, in order."""
+
+    calls: Sequence[Call]
+
+    @property
+    def functions(self) -> int:
+        """How many different functions they execute."""
+        return len({(call.file, call.function) for call in self.calls})
+
+    @property
+    def files(self) -> int:
+        """In how many files these are."""
+        return len({call.file for call in self.calls})
+
+    def __str__(self) -> str:
+        return f"{self.functions} functions in {self.files} files"
+
+
+class _Recorder:
+    """Sees the calls of all threads that start after it, and keeps the package's while it is on."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.calls: list[Call] = []
+        self._loop = threading.get_ident()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if not self.on or event != "call" or not code.co_filename.startswith(PACKAGE):
+            return
+        file = code.co_filename.removeprefix(PACKAGE)
+        if file.startswith("models/") and code.co_qualname == "HSTUModel.score":
+            self.on = False
+            return
+        depth, outer = 0, frame.f_back
+        while outer is not None:
+            depth += outer.f_code.co_filename.startswith(PACKAGE)
+            outer = outer.f_back
+        self.calls.append(Call(file, code.co_qualname, threading.get_ident() == self._loop, depth))
+
+
+class _Producer:
+    """Acknowledges all at once, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    async def send(self, topic: str, value: bytes, **_: Any) -> asyncio.Future[int]:
+        self.sent.append(value)
+        acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        acknowledged.set_result(0)
+        return acknowledged
+
+    async def send_and_wait(self, topic: str, value: bytes, **more: Any) -> int:
+        return await (await self.send(topic, value, **more))
+
+
+async def trace_hit() -> HitPath:
+    """Follow one ranking whose prefix KV is ready in the HBM tier."""
+    recorder = _Recorder()
+    threading.setprofile(recorder)  # of the device thread, which starts below
+    device = DeviceThread(asyncio.get_running_loop())
+    try:
+        runtime = await device.start(lambda: build(SETTINGS, lambda *_: False, device.wake))
+    finally:
+        threading.setprofile(None)
+    topics, registry, scores = load_topics(SETTINGS.kafka), CollectorRegistry(), _Producer()
+    background = Background()
+    bus = Bus(topics, scores, _Producer(), None)  # type: ignore[arg-type]
+    done: list[Record] = []
+    requests = Requests(
+        SETTINGS,
+        "w",
+        bus,
+        device,
+        runtime,
+        WorkerMetrics(registry),
+        registry,
+        OwnerDirectory(LONG_MS),
+        OFF,
+        None,
+        done.append,
+        background,
+    )
+    requests.on_lanes(frozenset(range(topics.lanes)), frozenset())
+    history = Behaviours.of(np.arange(HISTORY) % 100, np.zeros(HISTORY, np.uint8), 10**12 + np.arange(HISTORY))
+    try:
+        for number in range(2):  # the first one warms up
+            request_id = f"r{number}"
+            signal = PreInferSignal(
+                request_id=request_id, user_id="u", prefix=history, admitted_ms=now_ms(), life_ms=LONG_MS
+            )
+            requests.on_records([_record(topics.pre_infer, number, encode(signal))])
+            await until(partial(_is_ready, device), "the prefix KV is ready")
+            ranking = RankingRequest(
+                request_id=request_id,
+                user_id="u",
+                prefix=history,
+                candidates=pack_items(range(32)),
+                suffix=Behaviours(),
+                sent_ms=now_ms(),
+                timeout_ms=LONG_MS,
+            )
+            route = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"1"))
+            record = _record(topics.ranking, number, encode(ranking), route)
+            recorder.calls.clear()
+            recorder.on = True
+            sys.setprofile(recorder)
+            try:
+                requests.on_records([record])
+            finally:
+                sys.setprofile(None)
+            await until(lambda: len(done) == 2 * len(scores.sent) == 2 * number + 2, "the ranking is answered")  # noqa: B023
+    finally:
+        await device.stop(LONG_MS / 1e3)
+        await background.end()
+    outcomes = [decode(ScoreReply, value).outcome for value in scores.sent]
+    assert outcomes[1] == "hbm", f"the ranking was no hit: {outcomes}"
+    return HitPath(recorder.calls)
+
+
+async def _is_ready(device: DeviceThread) -> bool:
+    """Whether the signal's prefix KV is pinned, and nothing of it is left to compute."""
+    found: Snapshot = await device.ask(Query())
+    return found.pins == 1 and found.pre_infer_waiting_ms == 0
+
+
+def _record(topic: Topic, offset: int, value: bytes, headers: tuple[tuple[str, bytes], ...] = ()) -> Record:
+    return Record(topic.name, LANE, offset, now_ms(), b"u", value, headers)
+
+
+def main() -> None:
+    """Print the path."""
+    path = asyncio.run(trace_hit())
+    if "--calls" in sys.argv[1:]:
+        for call in path.calls:
+            print("loop  " if call.on_loop else "device", "  " * call.depth + call.function, call.file)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
