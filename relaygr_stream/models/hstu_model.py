@@ -69,6 +69,7 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 class HSTUModel(nn.Module):
     """HSTU as a `RankingModel`. Weights are uninitialised until `load_weights`; `place` moves and converts them."""
 
+    architecture: Final = "hstu"
     layout: KVLayout
     version: str
     note: str
@@ -117,7 +118,7 @@ class HSTUModel(nn.Module):
         # The embedding in C, and the recorded one, read no features.
         self._ends = None if self.features else self.stack.native_ends(self.embedding, self.head)
         self.layout = self.config.layout(dtype)
-        self.version = version_of("hstu", self._digest, dtype, self.features)
+        self.version = version_of(self.architecture, self._digest, dtype, self.features)
         fused = fused_stack(self.config, device, dtype, kernels)
         self.use(fused, None if fused is None else CudaRecorder(device))
         return self
@@ -125,9 +126,7 @@ class HSTUModel(nn.Module):
     @property
     def kernels(self) -> str:
         """What computes the layers: "triton", an object of native/objects.py, or "torch"."""
-        if self.stack.fused is not None:
-            return "triton"
-        return self.stack.native.name if self.stack.native else "torch"
+        return self.stack.kernels
 
     def use(self, fused: FusedLayers | None, recorder: Recorder | None) -> None:
         """Use `fused` for attention from now on, its launches recorded by `recorder`; None: plain torch operators."""

@@ -213,7 +213,7 @@ class Anew(Client):
             raise KafkaTimeoutError
         return dict.fromkeys(partitions, 0)
 
-    async def getmany(self, timeout_ms: int) -> dict[TopicPartition, list[Any]]:
+    async def getmany(self, timeout_ms: int, max_records: int) -> dict[TopicPartition, list[Any]]:
         await asyncio.sleep(0)
         partition = TopicPartition("ranking", 0)
         if self.position >= 5000:
