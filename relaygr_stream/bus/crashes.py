@@ -1,8 +1,8 @@
 """Finds records that crash their owner: counts crashes per partition, tries suspects alone, then refuses.
 
 The count is in the metadata of a partition's committed offset, so it survives the process and its host. Each crash of
-an owner adds the log end that the successor finds. A record that is not done and lies below n of these log ends was in the
-log at n crashes.
+an owner adds the log end that the successor finds. A record that is not done and lies below n of these log ends was in
+the log at n crashes.
 
     owner crashes ─► log end added ─► … ─► limit - 1 log ends: records are handed out one at a time, each noted
                                            before ─► owner crashes again: the noted record is refused
