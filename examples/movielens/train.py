@@ -35,9 +35,9 @@ from examples.movielens.recipe import QUICK, Recipe, new_model
 from relaygr_stream.models.embeddings import gap_buckets
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.loading import save_checkpoint
+from relaygr_stream.workload.rows import ITEMS_FILE
 
 PROGRESS_FILE: Final = "progress.pt"
-ITEMS_FILE: Final = "items.json"
 #: Last behaviours that training never sees: validation's item and the test's.
 HELD_OUT: Final = 2
 
@@ -118,7 +118,7 @@ class Run:
 
     def untrained(self) -> HSTUModel:
         """The model before its first step. What does not require a gradient stays as it is."""
-        model = new_model(self.recipe, len(self.data.names), self.data.has_times)
+        model = new_model(self.recipe, len(self.data.names), self.data.has_times, self.data.actions)
         catalogue.restrict(model)
         return model
 

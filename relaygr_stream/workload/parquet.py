@@ -81,5 +81,6 @@ def _refuse_bomb(path: Path, metadata: Any, wanted: set[str], size: int) -> None
                 unpacked += max(column.total_uncompressed_size, VALUE_BYTES * column.num_values)
     if unpacked > most_unpacked(size):
         raise InputError(
-            f"{path}: its {size} bytes on the disk unpack to {unpacked >> 20} MiB, which no log does; write it as CSV if it is one"
+            f"{path}: its {size} bytes on the disk unpack to {unpacked >> 20} MiB, which no log does; write it as CSV "
+            f"if it is one"
         )
