@@ -76,6 +76,9 @@ def in_rows(log: InteractionLog, rows: Rows) -> InteractionLog:
 
 def _with_items(log: InteractionLog, rows: Rows) -> InteractionLog:
     if rows.items is None:
+        if log.item_names:
+            anew = f"its items are names, numbered anew: {rows.checkpoint} has no {ITEMS_FILE} that tells their rows"
+            log = _noted(log, anew)
         found = log.items.astype(np.int64)
         unknown = log.items >= (2**32 if rows.takes_all else rows.vocab)
         wanted = f"{rows.checkpoint} knows the ids 0 to {rows.vocab - 1}"
@@ -85,18 +88,20 @@ def _with_items(log: InteractionLog, rows: Rows) -> InteractionLog:
         found = np.array([of_name.get(_name(log, item), -1) for item in ids.tolist()], np.int64)[places]
         unknown = found < 0
         wanted = f"{ITEMS_FILE} in {rows.checkpoint} lists {len(rows.items)} others"
+    mapped = replace(log, items=found.astype(np.uint32), item_names=log.item_names if rows.items is None else ())
     if not unknown.any():
-        return replace(log, items=found.astype(np.uint32), item_names=())
+        return mapped
     example, items = _name(log, int(log.items[unknown][0])), len(np.unique(log.items[unknown]))
     lost = f"the model has no row for {items} of its items, {example!r} among them; {wanted}"
     if np.mean(unknown) > MAX_BROKEN_SHARE:
         raise InputError(f"{log.path}: {lost}. Train a checkpoint on this file, or leave these items out")
-    return _noted(_only(log, ~unknown, found), f"{int(unknown.sum())} interactions are left out: {lost}")
+    return _noted(_only(mapped, ~unknown), f"{int(unknown.sum())} interactions are left out: {lost}")
 
 
 def _with_actions(log: InteractionLog, rows: Rows) -> InteractionLog:
     if not rows.actions:
-        return log
+        anew = f"its actions are names, numbered anew: {rows.checkpoint} does not tell their rows (`actions`)"
+        return _noted(log, anew) if log.action_names else log
     of_name = {name: row for row, name in enumerate(rows.actions) if name}
     texts = log.action_texts()
     mapped = np.array([of_name.get(text, 0) for text in texts], np.uint8)[log.actions]
@@ -117,18 +122,17 @@ def _noted(log: InteractionLog, note: str) -> InteractionLog:
     return replace(log, note="; ".join(filter(None, (log.note, note))))
 
 
-def _only(log: InteractionLog, keep: npt.NDArray[np.bool_], rows: npt.NDArray[np.int64]) -> InteractionLog:
+def _only(log: InteractionLog, keep: npt.NDArray[np.bool_]) -> InteractionLog:
     owners = np.repeat(np.arange(len(log.users)), np.diff(log.offsets))[keep]
     present, counts = np.unique(owners, return_counts=True)
     return replace(
         log,
         users=tuple(log.users[code] for code in present.tolist()),
         offsets=np.concatenate([[0], np.cumsum(counts)]),
-        items=rows[keep].astype(np.uint32),
+        items=log.items[keep],
         actions=log.actions[keep],
         times=log.times[keep],
         features={name: values[keep] for name, values in log.features.items()},
-        item_names=(),
     )
 
 

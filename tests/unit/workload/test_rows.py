@@ -66,6 +66,17 @@ def test_without_a_list_the_ids_are_the_rows(tmp_path: Path, model: Model) -> No
     assert read_log_for(log_of(tmp_path, ["4"] * 19 + ["5"]), model).items.tolist() == [4] * 19
 
 
+def test_names_that_no_list_knows_are_said(tmp_path: Path, model: Model) -> None:
+    (Path(model.checkpoint) / ITEMS_FILE).unlink()
+    path = tmp_path / "names.csv"
+    path.write_text("user,item,event,time\nu,shoe,view,1400000000\nu,hat,buy,1400000001\n")
+    log = read_log_for(path, model)
+    facts = log.facts()
+    assert log.item_names == ("shoe", "hat"), "whoever stores them sees that they are none of the model's"
+    assert "its items are names, numbered anew" in facts
+    assert "its actions are names, numbered anew" in facts
+
+
 # ---- actions ----
 
 STARS = ["", "0.5", "1", "1.5", "2", "2.5", "3", "3.5", "4", "4.5", "5"]  # of a training on half stars
