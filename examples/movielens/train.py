@@ -157,9 +157,9 @@ class Run:
         if gain.low > 0:
             return text
         return (
-            f"{text}\n{self.recipe.epochs} epochs were too few for {len(self.data.names):,} items and "
+            f"{text}\n--epochs {self.recipe.epochs} was too short for {len(self.data.names):,} items and "
             f"{self.data.interactions:,} behaviours: the model is not clearly better than popularity, so its rankings "
-            f"show nothing. Train for more --epochs into another --out"
+            f"show nothing; train for more epochs, into another --out"
         )
 
     def write_card(self) -> None:

@@ -47,7 +47,7 @@ def test_a_structure_that_reaches_back_is_found_and_a_history_cut_before_it_rank
     data = made_up(300)
     train(data, SMALL, tmp_path, resume=False)
     assert re.search(r"epoch 20 HR@10 1\.0000, NDCG@10 [01]\.\d+; popularity HR@10 0", said := capsys.readouterr().out)
-    assert "too few" not in said
+    assert "too short" not in said
     model = load_checkpoint(tmp_path)
     shorter = data.users[1::2]
     whole = quality(evaluate(model, shorter, ITEMS, 16, TEST))
@@ -62,7 +62,7 @@ def test_too_few_epochs_for_the_catalogue_are_called_so_beside_popularity(
     run = train(made_up(60), replace(SMALL, epochs=1), tmp_path, resume=False)
     said = capsys.readouterr().out
     assert re.search(r"validation, 60 users: epoch 1 HR@10 \S+, NDCG@10 \S+; popularity HR@10 \S+, NDCG@10 \S+", said)
-    assert "1 epochs were too few for 60 items and" in said
+    assert "--epochs 1 was too short for 60 items and" in said
     assert "not clearly better than popularity" in run.against_popularity()
 
 
