@@ -9,6 +9,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,10 +71,10 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
-#: Architecture → the fields of its config.json.
-CONFIGS: Final[dict[str, type[HSTUConfig] | type[DlrmConfig]]] = {
-    HSTUModel.architecture: HSTUConfig,
-    DlrmHSTU.architecture: DlrmConfig,
+#: Architecture → what makes its configuration of the fields in config.json.
+CONFIGS: Final[dict[str, Callable[[dict[str, Any]], HSTUConfig | DlrmConfig]]] = {
+    HSTUModel.architecture: partial(msgspec.convert, type=HSTUConfig),
+    DlrmHSTU.architecture: DlrmConfig.of_fields,
 }
 FORMAT: Final = 1
 #: Characters of a file's value that an error quotes.
@@ -159,7 +160,7 @@ def read_config(folder: Path) -> HSTUConfig | DlrmConfig:
     if found != FORMAT or isinstance(found, bool):  # True == 1
         raise ModelError(f"{file}: `format` must be {FORMAT!r}, found {shown(repr(found))}")
     try:
-        config = msgspec.convert(fields, CONFIGS[architecture])
+        config = CONFIGS[architecture](fields)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ModelError(f"{file}: {error}") from error
     if len(set(config.tasks)) != len(config.tasks):

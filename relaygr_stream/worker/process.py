@@ -217,7 +217,12 @@ class Worker:
             on_lanes=self._on_lanes,
             capacity=settings.worker.capacity,
             progressing=self._progressing,
-            crashes=Crashes(topics.ranking.name, settings.worker.max_crashes, self.requests.on_crashed),
+            crashes=Crashes(
+                [topics.pre_infer.name, topics.ranking.name],
+                settings.worker.max_crashes,
+                lambda record: self.requests.on_records([record], suspect=True),
+                self.requests.on_crashed,
+            ),
         )
         self._counts = PartitionCounts(
             topics, bus.scores, self.requests.intake.set_reply_partitions, [topics.worker_status]

@@ -121,9 +121,19 @@ class DlrmConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
         return layout if self.incremental else replace(layout, state=STATED_BYTES)
 
     def fields(self) -> dict[str, Any]:
-        """The fields as config.json has them."""
+        """The fields as config.json has them, and the features, for senders that read the schema there."""
         fields: dict[str, Any] = to_builtins(self)
-        return {name: value for name, value in fields.items() if name not in ("relative_positions", "relative_times")}
+        own = {name: value for name, value in fields.items() if name not in ("relative_positions", "relative_times")}
+        return own | {"features": list(to_builtins(self.features))}
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> DlrmConfig:
+        """The config that `fields` were made of. Raises msgspec.ValidationError, also for features of another model."""
+        stated = fields.pop("features", None)
+        found = msgspec.convert(fields, cls)
+        if stated is not None and stated != list(to_builtins(found.features)):
+            raise msgspec.ValidationError("`features` are not those that the other fields make the model read")
+        return found
 
 
 def changed(config: DlrmConfig, **fields: Any) -> DlrmConfig:

@@ -27,7 +27,7 @@ from relaygr_stream.models.dlrm.config import CANDIDATE_CATEGORY, CANDIDATE_TIME
 from relaygr_stream.models.dlrm.embedding import Stated
 from relaygr_stream.models.dlrm.model import DlrmHSTU
 from relaygr_stream.models.hstu import HSTUStack
-from relaygr_stream.models.importer.dlrm_hstu import TABLES, Choices, model_of
+from relaygr_stream.models.importer.dlrm_hstu import ACTION_WEIGHTS, TABLES, Choices, model_of
 from relaygr_stream.models.importer.formula import TABLES_OF, FormulaWeights
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.reference_arrays import ReferenceArrays
@@ -101,7 +101,8 @@ def run_dlrm_conformance(arrays: ReferenceArrays, dtype: torch.dtype, kernels: K
         result = results.setdefault(shown, ModeResult(shown))
         result.requests += 1
         model = file.model(mode, request, last_row, kernels)
-        found = _trace(model, file.inputs(request))
+        found = _trace(model, file.inputs(request), kernels)
+        found["predictions"] = file.predictions(found["logits"])
         for name in names:
             expected = file.array(mode, request, name)
             result.add(
@@ -137,6 +138,8 @@ class _File:
             self.config: dict[str, Any] = json.loads(arrays.text(CONFIG))
         except ValueError as error:
             raise InputError(f"{arrays.path}: `{CONFIG}` is not JSON: {error}") from error
+        if not isinstance(self.config, dict):
+            raise InputError(f"{arrays.path}: `{CONFIG}` is not a JSON object")
         self._ids = {table: self._ids_of(table) for table in TABLES_OF}
         self._weights = self._state_dict()
         self._made: tuple[tuple[Any, ...], DlrmHSTU] | None = None
@@ -167,6 +170,13 @@ class _File:
             for name, value in found.items()
         }
 
+    def predictions(self, logits: Floats) -> Floats:
+        """(m, tasks) of logits (m, tasks): a probability, but of a regression the number itself."""
+        kinds = [str(task[-1]) for task in self.config.get("tasks", [["rating", 1, ""]])]
+        plain = np.array(["regression" in kind.lower() for kind in kinds])
+        found: Floats = np.where(plain, logits, torch.sigmoid(torch.from_numpy(logits)).numpy())
+        return found
+
     def array(self, mode: str, request: str, name: str) -> Floats:
         """One expected array."""
         return self._arrays.any(self._key(mode, request, name)).astype(np.float32)
@@ -184,7 +194,8 @@ class _File:
             scale = int(self._arrays.get(self._key(mode, request, "N"), ()))
         inputs = self.inputs(request)
         own = 1 + len(inputs["uih_item_id"]) + len(inputs["cand_item_id"])
-        scale = 0 if scale == own else scale  # the request's own N, as it is served
+        if scale == own and kernels == "auto":
+            scale = 0  # the request's own N, as it is served; kernels have a constant one
         key = (mode == INCREMENTAL, scale, last_row)
         if self._made is None or self._made[0] != key:
             self._made = key, self._make(*key, kernels)
@@ -204,12 +215,14 @@ class _File:
         if incremental:
             choices = Choices(**vars(choices) | {"times": "constant", "positions": "none", "min_tokens": 0})
         model = model_of(self._arrays.path, weights, choices).model
-        return model.place(torch.device("cpu"), torch.float32, kernels if scale else "auto")
+        return model.place(torch.device("cpu"), torch.float32, kernels)
 
     def _state_dict(self) -> dict[str, torch.Tensor]:
         stored = {key.removeprefix("w/"): key for key in self._arrays.names() if key.startswith("w/")}
         formula = FormulaWeights(self.config, self._arrays.path)
         found = {name: torch.from_numpy(self._arrays.any(key)) for name, key in stored.items()} or formula.dense()
+        if ACTION_WEIGHTS not in found and "action_weights" in self.config:
+            found[ACTION_WEIGHTS] = torch.tensor(self.config["action_weights"])
         for table, reference in TABLES_OF.items():  # the rows in use alone: a table may have a billion
             name, ids = f"{TABLES}{reference}.weight", self._ids[table]
             if name not in found:
@@ -242,8 +255,8 @@ class _File:
 
 
 @torch.no_grad()
-def _trace(model: DlrmHSTU, inputs: dict[str, npt.NDArray[np.int64]]) -> dict[str, Floats]:
-    """Every array of one request: rows are the user's token, the history, then the candidates."""
+def _trace(model: DlrmHSTU, inputs: dict[str, npt.NDArray[np.int64]], kernels: Kernels) -> dict[str, Floats]:
+    """Every array of one request but predictions: rows are the user's token, the history, then the candidates."""
     embedding, config = model.embedding, model.config
     history, candidates = len(inputs["uih_item_id"]), len(inputs["cand_item_id"])
     times = inputs["cand_query_time"]
@@ -257,7 +270,7 @@ def _trace(model: DlrmHSTU, inputs: dict[str, npt.NDArray[np.int64]]) -> dict[st
     scale = 0 if config.scale_tokens else 1 + history + candidates
     for index, layer in enumerate(model.stack.stu_layers()):
         keys, values = layer.project_kv(x)
-        stack = _one_layer(model, index)
+        stack = _one_layer(model, index, kernels)
         region = KVRegion.new(stack.config.layout(torch.float32), 1 + history, torch.nan)
         before = stack.prefill(region, x[: 1 + history], scale_tokens=scale)
         behind = stack.score([RankingRows(region, 0, candidates, scale_tokens=scale)], x[1 + history :])
@@ -269,14 +282,13 @@ def _trace(model: DlrmHSTU, inputs: dict[str, npt.NDArray[np.int64]]) -> dict[st
     found["user"] = model.head.user_side(x[1 + history :], times)
     found["item"] = model.head.item(embedding.items_of(own))
     found["logits"] = model.head.logits(found["user"], found["item"])
-    found["predictions"] = torch.sigmoid(found["logits"])
     return {name: value.numpy() for name, value in found.items()}
 
 
-def _one_layer(model: DlrmHSTU, index: int) -> HSTUStack:
+def _one_layer(model: DlrmHSTU, index: int, kernels: Kernels) -> HSTUStack:
     stack = HSTUStack(msgspec.structs.replace(model.stack.config, layers=1))
     stack.layers[0] = model.stack.layers[index]
-    return stack.place(torch.device("cpu"), torch.float32, "auto" if model.config.scale_tokens else "torch")
+    return stack.place(torch.device("cpu"), torch.float32, kernels if model.config.scale_tokens else "torch")
 
 
 def _tokens(model: DlrmHSTU, inputs: dict[str, npt.NDArray[np.int64]]) -> Tokens:
@@ -322,8 +334,11 @@ def _served(model: DlrmHSTU, inputs: dict[str, npt.NDArray[np.int64]]) -> Floats
 
 def _like(found: dict[str, Floats], name: str, expected: Floats, rows: npt.NDArray[np.int64]) -> Floats:
     """The array `name` in the form of `expected`: the rows that the file has."""
-    if name.endswith("_rows"):
-        return _as(expected, found[name.removesuffix("_rows")][rows])
+    known = name.removesuffix("_rows")
+    if known not in found:
+        raise InputError(f"the model has no array {name!r}; it has {', '.join(found)}")
+    if known != name:
+        return _as(expected, found[known][rows])
     return _as(expected, found[name][: len(expected)] if name in ("user", "item") else found[name])
 
 

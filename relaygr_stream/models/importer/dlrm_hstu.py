@@ -88,7 +88,11 @@ def import_checkpoint(source: Path, out: Path, choices: Choices) -> Imported:
     """Read the checkpoint `source` and write the folder `out`. Raises ModelError for one that does not fit."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out}: is there already and not an empty folder; name another one")
+    if len(set(choices.tasks)) != len(choices.tasks):
+        raise ModelError(f"--tasks {','.join(choices.tasks)}: a name stands there twice")
     made = model_of(source, read_tensors(source), choices)
+    if max(actions := made.model.config.action_weights) > LARGEST_ACTION:
+        raise ModelError(f"{source}: action weights {list(actions)}: an action on the wire is 0…{LARGEST_ACTION}")
     try:
         save_checkpoint(made.model, out)
     except OSError as error:
@@ -195,8 +199,8 @@ def _config(
     actions = (
         tuple(found[ACTION_WEIGHTS].flatten().tolist()) if ACTION_WEIGHTS in found else tuple(2**b for b in range(bits))
     )
-    if len(actions) != bits or max(actions) > LARGEST_ACTION or min(actions) < 1:
-        raise ModelError(f"{source}: action weights {list(actions)}: {bits} within 1…{LARGEST_ACTION} are served")
+    if len(actions) != bits:
+        raise ModelError(f"{source}: {len(actions)} action weights, {list(actions)}, for {bits} rows of actions")
     if (count := size("head.task.2.weight", 0)) != len(choices.tasks):
         raise ModelError(f"{source}: the head has {count} tasks: name as many with --tasks, not {len(choices.tasks)}")
     time_rows = size("embedding.time", 0)

@@ -93,6 +93,9 @@ def state_dict(shape: Shape, seed: int = 0) -> dict[str, Array]:
         name: random.standard_normal(its).astype(np.float32) / np.float32(math.sqrt(its[-1]))
         for name, its in shapes.items()
     }
+    for name, value in weights.items():  # norms scale by about 1
+        if name.endswith(("norm_weight", "norm.weight", "mlp.1.weight", "mlp.3.weight", "module.1.weight")):
+            weights[name] = np.float32(1) + np.float32(0.25) * value
     weights[f"{PRE}_action_encoder._combined_action_weights"] = np.array(shape.actions)
     weights[f"{POST}_period_units"] = np.array([[3600.0, 86400.0]], np.float32)
     weights[f"{POST}_units_per_period"] = np.array([[24.0, 7.0]], np.float32)
@@ -223,7 +226,7 @@ def random_request(
         "user_id": np.array(random.integers(shape.users)),
         "uih_item_id": random.integers(0, shape.items, history),
         "uih_category_id": random.integers(0, shape.categories, history),
-        "uih_action_weight": random.integers(0, 64, history),
+        "uih_action_weight": random.integers(0, 1024, history),
         "uih_timestamp": np.ones(history, np.int64) if steady else times,
         "cand_item_id": random.integers(0, shape.items, candidates),
         "cand_category_id": random.integers(0, shape.categories, candidates),

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from relaygr_stream import settings
 from relaygr_stream.cli.main import main
-from relaygr_stream.errors import ModelError
+from relaygr_stream.errors import InputError, ModelError
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.check.probe import Bounds, Probe
 from relaygr_stream.models.check.run import check_model
@@ -27,6 +27,7 @@ from relaygr_stream.models.importer.sources import read_tensors
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_any_checkpoint, load_checkpoint, load_model
 from relaygr_stream.models.reference_arrays import ReferenceArrays
+from relaygr_stream.wire.features import FeatureSchema
 from tests.unit.models.naive_dlrm import PRE, Shape, arrays_of, state_dict
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def compare(path: Path, arrays: dict[str, Any]) -> Any:
     "shape",
     [
         SHAPE,
-        Shape(layers=1, heads=1, linear=16, qk=16, dim=32, actions=(1, 2, 4, 8, 16), tasks=2, min_uih=0),
+        Shape(layers=1, heads=1, linear=16, qk=16, dim=32, actions=(1, 2, 4, 8, 512), tasks=2, min_uih=0),
         Shape(group_norm=True, positions=9, times=13, heads=2, fixed=300),
     ],
     ids=["small", "two tasks", "group norm and short tables"],
@@ -67,6 +68,16 @@ def test_a_deviation_in_any_array_is_found(tmp_path: Path, name: str) -> None:
     arrays[f"out/fixed/long/{name}"].flat[-1] += 3e-5 * max(1, np.abs(arrays[f"out/fixed/long/{name}"]).max())
     conforming = {one.name for one in compare(tmp_path / "off.npz", arrays) if one.conforms}
     assert conforming == {"alone", "fixed_triton", "incremental"}
+
+
+def test_arrays_that_the_model_has_not_are_refused_by_name(tmp_path: Path) -> None:
+    arrays = arrays_of(SHAPE)
+    with pytest.raises(InputError, match="the model has no array 'gates'"):
+        compare(tmp_path / "other.npz", arrays | {"out/alone/one/gates": np.ones(3)})
+    with pytest.raises(InputError, match=r"`in/one/cand_query_time` is missing"):
+        compare(tmp_path / "less.npz", {key: value for key, value in arrays.items() if key != "in/one/cand_query_time"})
+    with pytest.raises(InputError, match="`meta/config` is not a JSON object"):
+        compare(tmp_path / "list.npz", arrays | {"meta/config": np.array("[]")})
 
 
 def test_the_command_compares_such_a_file_and_says_whether_it_conforms(tmp_path: Path) -> None:
@@ -192,12 +203,30 @@ def test_a_distributed_checkpoint_that_lost_a_file_is_refused_by_name(tmp_path: 
         ({"_hstu_transducer._other.weight": torch.ones(1)}, CHOICES, "`_hstu_transducer._other.weight` is a part that"),
         ({f"ema.{ANCHOR}": torch.ones(1)}, CHOICES, "found under"),
         ({"_item_embedding_mlp.3.bias": torch.full((12,), torch.nan)}, CHOICES, "not finite"),
-        ({f"{PRE}_action_encoder._combined_action_weights": torch.tensor([1, 2, 4, 256])}, CHOICES, r"within 1…255"),
+        ({f"{PRE}_action_encoder._combined_action_weights": torch.tensor([1, 2, 4])}, CHOICES, "3 action weights"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(change: dict[str, torch.Tensor], choices: Choices, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         imported(choices, **change)
+
+
+def test_an_action_beyond_the_wire_and_a_task_named_twice_are_refused(tmp_path: Path) -> None:
+    name = f"{PRE}_action_encoder._combined_action_weights"
+    torch.save(tensors() | {name: torch.tensor([1, 2, 4, 256])}, tmp_path / "wide.pt")
+    with pytest.raises(ModelError, match="an action on the wire is 0…255"):
+        import_checkpoint(tmp_path / "wide.pt", tmp_path / "out", CHOICES)
+    with pytest.raises(ModelError, match="a name stands there twice"):
+        import_checkpoint(tmp_path / "wide.pt", tmp_path / "out", Choices(heads=3, tasks=("a", "a")))
+
+
+def test_senders_read_the_schema_in_the_folder(tmp_path: Path) -> None:
+    made = import_checkpoint(as_state_dict(tmp_path), tmp_path / "out", CHOICES)
+    assert FeatureSchema.read(tmp_path / "out" / "config.json") == made.model.features
+    file = tmp_path / "out" / "config.json"
+    file.write_text(file.read_text().replace("uih_timestamp", "uih_time"))
+    with pytest.raises(ModelError, match="`features` are not those"):
+        load_any_checkpoint(tmp_path / "out")
 
 
 def test_other_checkpoints_and_folders_are_refused(tmp_path: Path) -> None:
