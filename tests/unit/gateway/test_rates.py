@@ -94,8 +94,8 @@ async def test_a_body_that_is_refused_unread_is_paid_for_as_well(
     embedded_settings: Kafka, status: int, media: str
 ) -> None:
     """The connection drops a part of it, and the next one costs the loop as much as a body that was decoded."""
-    limits = {"max_rate": 5.0, "max_body_bytes": 100_000}
-    async with responder_on(embedded_settings), door_on(embedded_settings, **limits) as door:
+    limited = door_on(embedded_settings, max_rate=5.0, max_body_bytes=100_000)
+    async with responder_on(embedded_settings), limited as door:
         size = 100_000 + (status == 413)
         assert (await door.ask("POST", "/v1/rank", b"x" * size, content_type=media)).status == status
         assert (await door.ask("POST", "/v1/rank", RANK)).status == 429
