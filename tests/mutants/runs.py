@@ -131,7 +131,8 @@ def _pytest(tree: Path, tests: Sequence[str], limit_s: float, more: dict[str, st
     names.write_text("\n".join(tests), encoding="utf-8")
     # The tree's own package before the one that is installed; then the plugin, which a toy tree lacks.
     path = os.pathsep.join((str(tree), str(Path(__file__).parents[2])))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+    # Without byte code: that of another mutant of the same second and size would be taken for this one's.
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **more}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
     with said.open("wb") as output:
         started = subprocess.Popen(
