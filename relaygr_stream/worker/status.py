@@ -183,7 +183,10 @@ class StatusReporter:
         counters = {**status.counters, **self._metrics.answered, THROTTLED_MS: throttled_ms()}
         erased = tuple(self._erased) or msgspec.UNSET
         lag = sum(self.lag.values())
-        return msgspec.structs.replace(status, counters=counters, lag=lag, version=VERSION, erased=erased)
+        latencies = {outcome: tuple(counts) for outcome, counts in self._metrics.latencies.items()} or msgspec.UNSET
+        return msgspec.structs.replace(
+            status, counters=counters, lag=lag, version=VERSION, erased=erased, latencies=latencies
+        )
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics

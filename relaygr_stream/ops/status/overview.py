@@ -22,14 +22,21 @@ from relaygr_stream.wire.worker_status import StatusReader, Tombstone
 S = TypeVar("S", WorkerStatus, TriggerStatus)
 #: Seconds to listen: within them a live trigger publishes two statuses, a live worker several.
 LISTEN_S: Final = 2.5
+#: Rates and latencies are those of the last so many seconds, or up to twice as many.
+LATELY_S: Final = 10.0
 
 
 @dataclass
 class Seen(Generic[S]):
-    """One process. first, last: its oldest and newest status of one incarnation since this viewer's start."""
+    """One process. first, last: its oldest and newest status of one incarnation that this viewer has read.
+
+    since: one that is LATELY_S to twice that older than `last`, or the first: what happened lately is between these.
+    """
 
     first: S
     last: S
+    since: S
+    mark: S  # the next `since`
     received_s: float | None = None  # when `last` was received, by the monotonic clock; None: written before the start
 
     def is_recent(self, now_s: float, silence_ms: float) -> bool:
@@ -127,6 +134,8 @@ def _put(known: dict[str, Seen[S]], status: S, received_s: float | None, most: i
     if before is None and len(known) >= most:
         del known[min(known, key=lambda name: known[name].received_s or 0.0)]
     if before is None or before.last.incarnation != status.incarnation:
-        known[status.name] = Seen(status, status, received_s)
-    else:
-        before.last, before.received_s = status, received_s
+        known[status.name] = Seen(status, status, status, status, received_s)
+        return
+    if status.sent_ms - before.mark.sent_ms >= LATELY_S * 1e3:
+        before.since, before.mark = before.mark, status
+    before.last, before.received_s = status, received_s
