@@ -50,12 +50,16 @@ class Seen(Generic[S]):
 
 @dataclass
 class Overview:
-    """All processes by name, and the number of refused records by reason."""
+    """All processes by name, and the number of refused records by reason.
+
+    on_status: also gets each status that is read, and the Unix time in seconds when it was written.
+    """
 
     settings: Settings
     topics: TopicSet
     reader: StatusReader
     clock: Callable[[], float] = time.monotonic
+    on_status: Callable[[WorkerStatus | TriggerStatus, float], None] = lambda _, __: None
     workers: dict[str, Seen[WorkerStatus]] = field(default_factory=dict)
     triggers: dict[str, Seen[TriggerStatus]] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
@@ -78,11 +82,13 @@ class Overview:
 
     def _apply(self, record: Record) -> None:
         received_s = self.clock() if self.live else None
+        written_s = time.time() if self.live else record.timestamp_ms / 1e3
         name = (record.key or b"").decode(errors="replace")
         if kind := kind_of(record.headers):
             trigger = read_trigger(record, self.reader, fresh=self.live)
             if trigger is not None:
                 _put(self.triggers, trigger, received_s, self.reader.most_names)
+                self.on_status(trigger, written_s)
             elif record.value is None and kind == KIND:
                 self.reader.verify(record)
                 self.triggers.pop(name.removeprefix(KEY_PREFIX), None)
@@ -94,6 +100,7 @@ class Overview:
                 del self.workers[found.name]
         elif found is not None:
             _put(self.workers, found, received_s, self.reader.most_names)
+            self.on_status(found, written_s)
 
     @property
     def silence_ms(self) -> float:

@@ -62,6 +62,10 @@ class Tally:
         """Answers without scores."""
         return self.all - self.answers["ok"]
 
+    def refused(self) -> dict[str, int]:
+        """Answers without scores by status, the most frequent first."""
+        return {status: count for status, count in self.answers.most_common() if status != "ok" and count}
+
     def quantile_ms(self, share: float, kind: str) -> float | None:
         """Milliseconds from reading a ranking to its reply; None: no such ranking, or the workers do not tell.
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.ops.status.odd import Oddity, findings
 from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.ops.status.tally import FULL, RELAY, Tally
 from relaygr_stream.telemetry.printable import render_plain
@@ -102,6 +103,45 @@ def test_status_tells_rates_latencies_and_errors_of_the_time_since() -> None:
     assert ["relay", "7.5", "75%", "4.0", "5.0"] in rows
     assert ["no", "scores", "1.0", "10%", "–", "–"] in rows
     assert ["within", "50", "ms", "7.5", "75%"] in rows
+
+
+@pytest.mark.parametrize(
+    ("late", "refused", "full", "busy", "line"),
+    [
+        (
+            *(2, 0, 0, 0.95),
+            "2 of the last 100 rankings took longer than 50 ms (relay.slo_ms) on the worker; a device is busy: add "
+            "workers",
+        ),
+        (
+            *(2, 0, 60, 0.1),
+            "2 of the last 100 rankings took longer than 50 ms (relay.slo_ms) on the worker; few find prefix KV: "
+            "`relaygr explain --seconds 5` says why",
+        ),
+        (
+            *(2, 0, 0, 0.1),
+            "2 of the last 100 rankings took longer than 50 ms (relay.slo_ms) on the worker; a trace of one shows "
+            "where the time goes (telemetry.traces)",
+        ),
+        (
+            *(0, 3, 0, 0.1),
+            "3 of the last 100 rankings had no scores (3 overloaded); overloaded and deadline_exceeded: add workers; "
+            "rejected and failed: the workers' logs have the reason",
+        ),
+        (1, 1, 0, 0.99, None),
+    ],
+)
+def test_more_than_one_of_a_hundred_that_is_late_or_refused_is_odd(
+    late: int, refused: int, full: int, busy: float, line: str | None
+) -> None:
+    metrics = WorkerMetrics(CollectorRegistry(), 50.0)
+    before = stated(metrics, sent_ms=1_000)
+    for number in range(100 - refused):
+        metrics.ranked("full" if number < full else "hbm", 0.06 if number < late else 0.01, 0.0)
+    for _ in range(refused):
+        metrics.answer("overloaded")
+    view = overview(before, stated(metrics, sent_ms=3_000, busy_share=busy), trigger())
+    assert findings(view) == ([] if line is None else [Oddity(line, True)])
 
 
 def test_rates_are_those_of_lately_however_long_one_looks_on() -> None:

@@ -212,10 +212,7 @@ async def test_the_running_triggers_settings_decide_and_without_one_those_given_
         assert "no trigger runs" in (await running_policy(here))[1]
         gone = await asyncio.to_thread(shown)
         assert (gone["triggers"], gone["silent"]) == ([], [])
-        assert (
-            "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit"
-            in gone["odd"]
-        )
+        assert any(line.startswith("no trigger runs: nothing is pre-inferred") for line in gone["odd"])
 
 
 async def test_costs_come_from_a_worker_where_there_is_one(embedded_settings: Kafka, log: Path) -> None:
