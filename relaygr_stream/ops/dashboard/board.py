@@ -75,15 +75,9 @@ class Board:
 
     async def page(self) -> bytes:
         """The whole page."""
-        return self._framed(await self.live())
+        page = _PAGE.replace("{style}", _STYLE).replace("{script}", _SCRIPT).replace("{links}", self._links)
+        return page.encode().replace(b"{live}", await self.live())
 
     def json(self) -> str:
         """What `relaygr status --json` prints."""
         return as_json(self.view)
-
-    def _framed(self, inside: bytes, trace: str = "") -> bytes:
-        parts = {"style": _STYLE, "script": _SCRIPT, "links": self._links, "trace": trace}
-        page = _PAGE
-        for name, text in parts.items():
-            page = page.replace(f"{{{name}}}", text)
-        return page.encode().replace(b"{live}", inside)

@@ -35,6 +35,7 @@ DECIDED: Final = {
 REFUSED: Final = {"overloaded": "k3", "deadline_exceeded": "k6", "rejected": "k5", "failed": "k4"}
 _NONE: Final = "–"
 _HEAT: Final = 5  # steps of colour of a lane
+_COLUMNS: Final = 32  # lanes in a row
 
 
 def escaped(text: str) -> str:
@@ -240,7 +241,7 @@ def _lanes(picture: Picture) -> str:
         hottest = max(picture.lanes, key=lambda lane: lane.per_s or 0.0)
         mean = sum(rates) / len(rates)
         text += f": lane {hottest.number} with {_number(most)}, {_number(most / mean)} times the mean"
-    grid = cells(classes, [_title(lane) for lane in picture.lanes], min(len(classes), 32))
+    grid = cells(classes, [_title(lane) for lane in picture.lanes], _COLUMNS)
     legend = f'<p class="axis">{text}. Red: no owner.</p>'
     return f'<section class="panel wide" id="lanes"><h2>Lanes</h2>{grid}{legend}</section>'
 

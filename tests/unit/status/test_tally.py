@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
+from prometheus_client.samples import Sample
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.ops.status.odd import Oddity, findings
@@ -34,29 +37,26 @@ def stated(metrics: WorkerMetrics, **changes: Any) -> WorkerStatus:
     return worker("w1", counters=dict(metrics.answered), latencies=latencies, **changes)
 
 
-def histogram_quantile(registry: CollectorRegistry, share: float, outcomes: tuple[str, ...]) -> float | None:
-    """As Prometheus computes it, of a worker's /metrics."""
-    buckets = [
-        (bound, sum(_sample(registry, "bucket", outcome, le=f"{bound:g}") for outcome in outcomes))
-        for bound in (*map(float, BOUNDS_S), math.inf)
-    ]
+def histogram_quantile(share: float, buckets: list[tuple[float, float]]) -> float | None:
+    """As Prometheus computes it. buckets: upper bounds, the last infinite, and how many were at or below each."""
     rank = share * buckets[-1][1]
     if not rank:
         return None
     number = next(number for number, (_, below) in enumerate(buckets) if below >= rank)
-    if number == len(BOUNDS_S):
-        return BOUNDS_S[-1]
+    if number == len(buckets) - 1:
+        return buckets[-2][0]
     lower, before = buckets[number - 1] if number else (0.0, 0.0)
     upper, below = buckets[number]
     return lower + (upper - lower) * (rank - before) / (below - before)
 
 
-def _sample(registry: CollectorRegistry, part: str, outcome: str, **labels: str) -> float:
-    if labels.get("le") == "inf":
-        labels["le"] = "+Inf"
-    elif "le" in labels:
-        labels["le"] = str(float(labels["le"]))
-    return registry.get_sample_value(f"relaygr_ranking_seconds_{part}", {"outcome": outcome, **labels}) or 0.0
+def buckets_of(samples: Iterable[Sample], outcomes: tuple[str, ...]) -> list[tuple[float, float]]:
+    """The buckets of relaygr_ranking_seconds in a worker's /metrics, of these outcomes together."""
+    below: Counter[float] = Counter(dict.fromkeys((*BOUNDS_S, math.inf), 0))
+    for sample in samples:
+        if sample.name == "relaygr_ranking_seconds_bucket" and sample.labels["outcome"] in outcomes:
+            below[float(sample.labels["le"])] += int(sample.value)
+    return sorted(below.items())
 
 
 @given(RANKED, st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0]))
@@ -67,7 +67,8 @@ def test_quantiles_of_a_status_are_those_of_prometheus(ranked: list[tuple[str, f
         metrics.ranked(outcome, seconds, 0.0)
     tally = Tally.between(None, stated(metrics))
     for kind, outcomes in ((RELAY, HITS), (FULL, ("full", "truncated"))):
-        found, expected = tally.quantile_ms(share, kind), histogram_quantile(registry, share, outcomes)
+        samples = [sample for family in registry.collect() for sample in family.samples]
+        found, expected = tally.quantile_ms(share, kind), histogram_quantile(share, buckets_of(samples, outcomes))
         assert found == pytest.approx(None if expected is None else expected * 1e3)
     within = registry.get_sample_value("relaygr_rankings_within_slo_total")
     assert within == sum(seconds <= 0.05 for _, seconds in ranked)
