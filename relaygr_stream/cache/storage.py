@@ -5,10 +5,10 @@ host, the elements on the device.
 
 int8: the dqk elements of a token's key in one head (the dv of its value) are q · scale, with scale = max |x| / 127 in
 float32 and q rounded to nearest, so the error of an element is at most half a scale. One scale for each token and head
-has three reasons. Scores deviate less than with one per head and granule, for 6 % more bytes at 64 elements
-(docs/explanation/decisions.md). A token's bytes do not depend on the rest of the region. Quantising reloaded elements
-gives the same bytes, so a prefix that is spilled and reloaded many times while it grows is rounded once. Times and a
-state (KVLayout) are stored unchanged: a time has no rounding, and all later tokens would carry a state's on.
+has three reasons. Scores deviate less than with one per head and granule, for 6 % more bytes at 64 elements. A token's
+bytes do not depend on the rest of the region. Quantising reloaded elements gives the same bytes, so a prefix that is
+spilled and reloaded many times while it grows is rounded once. Times and a state (KVLayout) are stored unchanged: a
+time has no rounding, and all later tokens would carry a state's on.
 """
 
 from __future__ import annotations
