@@ -33,8 +33,8 @@ RELAXED_BYTES: Final = 256 * 1024
 #: How many records of a partition "recent" goes back. Living workers state themselves four times a second: of 200,
 #: these are the last 12 s; of two, the last 20 minutes. Ten minutes of 200 are 480,000 records, 20 s of processor.
 RECENT_RECORDS: Final = 10_000
-#: Pause after a read of `worker-status`: a fetch for each status takes a quarter of a core with 200 workers
-#: (docs/explanation/decisions.md). A relaxed tail would be too late, and fetch as often from a small fleet.
+#: Pause after a read of `worker-status`: a fetch for each status takes a quarter of a core with 200 workers. A relaxed
+#: tail would be too late, and fetch as often from a small fleet.
 STATUS_PAUSE_S: Final = 0.005
 
 
