@@ -30,7 +30,8 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
 
     It listens for some seconds, joins no group and writes nothing. rankings: of the last 10 to 20 seconds, timed from
     reading a request to its reply; relay: those that found prefix KV. hits: their share, lately or, without
-    rankings, since the worker's start. lag: unread records of the worker's lanes.
+    rankings, since the worker's start. lag: unread records of the worker's lanes. Exits 4 if a
+    partition has no broker.
     """
     from relaygr_stream.ops.looking import look
     from relaygr_stream.ops.status.overview import LISTEN_S
@@ -46,6 +47,7 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
 async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from rich.live import Live
 
+    from relaygr_stream.bus.away import Away
     from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
     from relaygr_stream.bus.topics import verify_topics
     from relaygr_stream.ops.status.overview import LISTEN_S, Overview
@@ -54,8 +56,10 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.wire.worker_status import StatusReader
 
-    await verify_topics(settings.kafka)
+    away = Away.of(await verify_topics(settings.kafka))
     topics = load_topics(settings.kafka)
+    if (topics.worker_status.name, 0) in away:
+        away.check()
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
     view = Overview(settings, topics, reader)
@@ -73,6 +77,7 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
         await listen(LISTEN_S)
         if not watch:
             click.echo(as_json(view)) if as_json_line else print_table(render(view), console)
+            away.check()
         elif as_json_line or not sys.stdout.isatty():
             while True:
                 click.echo(as_json(view)) if as_json_line else print_table(render(view), console)
@@ -86,8 +91,8 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
 
 async def _forget(settings: Settings, name: str) -> None:
     """Write a tombstone for the name's latest record."""
+    from relaygr_stream.bus.contents import read_back
     from relaygr_stream.bus.producer import Producer
-    from relaygr_stream.bus.tail import read_back
     from relaygr_stream.bus.topics import verify_topics
     from relaygr_stream.errors import DecodeError
     from relaygr_stream.wire.codec import decode
