@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from relaygr_stream.cache.arena import Extent
-from relaygr_stream.cache.entry import Entry, StoredCopy
+from relaygr_stream.cache.entry import Entry, Source, StoredCopy
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.storage import Storage
@@ -96,8 +96,11 @@ class EntryTable:
         return entry
 
     def add_stored(self, copy: StoredCopy, user_id: str, tokens: Tokens) -> Entry:
-        """Add a new entry of the user that is in DRAM, and retire the user's former entry."""
-        entry = Entry(user_id, tokens)
+        """Add a new entry of the user that is in DRAM, and retire the user's former entry.
+
+        It comes from another worker, which serves what signals asked for: no ranking alone replaces it.
+        """
+        entry = Entry(user_id, tokens, Source.SIGNAL)
         entry.stored = copy
         self._replace(entry)
         return entry

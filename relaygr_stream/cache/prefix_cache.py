@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyEngine
-from relaygr_stream.cache.entry import Coverage, Entry, Found
+from relaygr_stream.cache.entry import Coverage, Entry, Found, Source
 from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
@@ -218,6 +218,15 @@ class PrefixCache:
             self._table.retire(entry)
         return found
 
+    def confirm(self, entry: Entry, source: Source) -> None:
+        """A request of this source asks for the entry's sequence."""
+        entry.source = max(entry.source, source)
+
+    def contradict(self, entry: Entry, source: Source) -> None:
+        """A request of this source asks for another sequence of its user: if it is as good, any may replace it now."""
+        if source >= entry.source:
+            entry.source = Source.RANKING
+
     # ---- holding ----
 
     def pin(self, entry: Entry) -> None:
@@ -263,6 +272,6 @@ class PrefixCache:
         new.length = old.length
         self.counters.extended_by_move += 1
         grown = self._table.add(place, entry.user_id, tokens)
-        grown.approximate = entry.approximate
+        grown.approximate, grown.source = entry.approximate, entry.source
         self._table.hand_over_copy(entry, grown)
         return grown
