@@ -87,9 +87,9 @@ class EntryTable:
         """All entries, those included that are retired and still have a holder."""
         return [*self._entries.values(), *self._retired]
 
-    def add(self, place: tuple[Extent, KVRegion], user_id: str, tokens: Tokens) -> Entry:
+    def add(self, place: tuple[Extent, KVRegion], user_id: str, tokens: Tokens, source: Source) -> Entry:
         """Add a new entry of the user in this memory, state computing, and retire the user's former entry."""
-        entry = Entry(user_id, tokens)
+        entry = Entry(user_id, tokens, source)
         entry.extent, entry.region = place
         entry.computing = True
         self._replace(entry)

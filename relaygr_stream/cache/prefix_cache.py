@@ -136,16 +136,17 @@ class PrefixCache:
 
     # ---- computing ----
 
-    def open(self, user_id: str, tokens: Tokens) -> Entry | None:
+    def open(self, user_id: str, tokens: Tokens, source: Source = Source.RANKING) -> Entry | None:
         """absent → computing: a new entry with room for `tokens`, which replaces the user's former entry.
 
+        source: on whose word; the caller has seen that the former one's is no better.
         Returns None if HBM has no room even after eviction; the user's former entry may be evicted then too.
         """
         place = self._table.allocate_hbm(capacity_for(len(tokens)))
         if place is None:
             return None
         self.counters.opened += 1
-        return self._table.add(place, user_id, tokens)
+        return self._table.add(place, user_id, tokens, source)
 
     def extend(self, entry: Entry, tokens: Tokens) -> Entry | None:
         """ready → computing: the entry's sequence grows to `tokens`, which continue it. Returns the entry to compute.
@@ -271,7 +272,7 @@ class PrefixCache:
         new.copy_from(old, old.length)
         new.length = old.length
         self.counters.extended_by_move += 1
-        grown = self._table.add(place, entry.user_id, tokens)
-        grown.approximate, grown.source = entry.approximate, entry.source
+        grown = self._table.add(place, entry.user_id, tokens, entry.source)
+        grown.approximate = entry.approximate
         self._table.hand_over_copy(entry, grown)
         return grown

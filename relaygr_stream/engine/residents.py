@@ -86,25 +86,14 @@ class Residents:
         found: by `find`, just now. due: when its ranking is expected, or has to be answered. request_key: of the
         ranking, or the signal. signal: of the admitted request that it is for; None: its ranking has come.
         """
-        source = self._pins.source(request_key) if signal is None else source_of(signal.lane)
-        entry, coverage = found
-        if entry is not None and coverage is Coverage.NONE and entry.source > source:
-            return KEPT
-        got = self._acquire(found, user_key, tokens, due, signal)
-        if got.entry is not None:
-            self._cache.confirm(got.entry, source)
-        return got
-
-    def contradict(self, signal: PrefillTask) -> None:
-        """A signal asks for its sequence and does not get it: another one of its user is outdated all the same."""
-        entry, coverage = self.find(signal.user_key, signal.tokens)
-        if entry is not None and coverage is Coverage.NONE:
-            self._cache.contradict(entry, source_of(signal.lane))
-
-    def _acquire(self, found: Found, user_key: str, tokens: Tokens, due: float, signal: PrefillTask | None) -> Acquired:
         entry, coverage = found
         if entry is None or coverage is Coverage.NONE:
-            return self._begin("nothing", self._cache.open(user_key, tokens), due, signal)
+            source = self._pins.source(request_key) if signal is None else source_of(signal.lane)
+            if entry is not None and entry.source > source:
+                return KEPT
+            return self._begin("nothing", self._cache.open(user_key, tokens, source), due, signal)
+        if signal is not None:
+            self._cache.confirm(entry, source_of(signal.lane))
         whole = coverage is Coverage.COVERS
         if whole and entry.load is None and self._cache.serves(entry, tokens):
             return Acquired("ready", entry)
@@ -112,9 +101,16 @@ class Residents:
             return Acquired("computing" if entry.computing else "loading", entry, whole)
         if entry.region is None:
             return Acquired("dram", entry, whole) if self._cache.load(entry) else NO_ROOM
-        if (grown := self._cache.extend(entry, tokens)) is not None:
-            return self._begin("shorter", grown, due, signal)
-        return self._begin("nothing", self._cache.open(user_key, tokens), due, signal)
+        way: Way = "shorter"
+        if (begun := self._cache.extend(entry, tokens)) is None:
+            way, begun = "nothing", self._cache.open(user_key, tokens, entry.source)
+        return self._begin(way, begun, due, signal)
+
+    def contradict(self, signal: PrefillTask) -> None:
+        """A signal asks for its sequence and does not get it: another one of its user is outdated all the same."""
+        entry, coverage = self.find(signal.user_key, signal.tokens)
+        if entry is not None and coverage is Coverage.NONE:
+            self._cache.contradict(entry, source_of(signal.lane))
 
     def _begin(self, way: Way, entry: Entry | None, due: float, signal: PrefillTask | None) -> Acquired:
         """Begin the job of an entry that lacks tokens."""
