@@ -13,6 +13,7 @@ from relaygr_stream.ops.dashboard.picture import Lane, Picture, WorkerRow
 from relaygr_stream.ops.status.odd import BUSY, SLO_SHARE
 from relaygr_stream.ops.status.tally import KINDS
 from relaygr_stream.telemetry.printable import printable
+from relaygr_stream.wire.messages import WITHHELD
 
 #: Where prefix KV were found, and what that is called here.
 FOUND: Final = {
@@ -116,10 +117,11 @@ def _within(picture: Picture) -> str:
 
 
 def _found(picture: Picture) -> str:
+    told = picture.whole.tally.hit_rate() is not None or not picture.whole.tally.answers["ok"]
     return _stacked(
         picture,
         "Where prefix KV were found",
-        [_value("hits", _percent(picture.now.hit_rate()), "% hits now")],
+        [_value("hits", _percent(picture.now.hit_rate()), "% hits now" if told else f"outcomes are {WITHHELD}")],
         {name: name for name in FOUND},
         lambda slot: slot.tally.outcomes,
         FOUND,

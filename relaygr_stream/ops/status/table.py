@@ -12,7 +12,7 @@ from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.ops.status.tally import KINDS, Tally, lately
 from relaygr_stream.telemetry.printable import listing, printable, printable_json
-from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.messages import WITHHELD, WorkerStatus
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -114,8 +114,10 @@ def _workers(view: Overview) -> Table:
 
 def _hits(seen: Seen[WorkerStatus]) -> str:
     """The hit rate lately; without rankings lately, since the worker's start."""
-    now = lately([seen])[0].hit_rate()
-    return _share(Tally.between(None, seen.last).hit_rate() if now is None else now)
+    now, whole = lately([seen])[0].hit_rate(), Tally.between(None, seen.last)
+    if now is None and whole.hit_rate() is None and whole.answers["ok"]:
+        return WITHHELD
+    return _share(whole.hit_rate() if now is None else now)
 
 
 def _share(value: float | None) -> str:
