@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from relaygr_stream.bus.away import ranges
-from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.wire.messages import WorkerStatus
-from relaygr_stream.wire.worker_status import DELEGATED_PINNED, THROTTLED_MS, prefix_bytes, usable_costs
+from relaygr_stream.wire.trigger_status import KEY_PREFIX, TriggerStatus
+from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_SKEW_S, THROTTLED_MS, prefix_bytes, usable_costs
 
 MIB = 1 << 20
 
@@ -16,7 +17,7 @@ def oddities(view: Overview) -> list[str]:
     """One line for each oddity."""
     return [
         line
-        for check in (_missing, _groups, _lanes, _versions, _bounds, _unused, _throttled, _records)
+        for check in (_missing, _clocks, _groups, _lanes, _versions, _bounds, _unused, _throttled, _records)
         for line in check(view)
     ]
 
@@ -30,6 +31,18 @@ def _missing(view: Overview) -> Iterator[str]:
         yield "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit"
     for name in view.silent():
         yield f"{name} crashed or is cut off: no status; `relaygr status --forget {name}` removes its record"
+
+
+def _clocks(view: Overview) -> Iterator[str]:
+    now = view.clock()
+    living: dict[str, Seen[WorkerStatus] | Seen[TriggerStatus]] = {
+        name: seen for name, seen in view.workers.items() if seen.is_alive(now, view.silence_ms)
+    }
+    living |= {KEY_PREFIX + name: seen for name, seen in view.triggers.items() if seen.is_alive(now, view.silence_ms)}
+    for name, seen in sorted(living.items()):
+        if abs(seen.ahead_ms) > MAX_SKEW_S * 1e3:
+            off = "ahead of" if seen.ahead_ms > 0 else "behind"
+            yield f"{name}: its clock is {abs(seen.ahead_ms) / 1e3:.0f} s {off} the broker's; set the clocks (NTP)"
 
 
 def _groups(view: Overview) -> Iterator[str]:
