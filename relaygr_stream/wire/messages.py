@@ -33,11 +33,14 @@ Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 #: Where a ranking found the prefix KV: ready in HBM, in DRAM (or being reloaded), in a prefill job, nowhere (full).
-#: truncated: nowhere, and it was ranked with the newest behaviours alone (worker.truncate_min_tokens).
-Outcome = Literal["hbm", "dram", "joined", "full", "truncated"]
-#: Outcomes without prefix KV, and those with.
+#: truncated: nowhere, and it was ranked with the newest behaviours alone (worker.truncate_min_tokens). withheld: the
+#: worker does not tell its clients (worker.withhold_outcomes).
+Outcome = Literal["hbm", "dram", "joined", "full", "truncated", "withheld"]
+#: What a worker knows of its rankings; of these, outcomes without prefix KV, and those with. WITHHELD is neither.
+WITHHELD: Final[Outcome] = "withheld"
+FOUND: Final[tuple[Outcome, ...]] = tuple(outcome for outcome in get_args(Outcome) if outcome != WITHHELD)
 MISSES: Final[frozenset[str | None]] = frozenset({"full", "truncated"})
-HITS: Final[tuple[Outcome, ...]] = tuple(outcome for outcome in get_args(Outcome) if outcome not in MISSES)
+HITS: Final[tuple[Outcome, ...]] = tuple(outcome for outcome in FOUND if outcome not in MISSES)
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
 Mode = Literal["auto", "full"]
 State = Literal["starting", "serving", "draining", "stopped"]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr_stream.errors import REASONS
-from relaygr_stream.wire.messages import Outcome
+from relaygr_stream.wire.messages import FOUND
 
 #: Milliseconds to seconds around a tight ranking SLO; 1.5–2× apart, so that a quantile is known within that.
 LATENCY_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2)
@@ -110,7 +108,7 @@ class WorkerMetrics:
         )
         # Known label values from the start: a rate over a counter that appears with its first event misses that event,
         # and a share of events that never came would be no number instead of 0.
-        for outcome in get_args(Outcome):
+        for outcome in FOUND:
             self.answers.labels("ok", outcome)
         for reason in REASONS:
             self.dead_letters.labels(reason)

@@ -11,7 +11,7 @@ from rich.table import Table
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.telemetry.printable import listing, printable, printable_json
-from relaygr_stream.wire.messages import HITS, MISSES, WorkerStatus
+from relaygr_stream.wire.messages import HITS, MISSES, WITHHELD, WorkerStatus
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -99,6 +99,8 @@ def _workers(view: Overview) -> Table:
 def _hits(seen: Seen[WorkerStatus]) -> str:
     """The hit rate since this viewer's start; without rankings since then, since the worker's start."""
     lately = hit_rate(seen.last, seen.first)
+    if lately is None and seen.last.counters.get("answers_ok") and hit_rate(seen.last) is None:
+        return WITHHELD
     return _share(hit_rate(seen.last) if lately is None else lately)
 
 
