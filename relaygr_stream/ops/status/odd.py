@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from relaygr_stream.bus.away import ranges
-from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.ops.status.tally import Tally, lately
 from relaygr_stream.wire.messages import WorkerStatus
-from relaygr_stream.wire.worker_status import DELEGATED_PINNED, THROTTLED_MS, prefix_bytes, usable_costs
+from relaygr_stream.wire.trigger_status import KEY_PREFIX, TriggerStatus
+from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_SKEW_S, THROTTLED_MS, prefix_bytes, usable_costs
 
 MIB = 1 << 20
 #: Fewer rankings have no 99 %.
@@ -31,7 +32,7 @@ class Oddity(NamedTuple):
 def findings(view: Overview) -> list[Oddity]:
     """What is odd, what is urgent first."""
     urgent = [Oddity(line, True) for check in (_unanswered, _slow) for line in check(view)]
-    checks = (_missing, _groups, _lanes, _versions, _bounds, _unused, _throttled, _records)
+    checks = (_missing, _clocks, _groups, _lanes, _versions, _bounds, _unused, _throttled, _records)
     return urgent + [Oddity(line, False) for check in checks for line in check(view)]
 
 
@@ -88,6 +89,18 @@ def _missing(view: Overview) -> Iterator[str]:
         )
     for name in view.silent():
         yield f"{name} crashed or is cut off: no status; `relaygr status --forget {name}` removes its record"
+
+
+def _clocks(view: Overview) -> Iterator[str]:
+    now = view.clock()
+    living: dict[str, Seen[WorkerStatus] | Seen[TriggerStatus]] = {
+        name: seen for name, seen in view.workers.items() if seen.is_alive(now, view.silence_ms)
+    }
+    living |= {KEY_PREFIX + name: seen for name, seen in view.triggers.items() if seen.is_alive(now, view.silence_ms)}
+    for name, seen in sorted(living.items()):
+        if abs(seen.ahead_ms) > MAX_SKEW_S * 1e3:
+            off = "ahead of" if seen.ahead_ms > 0 else "behind"
+            yield f"{name}: its clock is {abs(seen.ahead_ms) / 1e3:.0f} s {off} the broker's; set the clocks (NTP)"
 
 
 def _groups(view: Overview) -> Iterator[str]:
