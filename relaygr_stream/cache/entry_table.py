@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from relaygr_stream.cache.arena import Extent
-from relaygr_stream.cache.entry import Entry, StoredCopy
+from relaygr_stream.cache.entry import Entry, Source, StoredCopy
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
-from relaygr_stream.cache.storage import Storage
 from relaygr_stream.cache.tiers import DramTier, HbmTier, MakePolicy
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.models.api import Tokens
@@ -60,7 +59,6 @@ class EntryTable:
         layout: KVLayout,
         hbm: TierMemory,
         dram: TierMemory | None,
-        storage: Storage,
         predict_ms: Callable[[int], float],
         counters: CacheCounters,
         policy: MakePolicy = CostAwarePolicy,
@@ -70,7 +68,7 @@ class EntryTable:
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()
         self.hbm = HbmTier(layout, hbm, self._hbm_eviction_ms, policy, last_tier=dram is None)
-        self.dram = None if dram is None else DramTier(dram, storage, self._dram_eviction_ms, policy)
+        self.dram = None if dram is None else DramTier(layout, dram, self._dram_eviction_ms, policy)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -87,17 +85,20 @@ class EntryTable:
         """All entries, those included that are retired and still have a holder."""
         return [*self._entries.values(), *self._retired]
 
-    def add(self, place: tuple[Extent, KVRegion], user_id: str, tokens: Tokens) -> Entry:
+    def add(self, place: tuple[Extent, KVRegion], user_id: str, tokens: Tokens, source: Source) -> Entry:
         """Add a new entry of the user in this memory, state computing, and retire the user's former entry."""
-        entry = Entry(user_id, tokens)
+        entry = Entry(user_id, tokens, source)
         entry.extent, entry.region = place
         entry.computing = True
         self._replace(entry)
         return entry
 
     def add_stored(self, copy: StoredCopy, user_id: str, tokens: Tokens) -> Entry:
-        """Add a new entry of the user that is in DRAM, and retire the user's former entry."""
-        entry = Entry(user_id, tokens)
+        """Add a new entry of the user that is in DRAM, and retire the user's former entry.
+
+        It comes from another worker, which serves what signals asked for: no ranking alone replaces it.
+        """
+        entry = Entry(user_id, tokens, Source.SIGNAL)
         entry.stored = copy
         self._replace(entry)
         return entry

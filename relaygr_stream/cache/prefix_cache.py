@@ -11,12 +11,12 @@ from collections.abc import Callable, Set
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyEngine
-from relaygr_stream.cache.entry import Coverage, Entry, Found
+from relaygr_stream.cache.entry import Coverage, Entry, Found, Source
 from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.moves import Moves
-from relaygr_stream.cache.storage import Scratch, StorageKind, make_storage
+from relaygr_stream.cache.scratch import Scratch
 from relaygr_stream.cache.tiers import MakePolicy, capacity_for
 from relaygr_stream.cache.transit import Transit
 from relaygr_stream.errors import CapacityError
@@ -31,8 +31,6 @@ class PrefixCache:
     scratch_tokens: the longest sequence; the cache reserves memory for one full inference of it.
     incremental: whether K/V stay valid as a sequence grows; if not, only equal sequences match.
     max_stale_tokens: number of newest tokens that a covering entry may lack; its reader appends them to the suffix.
-    storage: the form of copies in DRAM. An entry reloaded from a form that rounds is `approximate` from then on, with
-        all tokens that are later computed on top of it.
     policy: makes each tier's eviction order.
 
     Raises CapacityError if HBM cannot hold the scratch region and one entry of the same size, or DRAM one copy.
@@ -49,14 +47,13 @@ class PrefixCache:
         scratch_tokens: int,
         incremental: bool = True,
         max_stale_tokens: int = 0,
-        storage: StorageKind = "exact",
         policy: MakePolicy = CostAwarePolicy,
     ) -> None:
         self._incremental = incremental
         self._sliceable = layout.sliceable
         self._max_stale = max_stale_tokens if incremental else 0
         self.counters = CacheCounters()
-        self._table = EntryTable(layout, hbm, dram, make_storage(storage, layout), predict_ms, self.counters, policy)
+        self._table = EntryTable(layout, hbm, dram, predict_ms, self.counters, policy)
         self._hbm, self._dram = self._table.hbm, self._table.dram
         capacity = capacity_for(scratch_tokens)
         self._scratch_bytes = self._hbm.size_of(capacity)
@@ -74,9 +71,8 @@ class PrefixCache:
         if self._dram is not None and self._dram.size < self._dram.size_of(capacity):
             raise CapacityError(
                 f"worker.dram_bytes = {self._dram.size} cannot hold one prefix of {scratch_tokens} tokens "
-                f"(relay.max_prefix_tokens + relay.max_suffix_tokens): it takes {self._dram.size_of(capacity)} bytes "
-                f"with worker.dram_storage = {storage!r}; set worker.dram_bytes to at least that, to 0 for no DRAM "
-                f"tier, or lower relay.max_prefix_tokens"
+                f"(relay.max_prefix_tokens + relay.max_suffix_tokens): it takes {self._dram.size_of(capacity)} bytes; "
+                f"set worker.dram_bytes to at least that, to 0 for no DRAM tier, or lower relay.max_prefix_tokens"
             )
 
     # ---- reading ----
@@ -136,16 +132,17 @@ class PrefixCache:
 
     # ---- computing ----
 
-    def open(self, user_id: str, tokens: Tokens) -> Entry | None:
+    def open(self, user_id: str, tokens: Tokens, source: Source = Source.RANKING) -> Entry | None:
         """absent → computing: a new entry with room for `tokens`, which replaces the user's former entry.
 
+        source: on whose word; the caller has seen that the former one's is no better.
         Returns None if HBM has no room even after eviction; the user's former entry may be evicted then too.
         """
         place = self._table.allocate_hbm(capacity_for(len(tokens)))
         if place is None:
             return None
         self.counters.opened += 1
-        return self._table.add(place, user_id, tokens)
+        return self._table.add(place, user_id, tokens, source)
 
     def extend(self, entry: Entry, tokens: Tokens) -> Entry | None:
         """ready → computing: the entry's sequence grows to `tokens`, which continue it. Returns the entry to compute.
@@ -218,6 +215,15 @@ class PrefixCache:
             self._table.retire(entry)
         return found
 
+    def confirm(self, entry: Entry, source: Source) -> None:
+        """A request of this source asks for the entry's sequence."""
+        entry.source = max(entry.source, source)
+
+    def contradict(self, entry: Entry, source: Source) -> None:
+        """A request of this source asks for another sequence of its user: if it is as good, any may replace it now."""
+        if source >= entry.source:
+            entry.source = Source.RANKING
+
     # ---- holding ----
 
     def pin(self, entry: Entry) -> None:
@@ -262,7 +268,6 @@ class PrefixCache:
         new.copy_from(old, old.length)
         new.length = old.length
         self.counters.extended_by_move += 1
-        grown = self._table.add(place, entry.user_id, tokens)
-        grown.approximate = entry.approximate
+        grown = self._table.add(place, entry.user_id, tokens, entry.source)
         self._table.hand_over_copy(entry, grown)
         return grown

@@ -41,8 +41,9 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
     With --events, time is the log's, and the workers are simulated. Their costs are those of --costs, or those that a
     worker states on the Kafka of --bootstrap, or a trigger's defaults for a worker that has measured nothing. With
     --seconds, it observes a running relay; it writes nothing and joins no group. If a trigger runs on that Kafka, its
-    settings are used, otherwise the settings given here; stderr names the source.
+    settings are used, otherwise the settings given here; stderr names the source. Exits 4 if a partition has no broker.
     """
+    from relaygr_stream.bus.away import Away
     from relaygr_stream.cli.explain_table import as_json, as_table, summary
     from relaygr_stream.telemetry.printable import print_table
     from relaygr_stream.trigger.decision import REASONS
@@ -51,26 +52,28 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
         raise click.UsageError("give either --events FILE or --seconds N")
     if only is not None and only not in REASONS:
         raise click.UsageError(f"--only {only}: no such decision; write one of {', '.join(REASONS)}")
-    seconds = flags.pop("seconds")
+    seconds, away = flags.pop("seconds"), Away()
     if seconds is not None:
         source = click.get_current_context().get_parameter_source
         for name in flags:
             if source(name) is ParameterSource.COMMANDLINE:
                 raise click.UsageError(f"{flag_of(name)} goes with --events only")
         from relaygr_stream.ops.looking import look
+        from relaygr_stream.ops.status.overview import LISTEN_S
         from relaygr_stream.trigger.explain import explain_live, running_policy
 
-        policy, whose = look(config.settings.kafka, running_policy(config.settings))
+        policy, whose = look(config.settings.kafka, running_policy(config.settings), LISTEN_S)
         click.echo(whose, err=True)
-        rows = look(config.settings.kafka, explain_live(config.settings, policy, seconds), seconds)
+        rows = look(config.settings.kafka, explain_live(config.settings, policy, seconds, away), seconds)
     else:
         rows = _explain_events(config, **flags)
     shown = [row for row in rows if only is None or row.reason == only]
     if as_json_lines:
         sys.stdout.write(as_json(shown))
-        return
-    print_table(as_table(shown))
-    click.echo(summary(rows))
+    else:
+        print_table(as_table(shown))
+        click.echo(summary(rows))
+    away.check()
 
 
 def _explain_events(
@@ -85,6 +88,7 @@ def _explain_events(
     costs: str | None,
 ) -> list[Any]:
     from relaygr_stream.ops.looking import look
+    from relaygr_stream.ops.status.overview import LISTEN_S
     from relaygr_stream.trigger.explain import running_policy, stated_by_a_worker
     from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.wire.worker_status import FALLBACK_COSTS
@@ -100,7 +104,7 @@ def _explain_events(
         status = look(settings.kafka, stated_by_a_worker(settings))
         if status is None:
             raise ConfigError(f"no worker runs at {settings.kafka.bootstrap}: start one, or leave out --bootstrap")
-        policy, whose = look(settings.kafka, running_policy(settings))
+        policy, whose = look(settings.kafka, running_policy(settings), LISTEN_S)
         click.echo(whose, err=True)
         model, per_token, alloc, queue_ms = status.costs, status.bytes_per_token, status.alloc_bytes, status.queue_ms
     if costs is not None:

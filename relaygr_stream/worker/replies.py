@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import structlog
 
 from relaygr_stream.bus.ages import now_ms
@@ -20,7 +21,7 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.messages import SCORE_DTYPE, Cancel, ScoreReply, Timings, split_tenant_key
+from relaygr_stream.wire.messages import SCORE_DTYPE, WITHHELD, Cancel, ScoreReply, Timings, split_tenant_key
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_KIND, HEADER_SIGNATURE, KIND_CANCEL, Record
 from relaygr_stream.wire.signature import answer_signature
 from relaygr_stream.wire.topic_files import TopicSet
@@ -38,6 +39,7 @@ ANSWER_S: Final = 8.0
 MOST_S: Final = 60.0
 #: Bytes of a key that are kept and logged: an id has 256 characters of up to 4 bytes.
 MAX_ID_BYTES: Final = 1024
+WITHHELD_DETAIL: Final = "the worker's log has the reason, its answers withhold it (worker.withhold_outcomes)"
 #: What an answer has beside scores, their columns' names and the model's version: an id (256 characters of up to
 #: 4 bytes), the worker's name, headers, the record batch's own.
 REST_BYTES: Final = 2048
@@ -58,6 +60,7 @@ class Outbox:
         self._worker = context.name
         self._metrics = context.metrics
         self._secret = context.settings.relay.answer_secret
+        self._withhold = context.settings.worker.withhold_outcomes
         self._topics = connections.topics
         self._scores = connections.scores
         self._others = connections.others
@@ -91,10 +94,10 @@ class Outbox:
                 computed_tokens=measured.computed_tokens,
             ),
         )
-        self._metrics.answer(answer.status, outcome)
-        if answer.status == "ok":
-            self._metrics.ranking_seconds.labels(outcome).observe(now - task.arrived)
-            self._metrics.queued_seconds.observe(queued)
+        if outcome is None:
+            self._metrics.answer(answer.status)
+        else:
+            self._metrics.ranked(outcome, now - task.arrived, queued)
         write = log.debug if answer.status == "ok" else self._limiter.limited(log.warning, answer.status)
         write(
             "answered",
@@ -112,7 +115,7 @@ class Outbox:
 
     def reject(self, effect: Reject) -> Sending:
         """The answer to a record that became no task; counts it."""
-        self._metrics.answer(effect.status, None)
+        self._metrics.answer(effect.status)
         reply = ScoreReply(
             request_id=effect.request_id,
             status=effect.status,
@@ -139,7 +142,7 @@ class Outbox:
             origin.trace.end({"relaygr.request_id": reply.request_id, "relaygr.outcome": outcome}, error=error)
 
     async def _deliver(self, origin: Origin, reply: ScoreReply) -> None:
-        value = encode(reply)
+        value = encode(withheld(reply) if self._withhold else reply)
         context = trace_headers(origin.record.headers) if origin.trace is None else origin.trace.headers
         headers = [(HEADER_CORRELATION, origin.correlation), *context]
         if self._secret:
@@ -211,6 +214,25 @@ def _within_s(answer: Answer, now: float) -> float:
 
 def _about(origin: Origin, reply: ScoreReply) -> dict[str, Any]:
     return request_log_fields(reply.request_id, user_of(origin.record), origin.record.lane, reply.status)
+
+
+def withheld(reply: ScoreReply) -> ScoreReply:
+    """The answer without what tells whether prefix KV were found: the outcome, what goes with it, the times of the
+    device, the worker, which another one replaces on a miss, and the reason of a refusal, which may name a forecast.
+
+    A rejection depends on the request alone, and stays as it is.
+    """
+    if reply.status == "rejected":
+        return reply
+    return msgspec.structs.replace(
+        reply,
+        outcome=None if reply.outcome is None else WITHHELD,
+        detail=reply.detail and WITHHELD_DETAIL,
+        worker="",
+        timings=Timings(inbound_ms=reply.timings.inbound_ms),
+        admission="",
+        truncated_to=0,
+    )
 
 
 def check_answers_fit(topics: TopicSet, candidates: int, model: RankingModel) -> None:
