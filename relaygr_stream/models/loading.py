@@ -252,27 +252,48 @@ def load_model(
 
 
 def check_tasks(tasks: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the score columns in `model.tasks`. Raises ConfigError for none, an empty or a repeated one."""
+    """The names of the score columns. Raises ConfigError for none, an empty or a repeated one."""
     if not tasks or not all(tasks):
-        raise ConfigError(f"`model.tasks` = {list(tasks)}: write one or more names")
+        raise ConfigError(f"`tasks` = {list(tasks)}: write one or more names")
     if len(set(tasks)) != len(tasks):
-        raise ConfigError(f"`model.tasks` = {list(tasks)}: a name stands there twice; name each score column once")
+        raise ConfigError(f"`tasks` = {list(tasks)}: a name stands there twice; name each score column once")
     return tasks
 
 
-def _random(model: settings.Model) -> HSTUModel:
+def config_of(model: settings.Model) -> HSTUConfig | DlrmConfig:
+    """The shape of the model that the settings name: of their checkpoint, else of random weights.
+
+    A factory's own shape is not known: it may take this one. Raises ModelError for a checkpoint without a readable
+    config.json, ConfigError for a shape that cannot be.
+    """
+    if model.checkpoint:
+        return read_config(checkpoint_folder(model.checkpoint))
     try:
-        config = _config(model)
+        return _random_config(model)
     except ValueError as error:
-        raise ConfigError(f"[model]: {error}") from error
+        raise ConfigError(f"a model with random weights: {error}") from error
+
+
+def save_random(model: settings.Model, folder: Path) -> settings.Model:
+    """Write a model with random weights of this shape to `folder`; returns the settings of processes that serve it.
+
+    Raises ConfigError for a shape that cannot be, or too large a model.
+    """
+    save_checkpoint(_random(model), folder)
+    return settings.Model(factory=model.factory, path=model.path, checkpoint=str(folder))
+
+
+def _random(model: settings.Model) -> HSTUModel:
+    config = config_of(msgspec.structs.replace(model, checkpoint=""))
+    assert isinstance(config, HSTUConfig)
     try:
         return random_model(config, model.seed)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch's words for too much memory
         why = str(error).partition("\n")[0] or type(error).__name__
-        raise ModelError(f"a model of the size in [model] cannot be made: {why}") from error
+        raise ModelError(f"a model of this size cannot be made: {why}") from error
 
 
-def _config(model: settings.Model) -> HSTUConfig:
+def _random_config(model: settings.Model) -> HSTUConfig:
     return HSTUConfig(
         layers=model.layers,
         dim=model.dim,
@@ -296,7 +317,7 @@ def _refuse_suffix_with_contextual(built_in: BuiltIn, model: settings.Model, rel
     """Raise ConfigError if contextual tokens meet suffixes: the contextual tokens would change with every suffix."""
     contextual = built_in.config.contextual_seq_len
     if contextual and relay.max_suffix_tokens:
-        where = f"in {model.checkpoint}" if model.checkpoint else "`model.contextual_seq_len`"
+        where = f"in {model.checkpoint}" if model.checkpoint else "of random weights"
         raise ConfigError(
             f"contextual_seq_len = {contextual} ({where}) clashes with `relay.max_suffix_tokens` = "
             f"{relay.max_suffix_tokens}: contextual tokens see the whole history, so it must all be in the prefix; "
