@@ -6,7 +6,6 @@ import importlib
 import math
 import os
 import sys
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -339,7 +338,6 @@ def _refuse_overflow(built_in: BuiltIn, model: settings.Model, dtype: torch.dtyp
 def _from_factory(model: settings.Model, device: torch.device, dtype: torch.dtype) -> RankingModel:
     _add_folders(model.path)
     made = _call(_find_factory(model.factory), model, device, dtype)
-    accept_former_names(type(made))
     problem = _contract_problem(made)
     if problem:
         raise ModelError(f"`model.factory` = {model.factory!r} returned a {type(made).__name__}, but {problem}")
@@ -392,23 +390,6 @@ def _call(factory: Callable[..., Any], model: settings.Model, device: torch.devi
             f"`model.factory` = {model.factory!r} failed with {type(error).__name__}: {error}; "
             f"it is called with (settings.Model, torch.device, torch.dtype)"
         ) from error
-
-
-#: Former → present method names of the model protocol. Release 0.1 accepts the former ones.
-FORMER_METHODS: Final = {"extend": "prefill", "extend_in_steps": "prefill_in_steps"}
-
-
-def accept_former_names(kind: type) -> None:
-    """Add the present name of each method that the class defines under a former name; warns with FutureWarning."""
-    for former, name in FORMER_METHODS.items():
-        definers = [each for each in kind.__mro__ if former in vars(each) or name in vars(each)]
-        if definers and name not in vars(definers[0]):
-            warnings.warn(
-                f"{kind.__name__}.{former} is now called {name}; the former name works for this release only",
-                FutureWarning,
-                stacklevel=2,
-            )
-            setattr(kind, name, getattr(kind, former))
 
 
 def _contract_problem(made: object) -> str:

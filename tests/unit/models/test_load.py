@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,14 +171,6 @@ class SaysSuffix(Mine):
     takes_suffix = "behind the prefix"
 
 says_suffix = lambda model, device, dtype: SaysSuffix()
-
-class Former(Mine):
-    def extend(self, kv, tokens):
-        return "extended"
-    def extend_in_steps(self, kv, tokens):
-        yield
-
-former = lambda model, device, dtype: Former()
 """
 
 
@@ -209,17 +201,6 @@ def test_a_users_own_model(users_module: str) -> None:
     model = load(shape, dtype=torch.bfloat16)
     assert isinstance(model, RankingModel)
     assert model.asked == (7, CPU, torch.bfloat16)  # type: ignore[attr-defined]  # the test's own attribute
-
-
-def test_methods_by_their_former_names_work_and_say_so(users_module: str) -> None:
-    with pytest.warns(FutureWarning) as warned:
-        model = load(replace(SMALL, factory=f"{users_module}:former"))
-    assert [str(one.message).split(";")[0] for one in warned] == [
-        "Former.extend is now called prefill",
-        "Former.extend_in_steps is now called prefill_in_steps",
-    ]
-    assert cast(Any, model).prefill(None, None) == "extended"
-    assert hasattr(type(model), "prefill_in_steps")
 
 
 @pytest.mark.parametrize(
