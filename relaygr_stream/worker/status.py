@@ -186,11 +186,14 @@ class StatusReporter:
         self._sent_ms = rising_ms(self._sent_ms, now_ms())
         status = self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
         counters = {**status.counters, **self._metrics.answered, THROTTLED_MS: throttled_ms()}
+        latencies = {outcome: tuple(counts) for outcome, counts in self._metrics.latencies.items()}
         if self._settings.worker.withhold_outcomes:  # two statuses tell by the others what became of the one ranking
             counters = {name: total for name, total in counters.items() if name in TOLD or name.startswith("answers_")}
+            latencies = {}
         erased = self._erasures.stated
         lag = sum(self.lag.values())
-        return msgspec.structs.replace(status, counters=counters, lag=lag, version=VERSION, erased=erased)
+        stated = {"counters": counters, "latencies": latencies or msgspec.UNSET, "erased": erased}
+        return msgspec.structs.replace(status, lag=lag, version=VERSION, **stated)
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics
