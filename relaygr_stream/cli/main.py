@@ -28,6 +28,7 @@ PARTLY: Final = 4
 #: Commands in modules of their own, which are imported on demand.
 _COMMANDS: Final = {
     "broker": "relaygr_stream.cli.broker:broker_command",
+    "dashboard": "relaygr_stream.cli.dashboard:dashboard_command",
     "dead-letters": "relaygr_stream.cli.dead_letters:dead_letters_command",
     "explain": "relaygr_stream.cli.explain:explain_command",
     "history": "relaygr_stream.cli.history:history_command",
