@@ -30,7 +30,7 @@ from relaygr_stream.errors import CRASHED, DecodeError, DeviceError
 from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
-from relaygr_stream.wire.erase import Erase
+from relaygr_stream.wire.erase import Erase, named
 from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
@@ -51,7 +51,7 @@ from relaygr_stream.worker.core import (
     WorkerCore,
 )
 from relaygr_stream.worker.device import DeviceThread
-from relaygr_stream.worker.histories import Histories, HistoryMetrics, named
+from relaygr_stream.worker.histories import Histories, HistoryMetrics
 from relaygr_stream.worker.intake import Intake, Origin, TooMuch
 from relaygr_stream.worker.replies import Outbox, Sending, user_of
 from relaygr_stream.worker.resolver import Resolver
