@@ -137,7 +137,7 @@ def worker(settings: Settings) -> None:
     from relaygr_stream.handover.build import handover_for
     from relaygr_stream.worker.process import run_worker
 
-    sys.exit(run_process("worker", settings, partial(run_worker, make_handover=handover_for)))
+    sys.exit(run_process("worker", settings, partial(run_worker, make_handover=handover_for), supervised=True))
 
 
 @main.command()
@@ -152,7 +152,7 @@ def trigger(settings: Settings) -> None:
     from relaygr_stream.telemetry.process import run_process
     from relaygr_stream.trigger.service import run_trigger
 
-    sys.exit(run_process("trigger", settings, run_trigger))
+    sys.exit(run_process("trigger", settings, run_trigger, supervised=True))
 
 
 @main.command()
@@ -173,7 +173,7 @@ def gateway(settings: Settings) -> None:
         from relaygr_stream.gateway.service import run_gateway
     except ImportError as error:
         raise ConfigError(f"{error}: install this package with its extra `gateway`") from error
-    sys.exit(run_process("gateway", settings, run_gateway))
+    sys.exit(run_process("gateway", settings, run_gateway, supervised=True))
 
 
 @main.group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -36,8 +35,7 @@ PACKAGED_LINE = (
 @click.option("--trigger/--no-trigger", default=True, show_default=True, help="Also run a trigger.")
 @click.option(
     "--name",
-    default=socket.gethostname,
-    help="Names of workers are NAME-0, NAME-1, …. [the host's name]",
+    help="Names of workers are NAME-0, NAME-1, …. [the host's name, with a number where another `up` has it]",
 )
 @click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Devices, assigned to workers in turn: cuda:0,cuda:1.")
 @source_options
@@ -45,7 +43,7 @@ PACKAGED_LINE = (
 def up_command(
     workers: int,
     trigger: bool,
-    name: str,
+    name: str | None,
     devices: str | None,
     files: tuple[str, ...],
     assignments: tuple[str, ...],
@@ -54,12 +52,14 @@ def up_command(
     """Keep a trigger and workers running on this host.
 
     A process that fails or hangs is restarted, after a pause that doubles up to 30 s. The first SIGTERM or Ctrl-C stops
-    the trigger, then the workers, which drain; a second one kills all. Logs go to stderr, the state of each process to
-    stdout. Where nothing in [model] is set, workers serve the packaged model. If telemetry.port or handover.port is N,
-    the first process gets N, the next N+1, and so on.
+    the trigger, then the workers, which drain; a second one kills all. SIGUSR1 restarts all, one at a time, and starts
+    those that were stopped. A process that its settings let not start ends all at once. Logs go to stderr, the state of
+    each process to stdout. Where nothing in [model] is set, workers serve the packaged model. If telemetry.port or
+    handover.port is N, the first process gets N, the next N+1, and so on.
 
     Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
     """
+    from relaygr_stream.ops.names import reserved_name
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
     from relaygr_stream.settings.load import PACKAGED_MODEL, load_settings, with_packaged_model
 
@@ -76,10 +76,13 @@ def up_command(
         *(argument for assignment in assignments for argument in ("--set", assignment)),
         *(("--bootstrap", bootstrap) if bootstrap else ()),
     ]
-    names = [*(["trigger"] if trigger else []), *(f"{name}-{index}" for index in range(workers))]
-    telemetry = _ports("telemetry.port", settings.telemetry.port, len(names))
+    telemetry = _ports("telemetry.port", settings.telemetry.port, trigger + workers)
     handover = _ports("handover.port", settings.handover.port, workers)
-    with tempfile.TemporaryDirectory(prefix="relaygr-up-", ignore_cleanup_errors=True) as folder:
+    with (
+        reserved_name(name, settings) as host,
+        tempfile.TemporaryDirectory(prefix="relaygr-up-", ignore_cleanup_errors=True) as folder,
+    ):
+        names = [*(["trigger"] if trigger else []), *(f"{host}-{index}" for index in range(workers))]
         processes = []
         for index, process_name in enumerate(names):
             role, own = "trigger", telemetry[index]
@@ -116,6 +119,7 @@ async def _run(supervisor: Supervisor) -> bool:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGUSR1, supervisor.roll)
     return await supervisor.run(stop)
 
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 import structlog
 from prometheus_client import CollectorRegistry, GCCollector, Info, ProcessCollector
 
-from relaygr_stream.errors import ConfigError, RelayError, Superseded
+from relaygr_stream.errors import CapacityError, ConfigError, ModelError, RelayError, Superseded
 from relaygr_stream.settings.load import injected_names
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import flush_limiters
@@ -35,6 +35,7 @@ from relaygr_stream.telemetry.server import TelemetryServer
 EXIT_OK: Final = 0
 EXIT_ERROR: Final = 1  # a RelayError, reported in one line
 EXIT_SUPERSEDED: Final = 3  # a later incarnation of this worker's name runs
+EXIT_SETTINGS: Final = 78  # EX_CONFIG of sysexits.h, of a process that serves: no start with these settings succeeds
 EXIT_UNEXPECTED: Final = 70  # EX_SOFTWARE of sysexits.h: a bug, with its traceback in the log
 EXIT_SIGNAL: Final = 128  # plus the signal's number, as in shells: 130 for SIGINT, 143 for SIGTERM
 
@@ -100,7 +101,7 @@ async def process(
     metrics address cannot be bound or the port file cannot be written.
     """
     telemetry = settings.telemetry
-    configure_logging(telemetry, name)
+    configure_logging(telemetry, name, **_who(name, settings))
     registry = CollectorRegistry() if registry is None else registry
     watch = LoopWatch(registry, telemetry.stall_ms / 1e3)
     ctx = ProcessContext(settings, asyncio.Event() if stop is None else stop, registry, watch.stalled)
@@ -119,13 +120,13 @@ async def process(
         flush_limiters(all_windows=True)
 
 
-def run_process(name: str, settings: Settings, main: Main) -> int:
+def run_process(name: str, settings: Settings, main: Main, *, supervised: bool = False) -> int:
     """Run main(ctx) to its end on a new event loop (uvloop if installed) and return the exit code.
 
     SIGTERM or SIGINT sets ctx.stop; main then completes accepted work and returns. A second signal ends the process at
-    once. Call it on the main thread.
+    once. Call it on the main thread. supervised: a bad setting ends it with EXIT_SETTINGS, else as any error does.
     """
-    configure_logging(settings.telemetry, name)
+    configure_logging(settings.telemetry, name, **_who(name, settings))
     logging.captureWarnings(True)  # libraries' warnings become log lines
     log = structlog.get_logger(__name__)
     if ignored := injected_names(os.environ):
@@ -147,7 +148,8 @@ def run_process(name: str, settings: Settings, main: Main) -> int:
         with _stop_on_signals(runner.get_loop(), stop, log), runner:
             runner.run(whole())
     except Exception as error:
-        return _exit_code(error, settings, log)
+        code = _exit_code(error, settings, log)
+        return EXIT_ERROR if code == EXIT_SETTINGS and not supervised else code
     finally:
         flush_limiters(all_windows=True)
         gc.unfreeze()
@@ -253,7 +255,14 @@ def _exit_code(error: BaseException, settings: Settings, log: Any) -> int:
         log.error(line, kind=type(cause).__name__)
     else:
         print(line, file=sys.stderr)
-    return EXIT_SUPERSEDED if isinstance(cause, Superseded) else EXIT_ERROR
+    if isinstance(cause, Superseded):
+        return EXIT_SUPERSEDED
+    return EXIT_SETTINGS if isinstance(cause, ConfigError | ModelError | CapacityError) else EXIT_ERROR
+
+
+def _who(name: str, settings: Settings) -> dict[str, str]:
+    """The fields that tell this process's lines from those of others beside it."""
+    return {"name": settings.worker.name} if name == "worker" and settings.worker.name else {}
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
