@@ -39,10 +39,11 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv with the relaygr command, and compile the kernels in C
 
-$(STAMP): pyproject.toml relaygr_lab/pyproject.toml constraints.txt $(KERNELS)
+$(STAMP): pyproject.toml relaygr_lab/pyproject.toml constraints.txt docker/setup.lock docker/build.lock $(KERNELS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: Python 3.11 or later is needed; name one with PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable relaygr_lab
+	$(BIN)/pip install --quiet --require-hashes --requirement docker/setup.lock --requirement docker/build.lock
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]' --editable relaygr_lab  # torch, triton, the project
 	@touch $@
 
 demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER")
@@ -172,11 +173,11 @@ demo-checkpoint: $(STAMP) ## train checkpoints/demo, the model of make demo, ane
 
 include docker/testbed.mk
 
-lock: $(STAMP) ## docker/*.lock anew, after a change of dependencies: what images install, with hashes (torch excepted)
-	@for what in requirements build; do \
-	  { echo "# Made by make lock: what images install, by hash ($$what). torch comes from an index of its choice."; \
+lock: $(STAMP) ## docker/*.lock anew, after a change of dependencies: what images and make setup install, with hashes (torch excepted)
+	@for what in requirements setup build; do \
+	  { echo "# Made by make lock: what is installed by hash ($$what). torch comes from an index of its choice."; \
 	    $(BIN)/python docker/locked.py $$what | $(BIN)/uv pip compile - --constraint constraints.txt --generate-hashes --universal \
-	      --python-version 3.11 --no-header --no-annotate --no-emit-index-url --quiet; } > docker/$$what.lock || exit 1; \
+	      --python-version 3.11.5 --no-header --no-annotate --no-emit-index-url --quiet; } > docker/$$what.lock || exit 1; \
 	done
 
 clean: ## remove what make made

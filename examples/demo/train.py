@@ -108,6 +108,10 @@ class DemoRun(Run):
         assert found is not None
         return Quality(found.hr, found.ndcg)
 
+    def against_popularity(self) -> str:
+        """Nothing: the card has popularity on the same requests."""
+        return ""
+
     def write_card(self) -> None:
         """None here: the card is that of the rounded checkpoint (`publish`)."""
 

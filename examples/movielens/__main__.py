@@ -23,7 +23,7 @@ import torch
 from relaygr_lab.drawing import INSTALL, can_draw
 
 from examples.movielens.conform import deviation_from_float64
-from examples.movielens.data import DataError, Histories, History, Ints, read_histories
+from examples.movielens.data import DataError, Histories, History, Ints, check_same_rows, read_histories
 from examples.movielens.evaluate import (
     ENOUGH_USERS,
     LENGTHS,
@@ -109,8 +109,7 @@ def run(options: argparse.Namespace, recipe: Recipe) -> int:
         step(f"train {recipe.epochs} epochs (Ctrl-C stops; the same command goes on)")
         train(data, recipe, options.out, resume=(options.out / PROGRESS_FILE).exists())
     model = load_checkpoint(options.out)
-    if model.config.vocab != len(data.names):
-        raise DataError(f"{options.out} knows {model.config.vocab} items, {options.data} has {len(data.names)}")
+    check_same_rows(options.out, data)
     longest = model.config.max_positions - 1
     step(f"rank the test item of {len(data.users)} users among {len(data.names)} items, offline; with the last n only")
     ranks = offline_ranks(model, data, longest, options.out)

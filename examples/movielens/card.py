@@ -27,8 +27,9 @@ the history. One score column, `next`: a logit, higher is likelier. Scores compa
 | trained for | {minutes:.1f} minutes, seed {seed} |
 | longest history | {longest:,} behaviours; later positions share a row that no training reached |
 
-Item ids are rows of the file's items: `items.json` lists the file's own ids in this order. Actions are ratings where
-the file has them, else 0. Where the file has no times, send equal times: a gap then is the 0 that training saw.
+Item ids are rows of the file's items: `items.json` lists the file's own ids in this order. Actions are rows, too:
+`actions` in `config.json` lists what the file calls them, `""` where it has none. Where the file has no times, send
+equal times: a gap then is the 0 that training saw.
 
 Not for: items that the file does not have; users whose histories are unlike the file's; any conclusion about people.
 The data's licence decides whether the weights may be passed on.

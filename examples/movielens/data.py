@@ -1,41 +1,34 @@
-"""Reads interactions from a file: MovieLens `ratings.dat` and `u.data`, SASRec's `user item` lines, any CSV.
+"""Reads interactions from a file: all that `relaygr replay` reads, by the same reader, and SASRec's `user item` lines.
 
 Histories are arrays in the order of time. Item ids become 0 … items - 1; `Histories.names` has the file's own ids.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import lzma
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, TextIO
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from relaygr_stream.settings.inputs import check_regular
-from relaygr_stream.workload.values import parse_time, unit_by_size
+from relaygr_stream.errors import InputError
+from relaygr_stream.settings.worker import Model
+from relaygr_stream.workload.logfile import BrokenLine, TextLog, head, refuse_binary
+from relaygr_stream.workload.logs import InteractionLog, read_log
+from relaygr_stream.workload.rows import ITEMS_FILE, rows_of
 
 Ints = npt.NDArray[np.int64]
 
 #: Test and validation take the last two behaviours; two more give training one transition.
 MIN_HISTORY: Final = 4
+#: A line `user item`, between blanks.
+_PAIR: Final = re.compile(r" *[^\s,;|]+ +[^\s,;|]+\s*")
 
 
 class DataError(Exception):
     """A file that cannot be read as interactions: which line, what was found, what is expected."""
-
-
-class Interaction(NamedTuple):
-    """One line. action: twice the rating where the file has one, else 0. time_ms: 0 where the file has none."""
-
-    user: str
-    item: str
-    action: int
-    time_ms: int
 
 
 @dataclass(frozen=True)
@@ -61,11 +54,15 @@ class History:
 
 @dataclass(frozen=True)
 class Histories:
-    """All users with at least MIN_HISTORY behaviours. names[i]: the id that the file has for item i."""
+    """All users with at least MIN_HISTORY behaviours. names[i]: the id that the file has for item i.
+
+    actions[i]: what the file calls action i, "" for none; empty: nothing is known of them.
+    """
 
     users: list[History]
     names: list[str]
     has_times: bool
+    actions: tuple[str, ...] = ()
 
     @property
     def interactions(self) -> int:
@@ -76,118 +73,99 @@ class Histories:
 def read_histories(file: str | Path) -> Histories:
     """The histories in `file`, users in the order of their first line.
 
-    By the first line: `u::i::rating::seconds` (ratings.dat), tabs `u i rating seconds` (u.data), `u i` (SASRec: in the
-    order of time, without times), or a CSV whose header names user, item and time. Plain, .gz or .xz. Behaviours of
-    equal time keep the file's order. Raises DataError.
+    Behaviours of equal time keep the file's order; lines of `user item` (SASRec) are in the order of time, without
+    times. Raises DataError, also for a single line that cannot be read: a training file has none.
     """
     path = Path(file)
-    by_user: dict[str, list[Interaction]] = {}
     try:
-        check_regular(path)
-        with _open(path) as text:
-            for one in _interactions(path, text):
-                by_user.setdefault(one.user, []).append(one)
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    kept = {user: sorted(lines, key=lambda one: one.time_ms) for user, lines in by_user.items()}
-    kept = {user: lines for user, lines in kept.items() if len(lines) >= MIN_HISTORY}
-    if not kept:
-        raise DataError(f"{path}: no user has {MIN_HISTORY} behaviours or more ({len(by_user)} users)")
-    halves = any(one.action & 1 for lines in kept.values() for one in lines)  # else all are whole, and not doubled
-    names = sorted({one.item for lines in kept.values() for one in lines}, key=_as_number)
-    ids = {name: index for index, name in enumerate(names)}
+        start = head(path)
+        if _PAIR.fullmatch(_first_line(start)):
+            refuse_binary(path, start)
+            return _pairs(path)
+        log = read_log(path, item_ids="name")
+    except InputError as error:
+        raise DataError(str(error)) from error
+    if log.broken:
+        first = log.broken[0]
+        raise DataError(f"{path}, line {first.line}: {first.reason} ({log.broken_count} such lines in all)")
+    return _of_log(log)
+
+
+def check_same_rows(checkpoint: Path, data: Histories) -> None:
+    """Raise DataError if the checkpoint was trained on other items or actions, or with them in other rows."""
+    rows = rows_of(Model(checkpoint=str(checkpoint.resolve())))
+    assert rows is not None
+    if rows.items not in (None, data.names) or rows.vocab != len(data.names):
+        raise DataError(
+            f"{checkpoint} was trained on another file: its {rows.vocab} items ({ITEMS_FILE}) are not the "
+            f"{len(data.names)} of this one"
+        )
+    if rows.actions not in ((), data.actions):
+        ours, theirs = (", ".join(map(repr, filter(None, names))) or "none" for names in (data.actions, rows.actions))
+        raise DataError(f"{checkpoint} was trained with the actions {theirs}, this file has {ours}")
+
+
+def _of_log(log: InteractionLog) -> Histories:
+    kept = np.repeat(np.diff(log.offsets) >= MIN_HISTORY, np.diff(log.offsets))
+    if not kept.any():
+        raise _too_short(log.path, len(log.users))
+    names, rows = _sorted_names(log.item_names, log.items[kept].astype(np.int64) - 1)
+    row_of = np.zeros(len(log.item_names), np.int64)
+    row_of[rows] = np.arange(len(rows))
+    trained = set(log.actions[kept].tolist())
+    actions = [text if number in trained else "" for number, text in enumerate(log.action_texts())]
+    while len(actions) > 1 and not actions[-1]:
+        del actions[-1]
     users = [
         History(
             user,
-            np.array([ids[one.item] for one in lines], np.int64),
-            np.array([one.action if halves else one.action // 2 for one in lines], np.int64),
-            np.array([one.time_ms for one in lines], np.int64),
+            row_of[log.items[start:stop].astype(np.int64) - 1],
+            log.actions[start:stop].astype(np.int64),
+            log.times[start:stop],
         )
-        for user, lines in kept.items()
+        for user, start, stop in zip(log.users, log.offsets[:-1].tolist(), log.offsets[1:].tolist(), strict=True)
+        if stop - start >= MIN_HISTORY
     ]
-    return Histories(users, names, any(user.times.any() for user in users))
+    return Histories(users, names, bool(log.times[kept].any()), tuple(actions))
+
+
+def _pairs(path: Path) -> Histories:
+    """The histories in lines of `user item`."""
+    items: dict[str, int] = {}
+    by_user: dict[str, list[int]] = {}
+    with TextLog(path) as text:
+        for line in text:
+            if isinstance(line, BrokenLine):
+                raise DataError(f"{path}, line {line.line}: {line.reason}")
+            number, fields = line[0], line[1].split()
+            if len(fields) == 2:
+                by_user.setdefault(fields[0], []).append(items.setdefault(fields[1], len(items)))
+            elif fields:
+                raise DataError(f"{path}, line {number}: found {line[1][:80]!r}, expected user item")
+    kept = {user: np.array(found) for user, found in by_user.items() if len(found) >= MIN_HISTORY}
+    if not kept:
+        raise _too_short(path, len(by_user))
+    names, rows = _sorted_names(tuple(items), np.concatenate(list(kept.values())))
+    row_of = np.zeros(len(items), np.int64)
+    row_of[rows] = np.arange(len(rows))
+    nothing = {user: np.zeros(len(found), np.int64) for user, found in kept.items()}
+    users = [History(user, row_of[found], nothing[user], nothing[user]) for user, found in kept.items()]
+    return Histories(users, names, has_times=False, actions=("",))
+
+
+def _sorted_names(names: tuple[str, ...], items: Ints) -> tuple[list[str], list[int]]:
+    """The names of the items that occur, numbers in the order of numbers; and their places in `names`."""
+    places = sorted(np.unique(items).tolist(), key=lambda place: _as_number(names[place]))
+    return [names[place] for place in places], places
 
 
 def _as_number(name: str) -> tuple[int, str]:
     return (int(name), f"{len(name):3}") if name.isascii() and name.isdigit() and len(name) < 19 else (2**63, name)
 
 
-def _open(path: Path) -> TextIO:
-    encoding = "utf-8-sig"  # spreadsheets write a byte order mark
-    if path.suffix == ".xz":
-        return lzma.open(path, "rt", encoding=encoding)
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding=encoding)
-    return path.open(encoding=encoding, newline="")
+def _first_line(start: bytes) -> str:
+    return next((line for line in start.decode(errors="replace").splitlines() if line.strip()), "")
 
 
-def _interactions(path: Path, text: TextIO) -> Iterator[Interaction]:
-    lines = ((number, line.strip()) for number, line in enumerate(text, 1))
-    numbered = ((number, line) for number, line in lines if line)
-    first = next(numbered, None)
-    if first is None:
-        raise DataError(f"{path}: holds no lines")
-    head = first[1]
-    if "::" in head or "\t" in head:
-        yield from _ratings(path, _chain(first, numbered), "::" if "::" in head else "\t")
-    elif "," in head:
-        yield from _csv(path, head, numbered)
-    elif len(head.split()) == 2:
-        for number, line in _chain(first, numbered):
-            fields = line.split()
-            if len(fields) != 2:
-                raise _bad(path, number, line, "user item")
-            yield Interaction(fields[0], fields[1], 0, 0)
-    else:
-        raise _bad(
-            path, first[0], head, "user::item::rating::seconds, the same with tabs, `user item`, or a CSV with a header"
-        )
-
-
-def _ratings(path: Path, lines: Iterator[tuple[int, str]], separator: str) -> Iterator[Interaction]:
-    for number, line in lines:
-        fields = line.split(separator)
-        try:
-            user, item, rating, time = fields
-            yield Interaction(user, item, _doubled(rating), _time_ms(time))
-        except ValueError:
-            raise _bad(path, number, line, f"user{separator}item{separator}rating{separator}seconds") from None
-
-
-def _csv(path: Path, head: str, rest: Iterator[tuple[int, str]]) -> Iterator[Interaction]:
-    header = [name.strip().lower() for name in next(csv.reader([head]))]
-    columns = []
-    for wanted in (("user", "user_id", "userid"), ("item", "item_id", "itemid", "movieid"), ("time", "timestamp")):
-        found = next((header.index(name) for name in wanted if name in header), None)
-        if found is None:
-            raise DataError(f"{path}: the header {head!r} has no column `{wanted[0]}` (or {', '.join(wanted[1:])})")
-        columns.append(found)
-    rating = header.index("rating") if "rating" in header else None
-    for number, line in rest:
-        try:
-            fields = next(csv.reader([line]))
-            user, item, time = (fields[column].strip() for column in columns)
-            yield Interaction(user, item, 0 if rating is None else _doubled(fields[rating]), _time_ms(time))
-        except (ValueError, IndexError, csv.Error):
-            raise _bad(path, number, line, f"{len(header)} columns with a time in seconds or milliseconds") from None
-
-
-def _time_ms(text: str) -> int:
-    return parse_time(text.strip(), unit_by_size(float(text)))
-
-
-def _doubled(text: str) -> int:
-    """Twice a rating of whole or half stars, as `relaygr replay` reads it: served rows are those of training."""
-    doubled = 2 * float(text)
-    if doubled != int(doubled) or not 0 <= doubled <= 255:
-        raise ValueError(text)
-    return int(doubled)
-
-
-def _chain(first: tuple[int, str], rest: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    yield first
-    yield from rest
-
-
-def _bad(path: Path, number: int, line: str, expected: str) -> DataError:
-    return DataError(f"{path}, line {number}: found {line[:80]!r}, expected {expected}")
+def _too_short(path: Path, users: int) -> DataError:
+    return DataError(f"{path}: no user has {MIN_HISTORY} behaviours or more ({users} users)")

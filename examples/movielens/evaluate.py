@@ -120,6 +120,18 @@ def evaluate(
     return ranks
 
 
+def popularity_ranks(data: Histories, users: Sequence[History], held_out: int) -> Ints:
+    """As `evaluate`, by how often an item is in all behaviours before the held out ones; equals in the items' order."""
+    counts = np.bincount(np.concatenate([user.items[:-held_out] for user in data.users]), minlength=len(data.names))
+    scores = np.empty(len(counts), np.float32)
+    scores[np.argsort(-counts, kind="stable")] = -np.arange(len(counts))
+    ranks = np.zeros(len(users), np.int64)
+    for index, user in enumerate(users):
+        _, target, seen = split(user, held_out, len(user))
+        ranks[index] = rank_of(scores, target, seen)
+    return ranks
+
+
 # What length buys.
 
 

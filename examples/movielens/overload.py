@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from examples.movielens.data import DataError, History, Ints, read_histories
+from examples.movielens.data import DataError, History, Ints, check_same_rows, read_histories
 from examples.movielens.evaluate import TEST, behaviours_of, ndcg, rank_of, split
 from examples.movielens.serve import TIMEOUT_S, running, settings_for
 from relaygr_stream.client import RelayClient, Request
@@ -133,8 +133,7 @@ async def compare(options: argparse.Namespace) -> list[str]:
     """The table's lines. Raises DataError or RelayError."""
     data, model = read_histories(options.data), load_checkpoint(options.checkpoint)
     items, longest = len(data.names), model.config.max_positions - 1
-    if model.config.vocab != items:
-        raise DataError(f"{options.checkpoint} knows {model.config.vocab} items, {options.data} has {items}")
+    check_same_rows(options.checkpoint, data)
     order = np.random.default_rng(0).permutation(len(data.users))
     users = [data.users[index] for index in order if len(data.users[index]) >= options.least][: options.requests]
     if not users:

@@ -47,13 +47,13 @@ class Recipe:
     validate_every: int = 4  # epochs
     seed: int = 1
 
-    def config(self, items: int, has_times: bool) -> HSTUConfig:
-        """The served model's shape."""
+    def config(self, items: int, has_times: bool, actions: tuple[str, ...] = ()) -> HSTUConfig:
+        """The served model's shape. actions: what the file calls them, by row."""
         width = self.dim // self.heads
         return HSTUConfig(
             layers=self.layers, dim=self.dim, heads=self.heads, dqk=width, dv=width, scale_tokens=self.scale_tokens,
             vocab=items, max_positions=self.longest + 1, tasks=("next",), relative_positions=self.relative_positions,
-            relative_times=self.relative_times if has_times else 0,
+            relative_times=self.relative_times if has_times else 0, actions=actions,
         )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ QUICK: Final[dict[str, Any]] = {
 }  # fmt: skip
 
 
-def new_model(recipe: Recipe, items: int, has_times: bool = False) -> HSTUModel:
+def new_model(recipe: Recipe, items: int, has_times: bool = False, actions: tuple[str, ...] = ()) -> HSTUModel:
     """A model to train, its weights drawn from the seed.
 
     With a bias on distances, position rows stay 0: where a behaviour stands matters by distance alone. Without, they
@@ -71,7 +71,7 @@ def new_model(recipe: Recipe, items: int, has_times: bool = False) -> HSTUModel:
     each have to learn it.
     """
     torch.manual_seed(recipe.seed)
-    model = HSTUModel(recipe.config(items, has_times))
+    model = HSTUModel(recipe.config(items, has_times, actions))
     for name, value in model.named_parameters():
         if name.endswith("norm_weight"):
             value.fill_(1)

@@ -28,16 +28,16 @@ from torch import Tensor
 
 from examples.movielens import catalogue, forward
 from examples.movielens.card import write_card
-from examples.movielens.data import DataError, Histories, History, read_histories
-from examples.movielens.evaluate import VALIDATION, Quality, evaluate, quality
+from examples.movielens.data import DataError, Histories, History, Ints, read_histories
+from examples.movielens.evaluate import VALIDATION, Quality, evaluate, ndcg, paired_gain, popularity_ranks, quality
 from examples.movielens.losses import losses
 from examples.movielens.recipe import QUICK, Recipe, new_model
 from relaygr_stream.models.embeddings import gap_buckets
 from relaygr_stream.models.hstu_model import HSTUModel
-from relaygr_stream.models.loading import save_checkpoint
+from relaygr_stream.models.loading import load_checkpoint, save_checkpoint
+from relaygr_stream.workload.rows import ITEMS_FILE
 
 PROGRESS_FILE: Final = "progress.pt"
-ITEMS_FILE: Final = "items.json"
 #: Last behaviours that training never sees: validation's item and the test's.
 HELD_OUT: Final = 2
 
@@ -98,7 +98,7 @@ class Progress:
 class Run:
     """One training run in `folder`. Its epochs depend on the recipe and the data only, resumed or not.
 
-    Another task overrides `untrained`, `losses`, `hold`, `quality` and `write_card`.
+    Another task overrides `untrained`, `losses`, `hold`, `quality`, `against_popularity` and `write_card`.
     """
 
     def __init__(self, data: Histories, recipe: Recipe, folder: Path) -> None:
@@ -118,7 +118,7 @@ class Run:
 
     def untrained(self) -> HSTUModel:
         """The model before its first step. What does not require a gradient stays as it is."""
-        model = new_model(self.recipe, len(self.data.names), self.data.has_times)
+        model = new_model(self.recipe, len(self.data.names), self.data.has_times, self.data.actions)
         catalogue.restrict(model)
         return model
 
@@ -133,9 +133,34 @@ class Run:
 
     def quality(self, model: HSTUModel) -> Quality:
         """Validation: the quality by which the best epoch is chosen."""
+        return quality(self._ranks(model))
+
+    def _users(self) -> list[History]:
+        """The users of validation."""
         order = np.random.default_rng(self.recipe.seed).permutation(len(self.data.users))
-        users = [self.data.users[index] for index in order[: self.recipe.validation_users]]
-        return quality(evaluate(model, users, len(self.data.names), self.recipe.longest, VALIDATION))
+        return [self.data.users[index] for index in order[: self.recipe.validation_users]]
+
+    def _ranks(self, model: HSTUModel) -> Ints:
+        return evaluate(model, self._users(), len(self.data.names), self.recipe.longest, VALIDATION)
+
+    def against_popularity(self) -> str:
+        """The best epoch beside ranking by popularity, same users; and what to do where it is not clearly better."""
+        if not self.progress.best_epoch:
+            return ""
+        ours = self._ranks(load_checkpoint(self.folder))
+        theirs = popularity_ranks(self.data, self._users(), VALIDATION)
+        gain = paired_gain(ndcg(ours), ndcg(theirs))
+        text = (
+            f"validation, {len(ours):,} users: epoch {self.progress.best_epoch} {quality(ours)}; "
+            f"popularity {quality(theirs)}; difference in NDCG@10 {gain}"
+        )
+        if gain.low > 0:
+            return text
+        return (
+            f"{text}\n--epochs {self.recipe.epochs} was too short for {len(self.data.names):,} items and "
+            f"{self.data.interactions:,} behaviours: the model is not clearly better than popularity, so its rankings "
+            f"show nothing; train for more epochs, into another --out"
+        )
 
     def write_card(self) -> None:
         """Write the model card of the best epoch's checkpoint."""
@@ -246,7 +271,11 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> tuple
     parser.add_argument("--data", type=Path, required=True, help="ratings.dat, u.data, `user item` lines, or a CSV")
     parser.add_argument("--out", type=Path, help="folder of the run (default: out/movielens, or out/movielens-quick)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all)")
-    parser.add_argument("--quick", action="store_true", help="a run of minutes on 100,000 ratings: fewer epochs")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a run of minutes on 100,000 ratings: fewer epochs, too few for large catalogues",
+    )
     for name, value in asdict(Recipe()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), help=f"(default: {value})")
     options = parser.parse_args(arguments)
@@ -272,6 +301,8 @@ def train(data: Histories, recipe: Recipe, folder: Path, *, resume: bool, task: 
     for epoch in run.epochs():
         print(epoch_line(epoch, recipe.epochs), flush=True)
     run.write_card()
+    if told := run.against_popularity():
+        print(told)
     return run
 
 

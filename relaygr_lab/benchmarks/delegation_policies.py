@@ -53,8 +53,8 @@ def refuse_what_is_late() -> None:
     """Workers look at their own books before they take a delegated signal, and pass it on where it would be late."""
     as_served, other_as_served = Requests._signal, Requests._other
 
-    def signal(requests: Any, record: Record) -> Prefill | None:
-        taken = as_served(requests, record)
+    def signal(requests: Any, record: Record, suspect: bool = False) -> Prefill | None:
+        taken = as_served(requests, record, suspect)
         if taken is None or taken.task.lane != DELEGATED_LANE:
             return taken
         requests.outbox._background.start(try_here(requests, record, taken))

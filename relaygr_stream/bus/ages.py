@@ -35,6 +35,9 @@ FRESH_MS: Final = 600.0
 WAY_MS: Final = 10.0
 #: The period of the maximum lag: senders may be silent for minutes, and clocks are corrected.
 LAG_PERIOD_S: Final = 300.0
+#: The largest lag of a clock that counts. Clocks without NTP are minutes off; more is a wrong date, and such a sender
+#: must not keep the old records of all others from expiring.
+MOST_LAG_MS: Final = 600_000.0
 #: The time limit of an answer, which takes milliseconds. A slower broker no longer delays the others.
 ANSWER_S: Final = 1.0
 
@@ -61,9 +64,13 @@ class SenderLag:
         self._now: float | None = None
 
     def seen(self, excess_ms: float, now_s: float) -> None:
-        """Record that a fresh record stated an age of excess_ms more than the log's order proves."""
+        """Record that a fresh record stated an age of excess_ms more than the log's order proves.
+
+        An excess beyond MOST_LAG_MS is ignored.
+        """
         self._turn(now_s)
-        self._now = max(excess_ms, self._now or 0.0)
+        if excess_ms <= MOST_LAG_MS:
+            self._now = max(excess_ms, self._now or 0.0)
 
     def most_ms(self, now_s: float) -> float | None:
         """The largest lag in the last LAG_PERIOD_S to 2 · LAG_PERIOD_S, or assumed_ms; None if neither is known."""

@@ -1,8 +1,8 @@
-"""Finds records that crash their owner: it counts crashes per lane, tries suspects alone, then refuses the record.
+"""Finds records that crash their owner: counts crashes per partition, tries suspects alone, then refuses.
 
-The count is in the metadata of the lane's committed offset, so it survives the process and its host. Each crash of an
-owner adds the log end that the successor finds. A record that is not done and lies below n of these log ends was in the
-log at n crashes.
+The count is in the metadata of a partition's committed offset, so it survives the process and its host. Each crash of
+an owner adds the log end that the successor finds. A record that is not done and lies below n of these log ends was in
+the log at n crashes.
 
     owner crashes ─► log end added ─► … ─► limit - 1 log ends: records are handed out one at a time, each noted
                                            before ─► owner crashes again: the noted record is refused
@@ -13,7 +13,7 @@ A broker without commit metadata (the embedded one) counts nothing: every owner 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -85,20 +85,23 @@ def succeed(before: Mark | None, committed: int, log_end: int, limit: int) -> tu
 
 @dataclass(frozen=True)
 class Crashes:
-    """The counting of crashes on `topic`.
+    """The counting of crashes on `topics`.
 
-    on_crashed(record): called for a record that crashed `limit` owners in a row; it must get the record done.
+    on_suspect(record): gets a record that is handed out alone, instead of on_records. It must get the record done only
+    when nothing is left to do at it, since the next one is blamed for a crash after that. on_crashed(record): called
+    for a record that crashed `limit` owners in a row; it must get the record done.
     """
 
-    topic: str
+    topics: Sequence[str]
     limit: int
+    on_suspect: Callable[[Record], None]
     on_crashed: Callable[[Record], None]
 
 
 class Suspects:
     """Counts the crashes of the owners of this member's lanes, and hands out suspect records alone.
 
-    ledgers, client(), on_records: of the consumer. topic: the counted topic.
+    ledgers, client(): of the consumer. Partitions are (topic, lane).
     """
 
     def __init__(
@@ -107,74 +110,71 @@ class Suspects:
         membership: Membership,
         ledgers: Mapping[tuple[str, int], OffsetLedger],
         client: Callable[[], Any],
-        on_records: Callable[[list[Record]], None],
     ) -> None:
-        self.topic = crashes.topic
         self._crashes = crashes
         self._membership = membership
         self._ledgers = ledgers
         self._client = client
-        self._on_records = on_records
-        self._marks: dict[int, Mark] = {}
-        self._refused_below: dict[int, int] = {}
+        self._marks: dict[tuple[str, int], Mark] = {}
+        self._refused_below: dict[tuple[str, int], int] = {}
         self._waiting: asyncio.Queue[Record] = asyncio.Queue()
         self._changed = asyncio.Event()
 
-    async def take_over(self, committed: Mapping[int, int]) -> None:
-        """Read the marks of these lanes' former owners, and commit new ones. Call it before handing out any record.
+    async def take_over(self, started: Mapping[tuple[str, int], int]) -> None:
+        """Read the marks of these partitions' former owners, and commit new ones. Call it before handing out records.
 
-        committed: the start offset of each lane. It takes at most NOTE_S; lanes not read and committed by then are not
-        counted.
+        started: the start offset of each partition; those of other topics are ignored. It takes at most NOTE_S;
+        partitions not read and committed by then are not counted.
         """
-        topic, limit = self._crashes.topic, self._crashes.limit
-        for lane, offset in committed.items():
-            self._marks[lane], self._refused_below[lane] = Mark(), offset
+        committed = {each: offset for each, offset in started.items() if each[0] in self._crashes.topics}
+        for each, offset in committed.items():
+            self._marks[each], self._refused_below[each] = Mark(), offset
         try:
             async with asyncio.timeout(NOTE_S):
-                texts = await self._membership.metadata(topic, committed)
-                before = {lane: parse(texts.get(lane)) for lane in committed}
-                killed = [lane for lane, mark in before.items() if mark is not None and mark.open]
+                texts = await self._membership.metadata(committed)
+                before = {each: parse(texts.get(each)) for each in committed}
+                killed = [each for each, mark in before.items() if mark is not None and mark.open]
                 ends = await self._log_ends(killed)
-                for lane, offset in committed.items():
-                    end = ends.get(lane, offset)
-                    self._marks[lane], self._refused_below[lane] = succeed(before[lane], offset, end, limit)
-                if killed:
-                    log.warning(
-                        "former owners were killed", lanes={lane: len(self._marks[lane].log_ends) for lane in killed}
+                for each, offset in committed.items():
+                    self._marks[each], self._refused_below[each] = succeed(
+                        before[each], offset, ends.get(each, offset), self._crashes.limit
                     )
+                if killed:
+                    counts = {f"{topic} {lane}": len(self._marks[topic, lane].log_ends) for topic, lane in killed}
+                    log.warning("former owners were killed", lanes=counts)
                 await self._membership.commit_now(
-                    {(topic, lane): (offset, self._marks[lane].text) for lane, offset in committed.items()}
+                    {each: (offset, self._marks[each].text) for each, offset in committed.items()}
                 )
         except (TimeoutError, KafkaError) as error:
-            log.warning(
-                "crashes of former owners are not counted", topic=topic, lanes=sorted(committed), error=repr(error)
-            )
+            lanes = sorted({lane for _, lane in committed})
+            log.warning("crashes of former owners are not counted", lanes=lanes, error=repr(error))
 
     def note(self, topic: str, lane: int, *, leaving: bool) -> str:
         """The metadata to commit with a partition's offset. leaving: this member may lose the lane after the commit."""
-        mark = self._marks.get(lane)
-        if topic != self._crashes.topic or mark is None:
+        mark = self._marks.get((topic, lane))
+        if mark is None:
             return ""
         return replace(mark, open=False, hand=0).text if leaving else mark.text
 
     def set_apart(self, record: Record) -> bool:
         """Refuse the record, or queue it for `hand_out` if it is suspect. Returns False if it is neither."""
-        if record.topic != self._crashes.topic:
+        partition = (record.topic, record.lane)
+        if record.topic not in self._crashes.topics:
             return False
-        log_ends = self._marks[record.lane].log_ends
-        if record.offset < self._refused_below[record.lane]:
+        log_ends = self._marks[partition].log_ends
+        if record.offset < self._refused_below[partition]:
             self._crashes.on_crashed(record)
         elif len(log_ends) >= self._crashes.limit - 1 and record.offset < log_ends[-1]:
             self._waiting.put_nowait(record)
-            self._client().pause(TopicPartition(record.topic, record.lane))  # the rest of the log may not fit in memory
+            self._client().pause(TopicPartition(*partition))  # the rest of the log may not fit in memory
         else:
             return False
         return True
 
     def restarted(self, topic: str, lane: int, offset: int) -> None:
         """The lane's log begins anew: what was known of its offsets says nothing of the records that have them now."""
-        if topic == self._crashes.topic:
-            self._marks[lane], self._refused_below[lane] = Mark(), offset
+        if topic in self._crashes.topics:
+            self._marks[topic, lane], self._refused_below[topic, lane] = Mark(), offset
             self.changed()  # the ledger of a record that is handed out alone is gone
 
     def changed(self) -> None:
@@ -182,7 +182,7 @@ class Suspects:
         self._changed.set()
 
     async def hand_out(self) -> None:
-        """Hand out the queued records for ever, one at a time over all lanes: two would be blamed for one crash."""
+        """Hand out the queued records for ever, one at a time over all partitions: two would be blamed for a crash."""
         while True:
             record = await self._waiting.get()
             partition = (record.topic, record.lane)
@@ -190,9 +190,9 @@ class Suspects:
             if ledger is not None and ledger.has(record.offset):
                 try:
                     if await self._noted(record, ledger, record.offset + 1):
-                        self._on_records([record])
+                        self._crashes.on_suspect(record)
                 except asyncio.CancelledError:  # the process ends, whyever: this record has not run
-                    self._marks[record.lane] = replace(self._marks[record.lane], hand=0)
+                    self._marks[partition] = replace(self._marks[partition], hand=0)
                     raise
                 while self._ledgers.get(partition) is ledger and ledger.has(record.offset):
                     self._changed.clear()
@@ -200,26 +200,29 @@ class Suspects:
                 await self._noted(record, ledger, 0)  # else a later crash would be blamed on the record
             if self._waiting.empty():
                 client = self._client()
-                ours = {each for each in client.assignment() if each.topic == record.topic and each in self._ledgers}
-                client.resume(*ours)
+                client.resume(*(each for each in client.assignment() if each in self._marks and each in self._ledgers))
 
     async def _noted(self, record: Record, ledger: OffsetLedger, hand: int) -> bool:
         """Commit the mark with `hand`, and retry until it succeeds. Returns False if the lane is lost."""
         partition = (record.topic, record.lane)
         while self._ledgers.get(partition) is ledger:
-            self._marks[record.lane] = mark = replace(self._marks[record.lane], hand=hand)
+            self._marks[partition] = mark = replace(self._marks[partition], hand=hand)
             try:
                 async with asyncio.timeout(NOTE_S):
                     if await self._membership.commit_now({partition: (ledger.committable, mark.text)}):
                         return self._ledgers.get(partition) is ledger
             except TimeoutError:
                 log.warning(
-                    "a suspect record waits", lane=record.lane, offset=record.offset, why="no coordinator answers"
+                    "a suspect record waits",
+                    topic=record.topic,
+                    lane=record.lane,
+                    offset=record.offset,
+                    why="no coordinator answers",
                 )
             await asyncio.sleep(RETRY_S)
         return False
 
-    async def _log_ends(self, lanes: Iterable[int]) -> dict[int, int]:
-        partitions = [TopicPartition(self._crashes.topic, lane) for lane in lanes]
+    async def _log_ends(self, which: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        partitions = [TopicPartition(*each) for each in which]
         ends = await self._client().end_offsets(partitions) if partitions else {}
-        return {partition.partition: int(end) for partition, end in ends.items()}
+        return {(each.topic, each.partition): int(end) for each, end in ends.items()}

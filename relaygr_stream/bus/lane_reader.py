@@ -166,9 +166,10 @@ class LaneReader:
         lane would lag behind such an end for ever.
         """
         ledger, partition = self.ledgers[topic, lane], TopicPartition(topic, lane)
-        if self.trouble is None and not self._halted:
+        client = self._renewed.client
+        if client is not None and self.trouble is None and not self._halted:
             # aiokafka's public method awaits. What `read` returned was handed out at once, so nothing is in between.
-            read = self.client._subscription.subscription
+            read = client._subscription.subscription
             if read is not None and read.assignment is not None and partition in read.assignment.tps:
                 state = read.assignment.state_value(partition)
                 if state.has_valid_position and not state.paused:

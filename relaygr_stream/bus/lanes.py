@@ -90,7 +90,7 @@ class LaneConsumer:
         self._suspects = (
             None
             if crashes is None
-            else Suspects(crashes, self._membership, self._reader.ledgers, lambda: self._reader.client, on_records)
+            else Suspects(crashes, self._membership, self._reader.ledgers, lambda: self._reader.client)
         )
         self._taking = False  # lanes and their records: from `start` until `drain` or `stop`
         self._in_order = True
@@ -238,8 +238,13 @@ class LaneConsumer:
                 if not known:
                     continue
                 if self._suspects is not None:
-                    which = self._topics.index(self._suspects.topic)
-                    await self._suspects.take_over({lane: offsets[which] for lane, offsets in known.items()})
+                    await self._suspects.take_over(
+                        {
+                            (topic, lane): offset
+                            for lane, offsets in known.items()
+                            for topic, offset in zip(self._topics, offsets, strict=True)
+                        }
+                    )
                 self._reader.add(known)
                 self._on_lanes(frozenset(known), frozenset())
                 self._reader.resume()

@@ -233,13 +233,13 @@ class Membership:
             except IllegalStateError:  # a lane is lost
                 return False
 
-    async def metadata(self, topic: str, lanes: Iterable[int]) -> dict[int, str]:
-        """The metadata of each lane's committed offset. No time limit. Raises KafkaError."""
+    async def metadata(self, partitions: Iterable[tuple[str, int]]) -> dict[tuple[str, int], str]:
+        """The metadata of each partition's committed offset. No time limit. Raises KafkaError."""
         # aiokafka has no public method for it.
         found = await self._consumer._coordinator.fetch_committed_offsets(
-            [TopicPartition(topic, lane) for lane in lanes]
+            [TopicPartition(*each) for each in partitions]
         )
-        return {partition.partition: kept.metadata for partition, kept in found.items()}
+        return {(each.topic, each.partition): kept.metadata for each, kept in found.items()}
 
     async def _commit_changed(self, *, leaving: bool = False) -> None:
         offsets = self._committable(leaving)

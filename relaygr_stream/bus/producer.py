@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import (
+    InvalidTimestampError,
     KafkaConnectionError,
     KafkaError,
     KafkaTimeoutError,
@@ -21,11 +22,11 @@ from aiokafka.errors import (
     RecordListTooLargeError,
     UnknownTopicOrPartitionError,
 )
-from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from relaygr_stream.bus.aiokafka_compat import CLOSE_S, broker_error, client_options, typed_errors
 from relaygr_stream.bus.broker_errors import unreachable
+from relaygr_stream.bus.refused import Refused
 from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.throttling import throttled_for
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, MessageTooLarge, TopicError
@@ -77,6 +78,7 @@ class Producer:
         self._client_id = client_id
         self._acks = acks
         self._max_bytes = max_bytes
+        self._refused = Refused()
         self._renewed = Renewed(kafka, "a producer", self._make, leave=_fail_unsent)
 
     def _make(self) -> Any:
@@ -91,8 +93,8 @@ class Producer:
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing can be sent while an ended producer is replaced; sends wait meanwhile. None if all is well."""
-        return self._renewed.trouble
+        """Why sends wait for an ended producer to be replaced, or why they are refused. None if all is well."""
+        return self._renewed.trouble or self._refused.trouble
 
     async def start(self) -> None:
         """Connect. Raises BrokerUnavailable."""
@@ -119,15 +121,6 @@ class Producer:
         )
         return None if leader is None else int(leader)
 
-    async def answers(self, broker: int, within_s: float) -> bool:
-        """Whether this broker answers a request within within_s, over a new connection where there is none."""
-        client = self._renewed.client
-        try:
-            async with asyncio.timeout(within_s):
-                return client is not None and bool(await client.client.send(broker, MetadataRequest([])))
-        except (KafkaError, OSError):  # a TimeoutError is an OSError
-            return False
-
     def throttled_s(self, topic: str, partition: int) -> float:
         """For how many seconds from now the partition's broker takes nothing, because of a quota; 0: it takes."""
         client = self._renewed.client
@@ -153,8 +146,10 @@ class Producer:
             acknowledged = await producer.send(topic, value, key, partition, None, list(headers))
         except AssertionError:
             raise self._no_partition(topic, partition) from None
-        except (KafkaError, OSError) as error:
+        except MessageSizeTooLargeError as error:  # aiokafka's own check: of this message, not of this process
             raise self._typed(topic, len(value or b""), error) from error
+        except (KafkaError, OSError) as error:
+            raise self._failed(topic, len(value or b""), error) from error
         sent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         acknowledged.add_done_callback(partial(self._acknowledge, sent, topic, len(value or b"")))
         return sent
@@ -237,8 +232,9 @@ class Producer:
                 return
             error = done.exception()
             if error is not None:
-                fail(self._typed(topic, size, error))
+                fail(self._failed(topic, size, error))
                 return
+            self._refused.taken(topic)
             offset = done.result().offset
             for index in indices:
                 settled(index, Sent(offset + index - first, offset))
@@ -251,7 +247,7 @@ class Producer:
         except AssertionError:
             fail(self._no_partition(topic, partition))
         except (KafkaError, OSError) as error:
-            fail(self._typed(topic, size, error))
+            fail(self._failed(topic, size, error))
         else:
             acknowledged.add_done_callback(acknowledge)
 
@@ -273,19 +269,35 @@ class Producer:
             sent.cancel()
             return
         error = done.exception()
+        if error is None:
+            self._refused.taken(topic)
+        failure = None if error is None else self._failed(topic, size, error)
         if sent.done():
             return
-        if error is None:
+        if failure is None:
             sent.set_result(done.result().offset)
         else:
-            sent.set_exception(self._typed(topic, size, error))
+            sent.set_exception(failure)
 
     def _no_partition(self, topic: str, partition: int | None) -> TopicError:
         return TopicError(f"topic {topic} has no partition {partition}")
 
+    def _failed(self, topic: str, size: int, error: BaseException) -> BrokerError:
+        """As `_typed`, for what a broker or the cluster's metadata said; it counts for `trouble`."""
+        typed = self._typed(topic, size, error)
+        self._refused.failed(topic, typed)
+        return typed
+
     def _typed(self, topic: str, size: int, error: BaseException) -> BrokerError:
         """size: bytes of the message, or of the batch."""
         doing = f"send to {topic}"
+        if isinstance(error, InvalidTimestampError):
+            return BrokerError(
+                f"cannot {doing}: the clock of this machine, or of the broker at {self._kafka.bootstrap}, is wrong: "
+                f"the broker finds the message's time too far from its own (InvalidTimestampError; "
+                f"message.timestamp.after.max.ms, an hour by default). Set the clocks (NTP); `relaygr topics apply` "
+                f"lets brokers set the times (message.timestamp.type = LogAppendTime)"
+            )
         if isinstance(error, (MessageSizeTooLargeError, RecordListTooLargeError)):
             return MessageTooLarge(f"cannot {doing}: {size} bytes with headers exceed the {self._max_bytes} it takes")
         if isinstance(error, UnknownTopicOrPartitionError):

@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from relaygr_stream.bus.aiokafka_compat import CLOSE_S, end_client, typed_errors
+from relaygr_stream.bus.refused import refusals
 from relaygr_stream.bus.throttling import throttled_s
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
@@ -52,7 +53,8 @@ renewals: Final[Counter[str]] = Counter()
 
 
 class RenewalsCollector(Collector):
-    """`renewals`, and how long brokers throttled us, for Prometheus. It covers the whole process: register it once."""
+    """`renewals`, how long brokers throttled us, and what they refused, for Prometheus. It covers the whole process:
+    register it once."""
 
     def describe(self) -> Iterable[CounterMetricFamily]:
         """The families without values; a registry finds duplicates by them."""
@@ -64,10 +66,13 @@ class RenewalsCollector(Collector):
         yield CounterMetricFamily(
             "relaygr_throttled_seconds", "Time for which brokers throttled clients by quotas.", labels=["client"]
         )
+        yield CounterMetricFamily(
+            "relaygr_sends_refused", "Messages and batches that brokers refused for good.", labels=["topic"]
+        )
 
     def collect(self) -> Iterable[CounterMetricFamily]:
         """The families with their present values."""
-        for family, values in zip(self.describe(), (renewals, throttled_s), strict=True):
+        for family, values in zip(self.describe(), (renewals, throttled_s, refusals), strict=True):
             for name, value in sorted(values.items()):
                 family.add_metric([name], value)
             yield family

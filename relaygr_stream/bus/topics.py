@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 _Configs = dict[str, tuple[str, bool]]
 #: Kafka's code of DYNAMIC_TOPIC_CONFIG among the sources of a config.
 TOPICS_OWN: Final = 1
+#: What `apply_topics` changes on existing topics in any case: no traffic notices, and a wrong clock does harm without.
+ALWAYS_ALTERED: Final = frozenset({"message.timestamp.type"})
 #: How long a process retries at its start. A cluster refers clients to a dead broker until it is fenced
 #: (`broker.session.timeout.ms`, 9 s by default).
 FENCING_S: Final = 10.0
@@ -108,9 +110,10 @@ async def delete_before(kafka: Kafka, topic: str, offsets: Mapping[int, int]) ->
 
 
 async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
-    """Create the missing topics, then verify strictly. Raises as `verify_topics`.
+    """Create the missing topics, let brokers set the times of existing ones, then verify strictly. Raises as
+    `verify_topics`.
 
-    alter: also change existing topics to what their files say, and add missing partitions. More lanes move users to
+    alter: change existing topics to all that their files say, and add missing partitions. More lanes move users to
     other lanes, so nothing may run meanwhile (docs/how-to/kafka.md).
     """
     topics = load_topics(kafka)
@@ -118,11 +121,9 @@ async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
     async with _admin(kafka) as admin:
         before = await _describe(admin, topics.all)
         missing = [row.topic for row in before if row.found is None]
-        altered: tuple[Difference, ...] = ()
-        if alter:
-            altered = await _alter(admin, before)
-        else:  # check the existing topics before creating others
+        if not alter:  # check the existing topics before changing them, or creating others
             check_rows([row for row in before if row.found is not None])
+        altered = await _alter(admin, before, None if alter else ALWAYS_ALTERED)
         if missing:
             await _create(admin, missing)
         timeout_s = kafka.request_timeout_ms / 1000
@@ -201,17 +202,23 @@ async def _create(admin: Any, topics: Sequence[Topic]) -> None:
             raise TopicError(f"topic {name} could not be created: {error.__name__}: {detail[0] if detail else ''}")
 
 
-async def _alter(admin: Any, rows: Sequence[TopicRow]) -> tuple[Difference, ...]:
-    """Change existing topics to what their files say, except for fewer partitions and another replication."""
+async def _alter(admin: Any, rows: Sequence[TopicRow], only: Collection[str] | None) -> tuple[Difference, ...]:
+    """Change existing topics to what their files say, except for fewer partitions and another replication.
+
+    only: the names of the settings to change; None: all.
+    """
     found = [(row.topic, row.found) for row in rows if row.found is not None]
     check_rows([row for row in rows if row.found is not None and row.found.partitions > row.topic.partitions])
-    changed = tuple(each for each in differences(rows) if each.setting != "replication")
+    changed = tuple(
+        each for each in differences(rows) if each.setting != "replication" and (only is None or each.setting in only)
+    )
     resources, few = [], {}
     for topic, has in found:
         settings = {each.setting for each in changed if each.topic == topic.name}
         if settings - {"partitions"}:
             # Kafka's request replaces all configs of the topic, so the present ones are sent too.
-            configs = {name: has.configs[name] for name in has.own} | topic.configs
+            stated = {name: value for name, value in topic.configs.items() if name in settings}
+            configs = {name: has.configs[name] for name in has.own} | stated
             resources.append(ConfigResource(ConfigResourceType.TOPIC, topic.name, configs))
         if "partitions" in settings:
             few[topic.name] = NewPartitions(topic.partitions)

@@ -1,10 +1,10 @@
-"""`relaygr model check` and `relaygr model conformance`."""
+"""`relaygr model check`, `relaygr model conformance` and `relaygr model import`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 from msgspec.structs import replace
@@ -14,12 +14,15 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Kernels
 
+#: As in models/dlrm/config.py, which imports torch.
+TIMES = ("query", "constant", "gap")
+POSITIONS = ("end", "start", "none")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @click.group(name="model")
 def model_command() -> None:
-    """Check models."""
+    """Check and import models."""
 
 
 @model_command.command()
@@ -27,10 +30,11 @@ def model_command() -> None:
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
 @click.option("--kernels", type=click.Choice(get_args(Kernels)), default="auto", help="As worker.kernels.")
 def conformance(file: Path, dtype: str, kernels: Kernels) -> None:
-    """Compare the built-in HSTU with reference arrays (FILE.npz), full and cached.
+    """Compare the built-in HSTU, or DlrmHSTU, with reference arrays (FILE.npz), full and cached.
 
     float32: prints the largest absolute deviations of each variant; exits 1 if one exceeds 1e-4. Half precision: exits
-    1 if cached, chunked or cut results deviate more from the reference than full inference in that type does.
+    1 if cached, chunked or cut results deviate more from the reference than full inference in that type does. A file
+    of DlrmHSTU (it has `meta/config`) is compared in float32: exits 1 if an array deviates by more than 1e-5.
     """
     from relaygr_stream.models.devices import select_device
 
@@ -38,10 +42,87 @@ def conformance(file: Path, dtype: str, kernels: Kernels) -> None:
     import torch
 
     from relaygr_stream.models.conformance import format_table, run_conformance
+    from relaygr_stream.models.importer.dlrm_arrays import format_dlrm_table, is_dlrm, run_dlrm_conformance
+    from relaygr_stream.models.reference_arrays import ReferenceArrays
 
-    results = run_conformance(file, getattr(torch, dtype), kernels)
+    arrays = ReferenceArrays(file)
+    if is_dlrm(arrays):
+        found = run_dlrm_conformance(arrays, getattr(torch, dtype), kernels)
+        click.echo(format_dlrm_table(found))
+        sys.exit(not all(result.conforms for result in found))
+    results = run_conformance(arrays, getattr(torch, dtype), kernels)
     click.echo(format_table(results))
     sys.exit(not all(result.conforms for result in results))
+
+
+@model_command.group(name="import")
+def model_import() -> None:
+    """Make a folder for model.checkpoint of a model that was trained elsewhere."""
+
+
+@model_import.command(name="dlrm-hstu")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--heads", default=4, show_default=True, help="Attention heads; the weights do not say how many.")
+@click.option(
+    "--scale-tokens",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="N of the attention scale 1/N, as in training; 0: 1 + history + candidates of each request.",
+)
+@click.option(
+    "--times",
+    type=click.Choice(TIMES),
+    default="query",
+    show_default=True,
+    help="Rows of times: by the age at the query; constant: all times are equal, as in DLRMv3's data; gap: by the time "
+    "since the behaviour before.",
+)
+@click.option(
+    "--positions",
+    type=click.Choice(POSITIONS),
+    default="end",
+    show_default=True,
+    help="Rows of positions, counted from the newest (end) or the oldest behaviour (start); none: one row for all.",
+)
+@click.option(
+    "--time-last-row",
+    type=click.IntRange(-1),
+    default=-1,
+    show_default=True,
+    help="Last row of times in use; -1: the table's last, as the reference's Triton kernels; its PyTorch ones stop at "
+    "D - 1.",
+)
+@click.option(
+    "--min-tokens",
+    type=click.IntRange(0),
+    default=20,
+    show_default=True,
+    help="Under so many tokens of history and candidates the user's row is left out; 0: never.",
+)
+@click.option("--tasks", default="rating", show_default=True, help="Names of the score columns, separated by commas.")
+@click.option("--item-table", default="item_id", show_default=True, help="The items' table in the checkpoint.")
+@click.option("--category-table", default="item_category_id", show_default=True, help="The categories' table.")
+@click.option("--user-table", default="user_id", show_default=True, help="The users' table.")
+def import_dlrm_hstu(checkpoint: Path, out: Path, tasks: str, **choices: Any) -> None:
+    """Import a DlrmHSTU of meta-recsys/generative-recommenders, the model of MLPerf's DLRMv3.
+
+    CHECKPOINT is a state dict (.pt, read with weights_only=True, or .safetensors), or the folder of a distributed
+    checkpoint; OUT is a new folder. Prints what ties prefix KV to one request, and how the model is served then.
+
+    \b
+    Example:
+      relaygr model import dlrm-hstu checkpoint.pt models/dlrm --time-last-row 511
+      relaygr model check --set model.checkpoint=models/dlrm
+    """
+    from relaygr_stream.models.devices import select_device
+
+    select_device("cpu")
+    from relaygr_stream.models.importer.dlrm_hstu import Choices, describe, import_checkpoint
+
+    made = import_checkpoint(checkpoint, out, Choices(tasks=tuple(tasks.split(",")), **choices))
+    click.echo(f"{out}: {describe(made)}")
 
 
 @model_command.command(name="check")

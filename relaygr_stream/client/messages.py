@@ -102,6 +102,11 @@ class MessageClient:
         return self._ended if self._connection is None else self._connection.error
 
     @property
+    def trouble(self) -> str | None:
+        """Why brokers take nothing that this client sends, such as a clock that is wrong; None if they do."""
+        return None if self._connection is None else self._connection.trouble
+
+    @property
     def in_flight(self) -> int:
         """Calls of rank() without an answer yet."""
         return len(self._answers)

@@ -171,6 +171,11 @@ class Auditor:
             self._waiting.popleft()
         self._waiting.append(Audit(task, measured, relayed))
 
+    @property
+    def waiting(self) -> int:
+        """Audits that are not over."""
+        return len(self._waiting)
+
     def users(self) -> set[str]:
         """The users whose rankings wait for their audit."""
         return {audit.task.user_key for audit in self._waiting}

@@ -230,6 +230,7 @@ class Scheduler:
             "out_of_memory": float(self._executor.out_of_memory),
             "unknown_items": unknown_items(self._executor.model),
             "audits": float(self.auditor.done),
+            "audits_waiting": float(self.auditor.waiting),
             "audit_deviation": self.auditor.worst,
             "audit_deviation_int8": self.auditor.worst_rounded,
         }

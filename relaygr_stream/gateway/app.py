@@ -39,6 +39,7 @@ from relaygr_stream.gateway.http import (
     failure,
     read_body,
     reply_format,
+    stated_length,
     trace_context,
     while_connected,
 )
@@ -236,7 +237,8 @@ class Door:
 
     def _count_refused(self, http: Request, tenant: str | None, status: int) -> None:
         if tenant is not None and status != 429:
-            self._rates.refused(tenant, getattr(http.state, "body_bytes", 0))
+            stated = min(stated_length(http), self._limits.max_body_bytes)  # read or not: what is dropped costs as well
+            self._rates.refused(tenant, max(stated, getattr(http.state, "body_bytes", 0)))
 
     def _leave(self, tenant: str) -> None:
         self._open[tenant] -= 1

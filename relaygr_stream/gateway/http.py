@@ -65,7 +65,7 @@ async def read_body(http: Request, kind: type[B], limits: Gateway, relay: Relay)
     data = bytearray()
     try:
         async with asyncio.timeout(limits.read_ms / 1e3):
-            if _stated_length(http) <= most:
+            if stated_length(http) <= most:
                 async for chunk in http.stream():
                     data += chunk
                     http.state.body_bytes = len(data)
@@ -87,7 +87,7 @@ async def discarded(http: Request, limits: Gateway) -> bool:
     A connection closed before its body is read is reset, and the client may lose the answer.
     """
     left = limits.max_body_bytes
-    if _stated_length(http) > left or "expect" in http.headers:
+    if stated_length(http) > left or "expect" in http.headers:
         return False
     with suppress(TimeoutError):
         async with asyncio.timeout(limits.read_ms / 1e3):
@@ -99,7 +99,7 @@ async def discarded(http: Request, limits: Gateway) -> bool:
     return False
 
 
-def _stated_length(http: Request) -> int:
+def stated_length(http: Request) -> int:
     """Bytes of the body by its head; 0: it does not say."""
     length = http.headers.get("content-length", "")
     return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0

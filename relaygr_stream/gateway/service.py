@@ -49,6 +49,7 @@ async def run_gateway(context: ProcessContext) -> None:
         door.metrics.connections.set_function(lambda: connections.count)
         serving = background.start(connections.run())
         background.start(_look(relay))
+        context.conditions.append(lambda: relay.trouble)
         context.set_ready(True)
         scheme = "https" if settings.gateway.tls_certificate else "http"
         context.log.info("serving", url=f"{scheme}://{settings.gateway.host}:{connections.port}")

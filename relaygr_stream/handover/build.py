@@ -11,7 +11,7 @@ from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.service import Handover
 from relaygr_stream.handover.wire import Identity, token_bytes
 from relaygr_stream.models.api import schema_of
-from relaygr_stream.models.hstu_model import HSTUModel
+from relaygr_stream.models.loading import BuiltIn
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.worker.device import DeviceThread
@@ -66,7 +66,7 @@ def identity_of(settings: Settings, runtime: WorkerRuntime, lanes: int) -> Ident
     last bits.
     """
     layout, device = runtime.model.layout, runtime.device.type
-    if isinstance(runtime.model, HSTUModel):
+    if isinstance(runtime.model, BuiltIn):
         device = f"{device}/{runtime.model.kernels}"
     return Identity(
         model_version=runtime.model.version,

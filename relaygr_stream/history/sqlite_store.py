@@ -6,7 +6,9 @@ Several processes may read and write it. SQLite's journal makes a write all or n
 from __future__ import annotations
 
 import asyncio
+import random
 import sqlite3
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +16,17 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from relaygr_stream.errors import ConfigError, HistoryUnavailable
-from relaygr_stream.history.packed import Head, PackedStore, Write, decode_head, encode_head, lost_rows, unpack, widths
+from relaygr_stream.history.packed import (
+    LONGEST_WAIT_S,
+    Head,
+    PackedStore,
+    Write,
+    decode_head,
+    encode_head,
+    lost_rows,
+    unpack,
+    widths,
+)
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import tenant_key
 
@@ -106,12 +118,28 @@ class SqliteStore(PackedStore):
     def _connection(self) -> sqlite3.Connection:
         if self._open is None:
             _make_private(self._path)
-            db = sqlite3.connect(self._path, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
-            for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
-                db.execute(f"PRAGMA {pragma}")
-            db.execute(_CREATE)
+            deadline = time.monotonic() + self._timeout_s
+            while (db := prepared(self._path, self._timeout_s, deadline)) is None:
+                time.sleep(random.uniform(0.0, LONGEST_WAIT_S))
             self._open = db
         return self._open
+
+
+def prepared(path: Path, timeout_s: float, deadline: float) -> sqlite3.Connection | None:
+    """The file, open. None, before the deadline: others open a new file at the same time, and SQLite refuses at once,
+    whatever its timeout, where waiting for them would be a deadlock."""
+    db = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+    try:
+        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+            db.execute(f"PRAGMA {pragma}")
+        db.execute(_CREATE)
+    except sqlite3.Error as error:
+        db.close()
+        busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY  # the low byte: BUSY_RECOVERY is one
+        if busy and time.monotonic() < deadline:
+            return None
+        raise
+    return db
 
 
 def _make_private(path: Path) -> None:

@@ -129,7 +129,7 @@ class VariantResult:
 
 
 def run_conformance(
-    path: str | Path, dtype: torch.dtype = torch.float32, kernels: Kernels = "auto"
+    file: str | Path | ReferenceArrays, dtype: torch.dtype = torch.float32, kernels: Kernels = "auto"
 ) -> list[VariantResult]:
     """Compare every variant of the file, computing in `dtype` on the CPU. kernels: as the setting worker.kernels.
 
@@ -141,7 +141,7 @@ def run_conformance(
             "the comparison with reference arrays runs on the CPU, and Triton kernels are for cuda; use "
             "`relaygr model check --device cuda --set worker.kernels=triton`"
         )
-    arrays = ReferenceArrays(Path(path))
+    arrays = file if isinstance(file, ReferenceArrays) else ReferenceArrays(Path(file))
     return [_run_variant(arrays, name, dtype, kernels) for name in arrays.variants()]
 
 

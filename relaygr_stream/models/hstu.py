@@ -1,7 +1,8 @@
 """The HSTU stack on embedded tokens: it appends to prefix KV and scores rows against it.
 
 The layers are in stu.py. N is a constant of the model. If N were the sequence's length, the K/V of the prefix would
-change with every new behaviour.
+change with every new behaviour; a caller whose prefix KV serve one request may give each its own (scale_tokens), if the
+stack was placed with kernels "torch".
 """
 
 from __future__ import annotations
@@ -82,6 +83,13 @@ class HSTUStack(nn.Module):
         return self.native.ends(embedding, head) if self.native else None
 
     @property
+    def kernels(self) -> str:
+        """What computes the layers: "triton", an object of native/objects.py, or "torch"."""
+        if self.fused is not None:
+            return "triton"
+        return self.native.name if self.native else "torch"
+
+    @property
     def incremental(self) -> bool:
         """Whether prefix KV stays valid when behaviours follow; False if contextual tokens see the whole history."""
         return self.config.contextual_seq_len == 0
@@ -96,13 +104,13 @@ class HSTUStack(nn.Module):
         _run(self.append_in_steps(kv, x, times))
 
     def append_in_steps(
-        self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None = None
+        self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None = None, scale_tokens: int = 0
     ) -> Generator[None, None, torch.Tensor]:
-        """As `append`, one layer per step; the last step advances kv.length.
+        """As `append`, one layer per step; the last step advances kv.length. scale_tokens: N; 0: the stack's.
 
         Between steps the caller may make any call that does not write behind kv.length.
         """
-        return self._prefill_in_steps(kv, x, times, outputs=False)
+        return self._prefill_in_steps(kv, x, times, outputs=False, scale_tokens=scale_tokens)
 
     def check_room(self, kv: KVRegion, count: int) -> None:
         """Raise as `append` where `count` tokens cannot be appended to `kv`."""
@@ -114,15 +122,20 @@ class HSTUStack(nn.Module):
         if kv.length + count > kv.capacity:
             raise ValueError(f"{count} tokens behind {kv.length} do not fit into a region of {kv.capacity}")
 
-    def prefill(self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
-        """As `append`, but also computes and returns the last layer's outputs (n, D)."""
-        return _run(self._prefill_in_steps(kv, x, times, outputs=True))
+    def prefill(
+        self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None = None, scale_tokens: int = 0
+    ) -> torch.Tensor:
+        """As `append`, but also computes and returns the last layer's outputs (n, D).
+
+        scale_tokens: N; 0: the stack's.
+        """
+        return _run(self._prefill_in_steps(kv, x, times, outputs=True, scale_tokens=scale_tokens))
 
     @torch.no_grad()
     def _prefill_in_steps(
-        self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None, outputs: bool
+        self, kv: KVRegion, x: torch.Tensor, times: torch.Tensor | None, outputs: bool, scale_tokens: int
     ) -> Generator[None, None, torch.Tensor]:
-        start, stop = kv.length, kv.length + len(x)
+        start, stop, weight = kv.length, kv.length + len(x), self._weight_for(scale_tokens)
         self.check_room(kv, len(x))
         if start == stop:
             return x
@@ -158,7 +171,7 @@ class HSTUStack(nn.Module):
             region_values[:, start:stop] = v.transpose(0, 1)
             attend(
                 q.transpose(0, 1), region_keys, region_values, workspace.o[:count].transpose(0, 1), blocks,
-                scale=self._scale, weight=self._weight, bias=places.bias(layer),
+                scale=self._scale, weight=weight, bias=places.bias(layer),
             )  # fmt: skip
             x = layer.finish(x, workspace)
             yield
@@ -202,7 +215,8 @@ class HSTUStack(nn.Module):
                 for (its_keys, its_values, adds), blocks, at in zip(parts, plan, place, strict=True):
                     attend(
                         own_q, its_keys, its_values, own_o, blocks,
-                        scale=self._scale, weight=self._weight, bias=at.bias(layer), accumulate=adds,
+                        scale=self._scale, weight=self._weight_for(rows.scale_tokens), bias=at.bias(layer),
+                        accumulate=adds,
                     )  # fmt: skip
             attend_to_self(q, k, v, o, scale=self._scale, weight=self_weight, bias=own_bias(layer))
             x = layer.finish(x, workspace)
@@ -257,17 +271,25 @@ class HSTUStack(nn.Module):
 
     def _self_weight(self, batch: Sequence[RankingRows], device: torch.device) -> torch.Tensor | float:
         """The weight of each row's attention to itself: 0 for suffix rows, since the suffix's blocks include it."""
-        if not any(rows.suffix for rows in batch):
+        if not any(rows.suffix or rows.scale_tokens for rows in batch):
             return self._weight
         return torch.from_numpy(self._self_weights(batch)).view(-1, 1, 1).to(device, non_blocking=True)
 
     def _self_weights(self, batch: Sequence[RankingRows]) -> npt.NDArray[np.float32]:
-        weights = np.full(sum(one.suffix + one.candidates for one in batch), self._weight, np.float32)
+        weights = np.zeros(sum(one.suffix + one.candidates for one in batch), np.float32)
         start = 0
         for one in batch:
-            weights[start : start + one.suffix] = 0
-            start += one.suffix + one.candidates
+            stop = start + one.suffix + one.candidates
+            weights[start + one.suffix : stop] = self._weight_for(one.scale_tokens)
+            start = stop
         return weights
+
+    def _weight_for(self, scale_tokens: int) -> float:
+        """1/N of a call's own N; of the stack's if it is 0."""
+        if not scale_tokens:
+            return self._weight
+        assert self.fused is None and self.native is None, "the kernels have one N"
+        return 1 / scale_tokens
 
     def stu_layers(self) -> Sequence[STULayer]:
         """The layers, first to last."""

@@ -13,7 +13,7 @@ from msgspec import Meta, to_builtins
 from torch import nn
 
 from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
-from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
+from relaygr_stream.models.embeddings import ACTIONS, TaskHead, TokenEmbedding
 from relaygr_stream.models.hstu import FusedLayers, HSTUStack
 from relaygr_stream.models.kernels.choice import fused_stack
 from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder
@@ -28,14 +28,15 @@ from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 #: The types that the kernels support and the settings offer.
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 #: Fields of the configuration that the first release did not have.
-LATER_FIELDS: Final = ("oov_rows", "features", "relative_positions", "relative_times")
+LATER_FIELDS: Final = ("oov_rows", "features", "relative_positions", "relative_times", "actions")
 
 
 class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole definition of an HSTU model apart from its weights: the layers' shape, tables and score columns.
 
     oov_rows: rows of the item table behind the vocab rows, for ids outside [0, vocab), by hash (embeddings.py). 0: such
-    an id shares a known item's row, id mod vocab. features: the columns it reads; a category needs its `rows`.
+    an id shares a known item's row, id mod vocab. features: the columns it reads; a category needs its `rows`. actions:
+    what each row of the action table stands for in the log of the training, "" for none; empty: the log's own numbers.
     """
 
     vocab: Positive
@@ -43,8 +44,11 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_positions: Positive
     tasks: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
     features: tuple[FeatureColumn, ...] = ()
+    actions: Annotated[tuple[str, ...], Meta(max_length=ACTIONS)] = ()
 
     def __post_init__(self) -> None:
+        if len(named := list(filter(None, self.actions))) != len(set(named)):
+            raise ValueError('`actions` has a name twice; each row of the action table has one of its own, or ""')
         FeatureSchema(self.features)  # raises ValueError for a name that stands there twice
         if self.contextual_seq_len and is_relative(self):
             raise ValueError("contextual_seq_len and a bias on relative positions or times exclude each other")
@@ -69,6 +73,7 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 class HSTUModel(nn.Module):
     """HSTU as a `RankingModel`. Weights are uninitialised until `load_weights`; `place` moves and converts them."""
 
+    architecture: Final = "hstu"
     layout: KVLayout
     version: str
     note: str
@@ -117,7 +122,7 @@ class HSTUModel(nn.Module):
         # The embedding in C, and the recorded one, read no features.
         self._ends = None if self.features else self.stack.native_ends(self.embedding, self.head)
         self.layout = self.config.layout(dtype)
-        self.version = version_of("hstu", self._digest, dtype, self.features)
+        self.version = version_of(self.architecture, self._digest, dtype, self.features)
         fused = fused_stack(self.config, device, dtype, kernels)
         self.use(fused, None if fused is None else CudaRecorder(device))
         return self
@@ -125,9 +130,7 @@ class HSTUModel(nn.Module):
     @property
     def kernels(self) -> str:
         """What computes the layers: "triton", an object of native/objects.py, or "torch"."""
-        if self.stack.fused is not None:
-            return "triton"
-        return self.stack.native.name if self.stack.native else "torch"
+        return self.stack.kernels
 
     def use(self, fused: FusedLayers | None, recorder: Recorder | None) -> None:
         """Use `fused` for attention from now on, its launches recorded by `recorder`; None: plain torch operators."""

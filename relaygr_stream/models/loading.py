@@ -9,6 +9,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,8 @@ from safetensors.torch import load_file, save_file
 from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError, FactoryError, ModelError, RelayError
 from relaygr_stream.models.api import RankingModel, unknown_items
+from relaygr_stream.models.dlrm.config import DlrmConfig
+from relaygr_stream.models.dlrm.model import DlrmHSTU
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.kv import KVLayout
 from relaygr_stream.settings.files import packaged_dir
@@ -31,6 +34,8 @@ from relaygr_stream.wire.versions import NOT_DECODED
 
 log = structlog.get_logger(__name__)
 
+#: Models that a checkpoint names by its architecture.
+BuiltIn = HSTUModel | DlrmHSTU
 
 # Seeded random weights, for demos, tests and measurements: they rank as chance does.
 
@@ -62,17 +67,21 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.from_numpy(np.multiply(values, np.float32(deviation), out=values))
 
 
-# Checkpoints of the built-in model: a folder with config.json and model.safetensors, checked key by key.
+# Checkpoints of the built-in models: a folder with config.json and model.safetensors, checked key by key.
 
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
-ARCHITECTURE: Final = "hstu"
+#: Architecture → what makes its configuration of the fields in config.json.
+CONFIGS: Final[dict[str, Callable[[dict[str, Any]], HSTUConfig | DlrmConfig]]] = {
+    HSTUModel.architecture: partial(msgspec.convert, type=HSTUConfig),
+    DlrmHSTU.architecture: DlrmConfig.of_fields,
+}
 FORMAT: Final = 1
 #: Characters of a file's value that an error quotes.
 MOST_SHOWN: Final = 80
 
 
-def save_checkpoint(model: HSTUModel, folder: str | Path) -> None:
+def save_checkpoint(model: BuiltIn, folder: str | Path) -> None:
     """Write the model to `folder`, which is created if absent.
 
     Weights are written in their present type, so save the model before `place` converts it to half precision.
@@ -80,7 +89,7 @@ def save_checkpoint(model: HSTUModel, folder: str | Path) -> None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
-    header = {"architecture": ARCHITECTURE, "format": FORMAT}
+    header = {"architecture": model.architecture, "format": FORMAT}
     text = msgspec.json.format(msgspec.json.encode(header | model.config.fields()), indent=2)
     save_file(weights, path / (WEIGHTS_FILE + ".tmp"))
     (path / (CONFIG_FILE + ".tmp")).write_bytes(text + b"\n")
@@ -89,6 +98,14 @@ def save_checkpoint(model: HSTUModel, folder: str | Path) -> None:
 
 
 def load_checkpoint(folder: str | Path) -> HSTUModel:
+    """The built-in HSTU in `folder`, as `load_any_checkpoint`. Raises ModelError for another architecture too."""
+    found = load_any_checkpoint(folder)
+    if not isinstance(found, HSTUModel):
+        raise ModelError(f"{folder}: a {found.architecture}; expected a {HSTUModel.architecture}")
+    return found
+
+
+def load_any_checkpoint(folder: str | Path) -> BuiltIn:
     """The model in `folder`, float32 on the CPU; its version is a digest of configuration and weights.
 
     Raises ModelError that names the file, the key, and what was expected and found.
@@ -96,10 +113,8 @@ def load_checkpoint(folder: str | Path) -> HSTUModel:
     path = Path(folder)
     config = read_config(path)
     try:
-        with torch.device("meta"):  # shapes without memory: the weights are asked before any is taken
-            wanted = HSTUModel(config).state_dict()
-        weights = _in_float32(path / WEIGHTS_FILE, _read_weights(path / WEIGHTS_FILE), wanted)
-        return HSTUModel(config).load_weights(weights, note="")
+        weights = in_float32(path / WEIGHTS_FILE, _read_weights(path / WEIGHTS_FILE), wanted_weights(config))
+        return _model_of(config).load_weights(weights, note="")
     except (
         RuntimeError,
         TypeError,
@@ -110,13 +125,23 @@ def load_checkpoint(folder: str | Path) -> HSTUModel:
         raise ModelError(f"{path / CONFIG_FILE}: a model of this shape cannot be allocated: {reason}") from error
 
 
+def wanted_weights(config: HSTUConfig | DlrmConfig) -> dict[str, torch.Tensor]:
+    """Names and shapes of the weights, without memory: a checkpoint is asked before any is taken."""
+    with torch.device("meta"):
+        return _model_of(config).state_dict()
+
+
+def _model_of(config: HSTUConfig | DlrmConfig) -> BuiltIn:
+    return HSTUModel(config) if isinstance(config, HSTUConfig) else DlrmHSTU(config)
+
+
 def checkpoint_folder(name: str) -> Path:
     """The folder that `model.checkpoint` names: a packaged one by its bare name ("demo"), any other by its path."""
     packaged = packaged_dir("checkpoints") / name
     return packaged if os.sep not in name and (packaged / CONFIG_FILE).is_file() else Path(name)
 
 
-def read_config(folder: Path) -> HSTUConfig:
+def read_config(folder: Path) -> HSTUConfig | DlrmConfig:
     """The shape of the model in `folder`. Raises ModelError as `load_checkpoint`."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a checkpoint is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -127,12 +152,15 @@ def read_config(folder: Path) -> HSTUConfig:
         raise ModelError(f"{file}: cannot be read: {error.strerror or error}") from error
     except NOT_DECODED as error:
         raise ModelError(f"{file}: not a JSON object: {error}") from error
-    for key, expected in (("architecture", ARCHITECTURE), ("format", FORMAT)):
-        found = fields.pop(key, None)
-        if found != expected or isinstance(found, bool):  # True == 1
-            raise ModelError(f"{file}: `{key}` must be {expected!r}, found {shown(repr(found))}")
+    architecture = fields.pop("architecture", None)
+    if not isinstance(architecture, str) or architecture not in CONFIGS:
+        known = " or ".join(map(repr, CONFIGS))
+        raise ModelError(f"{file}: `architecture` must be {known}, found {shown(repr(architecture))}")
+    found = fields.pop("format", None)
+    if found != FORMAT or isinstance(found, bool):  # True == 1
+        raise ModelError(f"{file}: `format` must be {FORMAT!r}, found {shown(repr(found))}")
     try:
-        config = msgspec.convert(fields, HSTUConfig)
+        config = CONFIGS[architecture](fields)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ModelError(f"{file}: {error}") from error
     if len(set(config.tasks)) != len(config.tasks):
@@ -169,7 +197,7 @@ def shown(text: str) -> str:
     return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 1] + "…"
 
 
-def _in_float32(
+def in_float32(
     file: Path, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The weights `found` in float32. Raises ModelError for a weight that does not fit, or is not finite there."""
@@ -215,7 +243,7 @@ def load_model(
     """
     if model.factory:
         return _from_factory(model, device, dtype)
-    built_in = load_checkpoint(checkpoint_folder(model.checkpoint)) if model.checkpoint else _random(model)
+    built_in = load_any_checkpoint(checkpoint_folder(model.checkpoint)) if model.checkpoint else _random(model)
     _refuse_suffix_with_contextual(built_in, model, relay)
     built_in.place(device, dtype, kernels)
     if dtype != torch.float32:
@@ -264,7 +292,7 @@ def _config(model: settings.Model) -> HSTUConfig:
     )
 
 
-def _refuse_suffix_with_contextual(built_in: HSTUModel, model: settings.Model, relay: settings.Relay) -> None:
+def _refuse_suffix_with_contextual(built_in: BuiltIn, model: settings.Model, relay: settings.Relay) -> None:
     """Raise ConfigError if contextual tokens meet suffixes: the contextual tokens would change with every suffix."""
     contextual = built_in.config.contextual_seq_len
     if contextual and relay.max_suffix_tokens:
@@ -276,7 +304,7 @@ def _refuse_suffix_with_contextual(built_in: HSTUModel, model: settings.Model, r
         )
 
 
-def _refuse_overflow(built_in: HSTUModel, model: settings.Model, dtype: torch.dtype) -> None:
+def _refuse_overflow(built_in: BuiltIn, model: settings.Model, dtype: torch.dtype) -> None:
     """Raise ModelError if a weight became infinite in `dtype`: float16 ends at 65,504."""
     for name, value in built_in.state_dict().items():
         # The smallest and the largest: a mask as large as the table would take the device's memory.

@@ -40,6 +40,21 @@ class ReferenceArrays:
         except (OSError, ValueError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
             raise InputError(f"{path}: not a readable npz file: {error}") from error
 
+    def names(self) -> list[str]:
+        """The names of all arrays."""
+        return list(self._arrays)
+
+    def text(self, key: str) -> str:
+        """The text in an array without dimensions. Raises ValueError for anything else."""
+        array = self._arrays[key]
+        if array.shape or array.dtype.kind != "U":
+            raise ValueError(f"an array of {array.dtype}, not a text")
+        return str(array)
+
+    def any(self, key: str) -> npt.NDArray[Any]:
+        """The array at `key`, of any shape."""
+        return self.get(key, (None,) * self._arrays[key].ndim) if key in self._arrays else self.get(key, ())
+
     def variants(self) -> list[str]:
         """The names of all variants, at least one."""
         names = [key.removesuffix("/meta") for key in self._arrays if key.endswith("/meta")]

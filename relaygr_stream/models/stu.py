@@ -140,9 +140,11 @@ class RankingRows:
     """The rows of one ranking in a batch: `suffix` behaviours behind kv.length, then `candidates`.
 
     times: of the suffix's behaviours, int64 (suffix,) on the host, as `kv.times`; None: the model compares no times.
+    scale_tokens: N of this ranking; 0: the stack's.
     """
 
     kv: KVRegion
     suffix: int
     candidates: int
     times: torch.Tensor | None = None
+    scale_tokens: int = 0

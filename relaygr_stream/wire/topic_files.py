@@ -22,6 +22,7 @@ from relaygr_stream.settings.inputs import read_text
 from relaygr_stream.settings.schema import MAX_LANES, Kafka
 
 CleanupPolicy = Literal["delete", "compact"]
+TimestampType = Literal["CreateTime", "LogAppendTime"]
 Compression = Literal["uncompressed", "producer", "gzip", "snappy", "lz4", "zstd"]
 
 
@@ -48,6 +49,9 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: Otherwise 300 MB of zeros pass a limit of 1 MiB as 0.3 MB of gzip, and the reader unpacks them.
     compression_type: Compression = "uncompressed"
     min_insync_replicas: Annotated[int, Meta(ge=1, le=9)] | None = None
+    #: LogAppendTime: brokers set the times of records. Otherwise one sender's clock that is ahead keeps a log for ever,
+    #: and a sender whose clock is more than an hour ahead is refused (message.timestamp.after.max.ms).
+    timestamp_type: TimestampType = "LogAppendTime"
 
     @property
     def configs(self) -> dict[str, str]:
@@ -59,6 +63,7 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "max.message.bytes": self.max_message_bytes,
             "compression.type": self.compression_type,
             "min.insync.replicas": self.min_insync_replicas,
+            "message.timestamp.type": self.timestamp_type,
         }
         return {name: str(value) for name, value in stated.items() if value is not None}
 

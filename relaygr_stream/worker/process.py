@@ -33,7 +33,7 @@ from relaygr_stream.engine.audit import Report
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.errors import BrokerError, DeviceError, RelayError
 from relaygr_stream.history.store import HistoryStore, open_store
-from relaygr_stream.models.hstu_model import HSTUModel
+from relaygr_stream.models.loading import BuiltIn
 from relaygr_stream.models.relative import is_relative
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
@@ -124,7 +124,7 @@ async def made_worker(
         metrics.model_info.labels(runtime.model.version, runtime.model.note).set(1)
         describe = log.warning if runtime.model.note else log.info
         described = {"version": runtime.model.version, "note": runtime.model.note, "device": str(runtime.device)}
-        if isinstance(runtime.model, HSTUModel):
+        if isinstance(runtime.model, BuiltIn):
             described["kernels"] = runtime.model.kernels
             if is_relative(runtime.model.config):
                 log.info("torch operators compute the bias on relative positions or times; no kernel does")
@@ -217,7 +217,12 @@ class Worker:
             on_lanes=self._on_lanes,
             capacity=settings.worker.capacity,
             progressing=self._progressing,
-            crashes=Crashes(topics.ranking.name, settings.worker.max_crashes, self.requests.on_crashed),
+            crashes=Crashes(
+                [topics.pre_infer.name, topics.ranking.name],
+                settings.worker.max_crashes,
+                lambda record: self.requests.on_records([record], suspect=True),
+                self.requests.on_crashed,
+            ),
         )
         self._counts = PartitionCounts(
             topics, bus.scores, self.requests.intake.set_reply_partitions, [topics.worker_status]

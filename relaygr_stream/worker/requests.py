@@ -31,7 +31,7 @@ from relaygr_stream.engine.commands import (
     PrefillTask,
     Rank,
 )
-from relaygr_stream.errors import CRASHED, DecodeError
+from relaygr_stream.errors import CRASHED, DecodeError, DeviceError
 from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.settings.schema import Settings
@@ -93,6 +93,7 @@ class Requests:
         background: Background,
     ) -> None:
         self._max_crashes = settings.worker.max_crashes
+        self._background = background
         self._longest_s = settings.worker.max_timeout_ms / 1e3
         self._erased: list[tuple[float, Erase]] = []  # users lately erased, for rankings that come back to be ranked
         self._name = name
@@ -164,25 +165,36 @@ class Requests:
             self.intake.lanes_lost(lost)
             self._device.submit(LanesLost(lost))
 
-    def on_records(self, records: list[Record]) -> None:
-        """Hand what came to the device as commands: rankings first, because their clients wait."""
+    def on_records(self, records: list[Record], *, suspect: bool = False) -> None:
+        """Hand what came to the device as commands: rankings first, because their clients wait.
+
+        suspect: they may end this worker, and are done only when nothing is left to do at them.
+        """
         signals: list[Prefill] = []
         rankings: list[Rank | Cancel] = []  # in their order: a ranking may come behind the cancel of its request
         for record in records:
             kind, ranked = kind_of(record.headers), record.topic == self._topics.ranking.name
             if kind and not (ranked and kind == KIND_DELEGATED):
-                if (cancel := self._other(record, kind)) is not None:
+                if (cancel := self._other(record, kind)) is None:
+                    continue
+                if suspect:
+                    self._background.start(self._cancelled(cancel, record))
+                else:
+                    self._done(record)
                     rankings.append(cancel)
             elif ranked and not kind:
                 if (ranking := self._ranking(record)) is not None:
                     rankings.append(ranking)
-            elif (signal := self._signal(record)) is not None:
+            elif (signal := self._signal(record, suspect)) is not None:
                 signals.append(signal)
         if signals or rankings:
             self._device.submit(*rankings, *signals)
 
     def _other(self, record: Record, kind: str) -> Cancel | None:
-        """A client's cancel, refusals of the trigger, or a kind of a later release, which is skipped."""
+        """A client's cancel, refusals of the trigger, or a kind of a later release, which is skipped.
+
+        The record of a cancel that is returned is not done.
+        """
         if kind == KIND_CANCEL and record.topic == self._topics.ranking.name:
             try:
                 cancel = Cancel(self.intake.cancelled(record))
@@ -190,7 +202,6 @@ class Requests:
                 self.outbox.dead_letter(record, error)
                 return None
             self._delegates.release(cancel.request_key, record)
-            self._done(record)
             return cancel
         if kind == REFUSALS and record.topic == self._topics.pre_infer.name:
             self._delegates.notice(record, self.intake.sure_age_ms(record))
@@ -199,11 +210,18 @@ class Requests:
         self._done(record)
         return None
 
-    def _signal(self, record: Record) -> Prefill | None:
+    async def _cancelled(self, cancel: Cancel, record: Record) -> None:
+        """Have the device take a cancel; only then is its record done."""
+        with suppress(DeviceError):  # which ends the worker, as it may have to
+            await self._device.ask(cancel)
+            self._done(record)
+
+    def _signal(self, record: Record, suspect: bool = False) -> Prefill | None:
         try:
             origin = None
-            if self._tracing.on:
-                origin = SignalOrigin(self._tracing.receive("relaygr.pre-infer", record), time.monotonic())
+            if self._tracing.on or suspect:
+                trace = self._tracing.receive("relaygr.pre-infer", record) if self._tracing.on else None
+                origin = SignalOrigin(trace, time.monotonic(), record if suspect else None)
             command = self.intake.signal(record, origin)
         except DecodeError as error:
             self.outbox.dead_letter(record, error)
@@ -211,12 +229,12 @@ class Requests:
         task = command.task
         self._reasons.admitted(task.request_key, delegated=task.lane == DELEGATED_LANE)
         # A signal is acknowledged at once: if it is lost with the process, its ranking runs in full.
-        self._done(record)
+        if not suspect:
+            self._done(record)
         if self.held.signal(task.nbytes):
             return self.resolver.resolve(command)
         self._metrics.signals.labels("no_memory").inc()
-        if task.origin is not None:
-            signal_over(Placed(task, "no_memory", completed=False), self._name)
+        self._signal_over(Placed(task, "no_memory", completed=False))
         return None
 
     def _ranking(self, record: Record) -> Rank | None:
@@ -261,8 +279,13 @@ class Requests:
 
     def _signal_dropped(self, task: PrefillTask) -> None:
         self.held.signal_over(task.nbytes)
-        if task.origin is not None:
-            signal_over(Placed(task, "no_history", completed=False), self._name)
+        self._signal_over(Placed(task, "no_history", completed=False))
+
+    def _signal_over(self, placed: Placed) -> None:
+        if (origin := placed.task.origin) is not None:
+            signal_over(placed, self._name)
+            if origin.record is not None:
+                self._done(origin.record)
 
     def fetching_bytes(self, lane: int) -> int:
         """HBM bytes of signals that were read and wait for their history: a status counts them as pinned."""
@@ -280,13 +303,13 @@ class Requests:
         log.info("a user was erased", erase=erase.id, entries=entries)
 
     def on_crashed(self, record: Record) -> None:
-        """Dead-letter a ranking at which so many workers ended: no worker runs it again."""
+        """Dead-letter a record at which so many workers ended: no worker runs it again. A ranking is answered, too."""
         limit = self._max_crashes
         detail = f"{limit} workers ended while they worked at this request (worker.max_crashes)"
-        try:
-            origin = self.intake.route(record)
-        except DecodeError:
-            origin = None
+        origin: Origin | None = None
+        if record.topic == self._topics.ranking.name and not kind_of(record.headers):
+            with suppress(DecodeError):
+                origin = self.intake.route(record)
         self.outbox.dead_letter(record, DecodeError(CRASHED, detail), origin)
 
     def _done(self, record: Record) -> None:
@@ -298,7 +321,7 @@ class Requests:
 
     def _on_placed(self, placed: list[Placed]) -> None:
         for each in placed:
-            signal_over(each, self._name)
+            self._signal_over(each)
 
     def on_answers(self, answers: list[Answer]) -> None:
         """Reply to rankings; one that has its answer already gets no second."""

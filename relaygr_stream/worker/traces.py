@@ -13,19 +13,25 @@ from time import monotonic
 from relaygr_stream.engine.commands import Answer, Placed, PrefillTask, RankTask
 from relaygr_stream.telemetry.tracing import Trace
 from relaygr_stream.wire.messages import MISSES
+from relaygr_stream.wire.records import Record
 
 #: Outcomes of rankings that waited for the device to compute prefix KV.
 PREFILLED = MISSES | {"joined"}
 
 
 class SignalOrigin:
-    """Where a traced signal came from: its span, and when it was read, in seconds of time.monotonic()."""
+    """Where a signal came from, if what becomes of it is told.
 
-    __slots__ = ("read", "trace")
+    trace: its span. read: when it was read, in seconds of time.monotonic(). record: its record, if it is done only when
+    the signal is over.
+    """
 
-    def __init__(self, trace: Trace, read: float) -> None:
+    __slots__ = ("read", "record", "trace")
+
+    def __init__(self, trace: Trace | None, read: float, record: Record | None) -> None:
         self.trace = trace
         self.read = read
+        self.record = record
 
 
 def ranking_parts(trace: Trace, answer: Answer) -> None:
@@ -65,10 +71,12 @@ def ranking_attributes(answer: Answer, worker: str) -> dict[str, str | int | flo
 
 
 def signal_over(placed: Placed, worker: str) -> None:
-    """End the span of a signal."""
+    """End the span of a signal, if it has one."""
     task, origin = placed.task, placed.task.origin
     assert isinstance(origin, SignalOrigin)
     trace = origin.trace
+    if trace is None:
+        return
     if placed.started:
         trace.part("queue", max(origin.read, trace.latest), placed.started)
         trace.part("prefill", placed.started, placed.ended, {"relaygr.computed_tokens": placed.tokens})

@@ -1,15 +1,12 @@
 """Reads a log file, compressed (gzip, xz) or not, as numbered text lines, and refuses files that are not text.
 
-A line that is not text (not UTF-8, or too long) becomes a `BrokenLine`, which the readers count and skip.
+A line that is not text (not UTF-8, or too long) becomes a `BrokenLine`, which the readers count and skip. What is read
+of a file is bounded by what it takes on the disk, whether it is packed or sparse.
 """
 
 from __future__ import annotations
 
-import gzip
-import io
-import lzma
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import IO, Final
 
 from relaygr_stream.errors import InputError
 from relaygr_stream.settings.inputs import is_pointer, open_regular, pointer_error
+from relaygr_stream.workload.unpacked import UNPACK_ERRORS, stored_bytes, unpacked
 
 #: Longer lines are broken lines. JSON events in public logs have a few KiB; a file without newlines must not be read
 #: into memory as one line.
@@ -32,8 +30,6 @@ MOST_UNPACKED: Final = 200
 #: Of the unpacked bytes so many are always read: less than a second.
 FREE_UNPACKED_BYTES: Final = 16 << 20
 
-_GZIP_MAGIC: Final = b"\x1f\x8b"
-_XZ_MAGIC: Final = b"\xfd7zXZ\x00"
 _PARQUET_MAGIC: Final = b"PAR1"
 _UTF8_BOM: Final = b"\xef\xbb\xbf"
 _UTF16_BOMS: Final = (b"\xff\xfe", b"\xfe\xff")
@@ -58,16 +54,10 @@ class TextLog:
         self.lines = 0  # lines read so far, broken ones included
         self._progress = progress
         self._raw: IO[bytes] = open_regular(path)
-        self._size = os.fstat(self._raw.fileno()).st_size
+        found = os.fstat(self._raw.fileno())
+        self._size, self._stored = found.st_size, stored_bytes(found)
         self._read = 0  # unpacked bytes
-        magic = self._raw.read(len(_XZ_MAGIC))
-        self._raw.seek(0)
-        # BufferedReader around GzipFile: readline on a bare GzipFile is several times slower.
-        self._stream: IO[bytes] = self._raw
-        if magic.startswith(_GZIP_MAGIC):
-            self._stream = io.BufferedReader(gzip.GzipFile(fileobj=self._raw))
-        elif magic == _XZ_MAGIC:
-            self._stream = io.BufferedReader(lzma.open(self._raw))  # noqa: SIM115 - closed in __exit__
+        self._stream = unpacked(self._raw)
 
     def __enter__(self) -> TextLog:
         return self
@@ -97,9 +87,11 @@ class TextLog:
             self._progress(self._size, self._size)
 
     def _readline(self) -> bytes:
+        if self._stream is self._raw and self._read >= self._size:
+            return b""  # what is appended meanwhile is another reading's: somebody may write faster than this reads
         try:
             data = self._stream.readline(MAX_LINE_BYTES)
-        except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        except UNPACK_ERRORS as error:
             raise InputError(
                 f"{self.path}: the compressed data is damaged or cut off after line {self.lines} ({error}); "
                 "check that the download is complete"
@@ -107,10 +99,10 @@ class TextLog:
         except OSError as error:
             raise InputError(f"{self.path}: cannot be read after line {self.lines}: {error}") from error
         self._read += len(data)
-        if self._read > most_unpacked(self._size):
+        if self._read > most_unpacked(self._stored):
             raise InputError(
-                f"{self.path}: its {self._size} bytes unpack to more than {self._read >> 20} MiB, which no log does; "
-                f"unpack it yourself if it is one"
+                f"{self.path}: its {self._stored} bytes on the disk unpack to more than {self._read >> 20} MiB, which "
+                f"no log does; unpack it yourself if it is one"
             )
         return data
 
@@ -120,7 +112,7 @@ class TextLog:
 
 
 def most_unpacked(size: int) -> int:
-    """The most bytes that a file of `size` bytes may unpack to."""
+    """The most bytes that a file of `size` bytes on the disk may unpack to, or be read as where it is sparse."""
     return FREE_UNPACKED_BYTES + MOST_UNPACKED * size
 
 
@@ -135,18 +127,12 @@ def head(path: Path) -> bytes:
         if path.exists() and not path.is_file():
             raise InputError(f"{path} is no regular file; logs are read twice, which a pipe or a device does not allow")
         with open_regular(path) as raw:
-            start = raw.read(SNIFF_BYTES)
+            start = unpacked(raw).read(SNIFF_BYTES)
         if is_pointer(start):
             raise InputError(f"{path} {pointer_error(path).strerror}")
-        if start.startswith(_GZIP_MAGIC):
-            with gzip.open(path) as unzipped:
-                start = unzipped.read(SNIFF_BYTES)
-        elif start.startswith(_XZ_MAGIC):
-            with lzma.open(path) as unpacked:
-                start = unpacked.read(SNIFF_BYTES)
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+    except UNPACK_ERRORS as error:
         raise InputError(f"{path}: looks compressed (gzip or xz) but cannot be unpacked: {error}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise InputError(f"{path}: cannot be read: {error}") from error

@@ -70,6 +70,14 @@ class InteractionLog:
         for code, user in enumerate(self.users):
             yield user, self.behaviours(int(self.offsets[code]), int(self.offsets[code + 1]))
 
+    def action_texts(self) -> list[str]:
+        """What the file calls each action, by its number here; "" for 0, no action, and for one that it has not."""
+        texts = [""] * (1 + int(self.actions.max(initial=0)))
+        for number in np.unique(self.actions[self.actions > 0]).tolist():
+            stars = f"{number / 2:g}" if self.halves else str(number)
+            texts[number] = self.action_names[number - 1] if self.action_names else stars
+        return texts
+
     def facts(self) -> str:
         """What was found of its times, and its repeated events, in words."""
         span = " to ".join(f"{np.datetime64(int(at), 'ms'):.10}" for at in (self.times.min(), self.times.max()))

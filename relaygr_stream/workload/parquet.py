@@ -11,6 +11,7 @@ from relaygr_stream.workload.columns import ColumnMap, Row
 from relaygr_stream.workload.formats import named_columns, row_of
 from relaygr_stream.workload.log_features import FeatureReader
 from relaygr_stream.workload.logfile import BrokenLine, Progress, most_unpacked
+from relaygr_stream.workload.unpacked import stored_bytes
 
 BATCH_ROWS: Final = 65_536
 #: Bytes of a value in memory, at least.
@@ -29,8 +30,7 @@ def read_parquet(
             f"{path} is a Parquet file, and pyarrow, which reads them, is not installed: install "
             "this package with its extra `parquet`"
         ) from error
-    size = path.stat().st_size
-    line = 0
+    size, line = path.stat().st_size, 0
     try:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
@@ -40,7 +40,7 @@ def read_parquet(
         texts = [name for name in wanted if _is_text(arrow, schema.field(name).type)]
         # Texts stay in their dictionary: a long one that all rows name is otherwise copied for each.
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
-            _refuse_bomb(path, file.metadata, set(wanted), size)
+            _refuse_bomb(path, file.metadata, set(wanted), stored_bytes(path.stat()))
             total = max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
                 values = {name: _plain(arrow, batch.column(name)) for name in wanted}
@@ -81,5 +81,6 @@ def _refuse_bomb(path: Path, metadata: Any, wanted: set[str], size: int) -> None
                 unpacked += max(column.total_uncompressed_size, VALUE_BYTES * column.num_values)
     if unpacked > most_unpacked(size):
         raise InputError(
-            f"{path}: its {size} bytes unpack to {unpacked >> 20} MiB, which no log does; write it as CSV if it is one"
+            f"{path}: its {size} bytes on the disk unpack to {unpacked >> 20} MiB, which no log does; write it as CSV "
+            f"if it is one"
         )

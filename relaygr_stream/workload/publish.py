@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import structlog
 
@@ -26,7 +26,7 @@ from relaygr_stream.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.workload.items import WorkItem
 from relaygr_stream.workload.logs import InteractionLog
 from relaygr_stream.workload.metrics import QualityMeter
-from relaygr_stream.workload.packaged import is_packaged, packaged_items
+from relaygr_stream.workload.packaged import is_packaged
 from relaygr_stream.workload.replay import Replay, ReplayOptions
 from relaygr_stream.workload.report import LIVE_EVERY_S, LiveLine, PublishReport, live_line, make_report
 from relaygr_stream.workload.values import TimeUnit
@@ -221,11 +221,17 @@ def _check_bounds(shape: ReplayOptions | GeneratorOptions, settings: Settings) -
 
 def _model_notes(largest_item: int, settings: Settings) -> list[str]:
     """Notes on the model in these settings; the workers may have other settings."""
+    from relaygr_stream.models.loading import checkpoint_folder, read_config  # noqa: PLC0415 - imports torch
+
     model, notes = settings.model, []
-    known = packaged_items() if is_packaged(model) else model.vocab
-    if not model.factory and largest_item >= known:
-        taken = f"in {model.oov_rows} rows by hash" if model.oov_rows else "modulo it"
-        notes.append(f"item ids go up to {largest_item}; the model takes those from model.vocab = {known} on {taken}")
+    shape: Any = model
+    if model.checkpoint and not model.factory and checkpoint_folder(model.checkpoint).is_dir():
+        shape = read_config(checkpoint_folder(model.checkpoint))  # the worker's shape, whatever the settings say
+    if not model.factory and largest_item >= shape.vocab:
+        taken = f"in {shape.oov_rows} rows by hash" if shape.oov_rows else "modulo it"
+        notes.append(
+            f"item ids go up to {largest_item}; the model takes those from model.vocab = {shape.vocab} on {taken}"
+        )
     if not model.factory and not model.checkpoint:
         notes.append(
             "these settings have no model.checkpoint; without one in the workers' settings, weights are random and "

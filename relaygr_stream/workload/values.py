@@ -96,7 +96,8 @@ def find_time_unit(sample: Sequence[str]) -> tuple[Unit, tuple[int, int]] | None
     Text is ISO 8601; so are numbers such as 20140517. Numbers below FIRST_DAYS count seconds from the log's start.
     """
     numbers = sorted(float(text) for text in sample if is_number(text))
-    if 10 * len(numbers) < 9 * len(sample):
+    dates = sum(is_time(text) for text in sample if not is_number(text))
+    if dates > len(numbers):
         return "iso", (0, LATEST_MS)
     if not numbers:
         return "s", (0, LATEST_MS)

@@ -119,6 +119,7 @@ def test_recorded_prefills_are_live_ones(dtype: torch.dtype, changes: dict[str, 
 
 
 @pytest.mark.usefixtures("_sync_debug_mode")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_a_replay_waits_for_nothing() -> None:
     model = placed(torch.bfloat16, "triton")
     batch = batch_for(model, 3)

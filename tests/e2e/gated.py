@@ -18,7 +18,7 @@ from relaygr_stream.settings.worker import Model
 
 #: While the file that this variable of the environment names exists, scoring waits.
 GATE = "TESTS_GATE"
-#: A candidate that kills the process which scores it.
+#: A candidate, or an item of a history, that kills the process which scores or prefills it.
 POISON = 666
 
 
@@ -41,6 +41,8 @@ class Gated:
 
     def prefill(self, kv: Any, tokens: Any) -> None:
         """As the model does; behind a gate nothing is computed, so that long prefixes cost a test nothing."""
+        if (tokens.array[0] == POISON).any():
+            os._exit(9)
         if self._gate is None:
             self.model.prefill(kv, tokens)
         else:

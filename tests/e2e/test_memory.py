@@ -18,7 +18,7 @@ from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from tests.e2e.fleet import MIB, Fleet
-from tests.e2e.gated import GATE
+from tests.e2e.gated import GATE, POISON
 from tests.waiting import until
 
 REQUESTS = 150
@@ -30,6 +30,7 @@ WAITING = 16 * MIB
 BESIDE = 48 * MIB
 
 
+@pytest.mark.timeout(600)
 async def test_requests_that_wait_take_no_more_memory_than_allowed(
     embedded_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,7 +42,7 @@ async def test_requests_that_wait_take_no_more_memory_than_allowed(
     gate = tmp_path / "gate"
     monkeypatch.setenv(GATE, str(gate))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    history = Behaviours.of(np.arange(TOKENS), np.zeros(TOKENS, int), np.arange(TOKENS) * 1000)
+    history = Behaviours.of(np.arange(TOKENS) % POISON, np.zeros(TOKENS, int), np.arange(TOKENS) * 1000)
     value = encode(
         RankingRequest(
             request_id="r", user_id="hog", prefix=history, candidates=pack_items([1, 2]), timeout_ms=3.6e6, mode="full"
@@ -87,5 +88,6 @@ async def test_requests_that_wait_take_no_more_memory_than_allowed(
 
 
 def read(worker: Child) -> int:
-    """Ranking requests that the worker has read."""
+    """Ranking requests that the worker has read, while it lives."""
+    assert worker.exit_code is None, f"the worker ended with {worker.exit_code}"
     return sum(int(one.value) for one in worker.samples() if one.name == "relaygr_rankings_read_total")

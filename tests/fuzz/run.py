@@ -71,7 +71,7 @@ def run(inputs: int, seed: int, only: str = "", *, progress: bool = False) -> Re
 def _run(chosen: dict[str, Target], inputs: int, seed: int, *, progress: bool) -> Report:
     report, process = Report(seed), psutil.Process()
     reported, sample = time.monotonic(), list[float]()
-    names = list(chosen)
+    names, shown = list(chosen), 0
     for number in range(inputs):
         name = names[number % len(names)]
         took = _feed(chosen[name], name, number // len(names), report)
@@ -87,6 +87,8 @@ def _run(chosen: dict[str, Target], inputs: int, seed: int, *, progress: bool) -
             if progress and time.monotonic() > reported + REPORT_S:
                 reported = time.monotonic()
                 print(f"{report.inputs:,} of {inputs:,}, {resident:.0f} MiB, {sum(report.findings.values())} findings")
+                print("".join(report.examples[shown:]), end="", flush=True)  # a run that is ended has told them
+                shown = len(report.examples)
     report.median_s = sorted(sample)[len(sample) // 2]
     return report
 

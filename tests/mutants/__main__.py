@@ -128,10 +128,11 @@ def _verdicts(
     def one(mutant: Mutant) -> Verdict:
         tree, began = trees.get(), time.monotonic()
         try:
-            verdict = judge(tree, mutant, clean)
+            verdict, said = judge(tree, mutant, clean)
         finally:
             trees.put(tree)
-        console.print(f"{verdict:<11} {time.monotonic() - began:>4.0f} s  {_line(mutant)}")
+        by = f" ({said})" if verdict == "killed" else ""
+        console.print(f"{verdict:<11} {time.monotonic() - began:>4.0f} s  {_line(mutant)}{by}")
         return verdict
 
     with ThreadPoolExecutor(max(1, options.jobs)) as pool:

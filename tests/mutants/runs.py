@@ -22,6 +22,7 @@ START_S: Final = 30
 #: Of the run without a mutant: `make test` takes seven minutes, and noting lines doubles it.
 CLEAN_S: Final = 1800
 PASSED: Final = 0
+INTERNAL_ERROR: Final = 3
 
 #: Processes of pytest that run now.
 _running: Final = set[int]()
@@ -89,11 +90,12 @@ def run_clean(tree: Path, modules: Sequence[Path], tests: Sequence[Path]) -> Cle
     )
 
 
-def judge(tree: Path, mutant: Mutant, clean: Clean) -> Verdict:
-    """Put the mutant into the tree, run the tests that reach it up to the first that fails, and take it out again."""
+def judge(tree: Path, mutant: Mutant, clean: Clean) -> tuple[Verdict, str]:
+    """Put the mutant into the tree, run the tests that reach it up to the first that fails, and take it out again.
+    Returns with the verdict what pytest said last. Raises SystemExit where pytest itself fails or is killed."""
     tests = clean.tests_of(mutant)
     if not tests:
-        return "NOT REACHED"
+        return "NOT REACHED", ""
     file = tree / mutant.module
     before = file.read_text(encoding="utf-8")
     file.write_text(mutant.mutation.apply(before), encoding="utf-8")
@@ -103,10 +105,15 @@ def judge(tree: Path, mutant: Mutant, clean: Clean) -> Verdict:
         limit_s = START_S + SLACK * sum(clean.seconds[test] for test in tests)
         # Whatever else than "all passed" comes of it, these tests have noticed: their module does not load, none of
         # their names is known any more, or there is no end.
-        code, _ = _pytest(tree, tests, limit_s, {"PYTHONDONTWRITEBYTECODE": "1"})
+        code, said = _pytest(tree, tests, limit_s, {})
     finally:
         file.write_text(before, encoding="utf-8")
-    return "SURVIVED" if code == PASSED else "killed"
+    if code is not None and (code < PASSED or code == INTERNAL_ERROR):
+        raise SystemExit(f"mutants: pytest ended with {code}, which is no verdict:\n{said}")
+    if code is None:
+        return "killed", f"no end within {limit_s:.0f} s"
+    lines = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return ("SURVIVED" if code == PASSED else "killed"), (lines or [f"pytest ended with {code}"])[0]
 
 
 def end_runs() -> None:
@@ -131,7 +138,8 @@ def _pytest(tree: Path, tests: Sequence[str], limit_s: float, more: dict[str, st
     names.write_text("\n".join(tests), encoding="utf-8")
     # The tree's own package before the one that is installed; then the plugin, which a toy tree lacks.
     path = os.pathsep.join((str(tree), str(Path(__file__).parents[2])))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+    # Without byte code: that of another mutant of the same second and size would be taken for this one's.
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **more}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
     with said.open("wb") as output:
         started = subprocess.Popen(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.bus import ages as bus_ages
-from relaygr_stream.bus.ages import WAY_MS, AgeBounds, LogEnd, LogEnds, SenderLag
+from relaygr_stream.bus.ages import WAY_MS, AgeBounds, LogEnd, LogEnds, SenderLag, now_ms, stated_age_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerUnavailable
@@ -89,6 +89,21 @@ def test_what_clocks_lag_is_forgotten() -> None:
     lag.seen(20.0, 701.0)
     assert lag.most_ms(702.0) == 30.0
     assert lag.most_ms(2000.0) is None
+
+
+@pytest.mark.parametrize("stated", [1, 2**53 - 1, 1_000_000, "eleven minutes ago"])
+def test_one_sender_with_an_absurd_clock_moves_nobody_elses_expiry(stated: int | str) -> None:
+    """One message that said 1970 kept everything that others had waiting in backlogs from expiring, for ten minutes."""
+    sent_ms = stated if isinstance(stated, int) else now_ms() - 660_000
+    lag = SenderLag()
+    fresh, backlog = AgeBounds(lag), AgeBounds(lag)
+    fresh.sample(LogEnd(10, 99.9, 99.9))
+    age_ms(fresh, 40.0, 10)
+    before = age_ms(backlog, 5_040.0, 7)
+    absurd = fresh.age(stated_age_ms(sent_ms), 11, 100.0)
+    assert absurd.clock_off
+    assert absurd.sure_ms <= 100.0 + 1e-6, "nor does its own fresh message expire"
+    assert age_ms(backlog, 5_040.0, 8) == pytest.approx(before) == pytest.approx(5_000.0)
 
 
 @given(

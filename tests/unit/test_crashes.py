@@ -137,11 +137,11 @@ def test_owners_that_leave_in_order_are_never_counted() -> None:
 async def test_only_an_end_in_order_closes_the_marks(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
     consumer = LaneConsumer(
         Kafka(), topics=["ranking"], group="g", member="m", on_records=lambda records: None,
-        on_lanes=lambda gained, lost: None, crashes=Crashes("ranking", 3, lambda record: None),
+        on_lanes=lambda gained, lost: None, crashes=Crashes(["ranking"], 3, lambda record: None, lambda record: None),
     )  # fmt: skip
     suspects, membership, last = consumer._suspects, consumer._membership, dict[tuple[str, int], tuple[int, str]]()
     assert suspects is not None
-    suspects._marks[0] = Mark(hand=8, log_ends=(9,))
+    suspects._marks["ranking", 0] = Mark(hand=8, log_ends=(9,))
     consumer._reader.add({0: [7]})
 
     async def stop() -> None:
@@ -160,8 +160,8 @@ class Membership:
         self.away = False
         self.tried = 0
 
-    async def metadata(self, _topic: str, _lanes: object) -> dict[int, str]:
-        return dict(self.notes)
+    async def metadata(self, _partitions: object) -> dict[tuple[str, int], str]:
+        return {("ranking", lane): note for lane, note in self.notes.items()}
 
     async def commit_now(self, offsets: dict[tuple[str, int], tuple[int, str]]) -> bool:
         self.tried += 1
@@ -213,7 +213,7 @@ class Anew(Client):
             raise KafkaTimeoutError
         return dict.fromkeys(partitions, 0)
 
-    async def getmany(self, timeout_ms: int) -> dict[TopicPartition, list[Any]]:
+    async def getmany(self, timeout_ms: int, max_records: int) -> dict[TopicPartition, list[Any]]:
         await asyncio.sleep(0)
         partition = TopicPartition("ranking", 0)
         if self.position >= 5000:
@@ -255,13 +255,13 @@ async def test_a_log_that_begins_anew_is_read_and_nobody_in_it_is_blamed(monkeyp
     monkeypatch.setattr(LaneReader, "client", client)
     membership, ledgers = Membership({0: "relaygr-owner open 0 6000,7000"}), dict[tuple[str, int], OffsetLedger]()
     suspects = Suspects(
-        Crashes("ranking", 3, refused.append), cast(Any, membership), ledgers, lambda: client, handed.extend
+        Crashes(["ranking"], 3, handed.append, refused.append), cast(Any, membership), ledgers, lambda: client
     )
     reader = LaneReader(
         Kafka(), ["ranking"], "m", handed.extend, suspects.set_apart, suspects.restarted, lambda error: None,
         lambda: True, check_crcs=False,
     )  # fmt: skip
-    await suspects.take_over({0: 5000})
+    await suspects.take_over({("ranking", 0): 5000})
     reader.add({0: [5000]})
     reader.resume()
     reading = asyncio.create_task(reader.run())
@@ -279,13 +279,12 @@ async def test_a_record_that_was_noted_and_not_handed_out_is_not_blamed_for_the_
     membership, client = Membership({0: "relaygr-owner open 0 8"}), Client()
     ledger, handed = OffsetLedger(2), list[Record]()
     suspects = Suspects(
-        Crashes("ranking", 3, handed.append),
+        Crashes(["ranking"], 3, handed.append, handed.append),
         cast(Any, membership),
         {("ranking", 0): ledger},
         lambda: client,
-        handed.extend,
     )
-    await suspects.take_over({0: 2})
+    await suspects.take_over({("ranking", 0): 2})
     ledger.read(2)
     assert suspects.set_apart(record(0, 2))
     membership.away = True
@@ -303,9 +302,9 @@ async def test_suspects_of_all_lanes_are_handed_out_one_at_a_time_each_noted_bef
     handed: list[Record] = []
     refused: list[Record] = []
     suspects = Suspects(
-        Crashes("ranking", 3, refused.append), cast(Any, membership), ledgers, lambda: client, handed.extend
+        Crashes(["ranking"], 3, handed.append, refused.append), cast(Any, membership), ledgers, lambda: client
     )
-    await suspects.take_over({0: 2, 1: 2})
+    await suspects.take_over({("ranking", 0): 2, ("ranking", 1): 2})
     for each in [record(0, 2), record(0, 3), record(1, 2), record(1, 3), record(1, 10)]:
         ledgers["ranking", each.lane].read(each.offset)
         assert suspects.set_apart(each) == (each.offset < 10)

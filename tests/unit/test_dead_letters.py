@@ -12,9 +12,10 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import Gauge
 from rich.console import Console
 
-from relaygr_stream.bus.dead_letter import dead_letter_headers
+from relaygr_stream.bus.dead_letter import MAX_DETAIL_BYTES, WAITING_BYTES, DeadLetters, dead_letter_headers
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError, DecodeError, InputError
 from relaygr_stream.ops.dead_letters import replay as replaying
@@ -22,6 +23,7 @@ from relaygr_stream.ops.dead_letters.letter import Letter, letters_of, show_valu
 from relaygr_stream.ops.dead_letters.replay import choose, verdict_before
 from relaygr_stream.ops.dead_letters.table import as_json, line_of, print_letter, print_letters
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.printable import SafeConsole
 from relaygr_stream.wire.records import HEADER_DETAIL, HEADER_REASON, HEADER_REPLAY_OF, HEADER_REPLAYS, Record
 from relaygr_stream.wire.topic_files import load_topics
@@ -269,3 +271,27 @@ def test_a_reason_that_there_is_not_is_an_error() -> None:
 def test_a_detail_that_is_no_unicode_can_be_buried() -> None:
     headers = dead_letter_headers(record(1, []), DecodeError("invalid", "user \ud800"))
     assert (HEADER_DETAIL, b"user \\ud800") in headers
+
+
+@pytest.mark.parametrize("detail", ["x" * 10**6, "\ud800" * 10**6])
+def test_a_detail_is_bounded(detail: str) -> None:
+    headers = dict(dead_letter_headers(record(1, []), DecodeError("invalid", detail)))
+    assert len(headers[HEADER_DETAIL]) == MAX_DETAIL_BYTES
+
+
+async def test_what_waits_is_bounded_in_bytes_too() -> None:
+    """A thousand of them may wait, but not of a megabyte each. None leaves here: the producer is not connected."""
+    background = Background()
+    letters = DeadLetters(
+        Producer(Kafka(), client_id="test"), load_topics(Kafka()).dead_letter, lambda record: None,
+        Gauge("waiting", "", registry=None), background, keep_values=True,
+    )  # fmt: skip
+    large = record(1, [], bytes(512 * 1024))
+    most = WAITING_BYTES // (512 * 1024)
+    for number in range(most):
+        assert not letters.full, number
+        letters.send(large, DecodeError("invalid", "for the test"))
+    assert letters.full
+    await background.end()
+    await asyncio.sleep(0)
+    assert not letters.full

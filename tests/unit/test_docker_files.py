@@ -86,8 +86,8 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.parametrize("what", ["requirements", "build"])
-def test_images_install_what_the_program_depends_on_by_hash(what: str) -> None:
+@pytest.mark.parametrize("what", ["requirements", "setup", "build"])
+def test_what_the_program_depends_on_is_locked_by_hash(what: str) -> None:
     locked = _lock(what)
     wanted = {_normal(re.split(r"[<>=!~;\[ ]", line)[0]) for line in locked_py.wanted(what)}
     assert wanted and wanted <= set(locked), f"make lock: {wanted - set(locked)} are not in docker/{what}.lock"
@@ -95,6 +95,19 @@ def test_images_install_what_the_program_depends_on_by_hash(what: str) -> None:
     other = {name: pin for name, pin in pins.items() if locked.get(_normal(name), (pin,))[0] != pin}
     assert not other, f"make lock: constraints.txt has {other}"
     assert "torch" not in locked
+
+
+def test_make_setup_installs_by_hash_all_but_torch() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    hashed, free = re.findall(r"pip install (.*)", makefile.partition("$(STAMP):")[2].partition("@touch")[0])
+    assert "--require-hashes" in hashed and {"docker/setup.lock", "docker/build.lock"} <= set(hashed.split())
+    assert "--no-build-isolation" in free and "--constraint constraints.txt" in free
+
+
+def test_redis_checks_host_names() -> None:
+    """Before version 6 its client checked none, unless told to."""
+    wanted = next(line for line in locked_py.wanted("requirements") if line.startswith("redis"))
+    assert wanted == "redis>=6"
 
 
 def test_what_is_copied_into_images_reaches_the_builder() -> None:

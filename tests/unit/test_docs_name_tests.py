@@ -61,6 +61,14 @@ def test_every_row_of_the_fault_table_names_a_test() -> None:
         assert NAMED.search(row.rsplit("|", 2)[1]), row
 
 
+def test_every_row_of_what_nobody_can_do_names_a_test() -> None:
+    """That they exist, test_every_file_and_test_named_exists sees."""
+    table = PAGES["docs/reference/security.md"].partition("| who | can | cannot, because |")[2].partition("\n\n")[0]
+    claims = [row.rsplit("|", 2)[1] for row in table.splitlines()[2:]]
+    assert len(claims) > 10
+    assert [claim for claim in claims if claim.strip() and "`tests/" not in claim] == []
+
+
 def _faults(source: str) -> set[str]:
     """The tests with the mark `faults`, which is theirs or the whole file's."""
     body = ast.parse(source).body

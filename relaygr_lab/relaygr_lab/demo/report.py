@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from relaygr_stream.workload.report import HIT_WORDS, OUTCOMES, admission_text
 MAX_DEVIATION: Final = 1e-5
 #: Least share of the admitted requests that must find their prefix KV.
 MIN_HIT_SHARE: Final = 0.95
+#: From so many requests on, shares are judged as they are. Among fewer, one miss is a large share: they are judged by
+#: how likely a good relay shows as little.
+ENOUGH: Final = 100
+UNLIKELY: Final = 0.01
 QUANTILES: Final = (0.5, 0.9, 0.99, 0.999)
 
 #: Results of pre-infer signals, as text: how prefix KV became ready before the ranking.
@@ -51,6 +56,7 @@ class DemoResult:
     reloaded: int = 0  # prefix KV reloaded from DRAM, for a signal or a ranking
     spilled: int = 0  # prefix KV spilled to DRAM
     audits: int  # rankings that workers scored both ways
+    audit_share: float = 1.0  # of their hits that workers are to audit
     audit_deviation: float  # largest relative deviation they found
     compared: int  # requests whose relayed and full scores the client compared
     deviation: float  # largest relative deviation it found
@@ -70,7 +76,12 @@ def hit_share(result: DemoResult) -> float | None:
 
 def verdict(result: DemoResult) -> list[str]:
     """The faults of the run, one sentence each; empty if the relay kept its promises."""
-    return list(_faults(result))
+    return [*_faults(result), *(text for text, is_fault in _judged(result) if is_fault), *_endings(result)]
+
+
+def unjudged(result: DemoResult) -> list[str]:
+    """What the run was too short to judge, one sentence each."""
+    return [text for text, is_fault in _judged(result) if not is_fault]
 
 
 def render_table(result: DemoResult) -> RenderableType:
@@ -80,7 +91,8 @@ def render_table(result: DemoResult) -> RenderableType:
         Text("✓ every request answered, relayed scores equal full inference", style="bold green")
     ]
     ranked = [_rankings(result)] if result.quality else []
-    return Group(_latencies(result), *ranked, _counts(result), *judged)
+    few = [Text(f"· not judged, too few requests: {text}") for text in unjudged(result)]
+    return Group(_latencies(result), *ranked, _counts(result), *judged, *few)
 
 
 def _faults(result: DemoResult) -> Iterator[str]:
@@ -89,22 +101,40 @@ def _faults(result: DemoResult) -> Iterator[str]:
     elif missing := result.requests - result.answered:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.errors.items()))
         yield f"{missing} of {result.requests} requests got no scores ({kinds or 'without an error'})"
-    if result.audits < 1:
-        yield "no worker audited a score; raise worker.audit_share or run longer"
     for what, deviation in (("an audited", result.audit_deviation), ("a relayed", result.deviation)):
         # `not … <=`, so that NaN is a fault, too.
         if not deviation <= MAX_DEVIATION:
             yield f"{what} score deviates from full inference by {deviation:.2g} (limit {MAX_DEVIATION:g})"
     if result.compared < 1:
         yield "no request was scored both ways by the client, so nothing was compared"
+
+
+def _judged(result: DemoResult) -> Iterator[tuple[str, bool]]:
+    """What falls short, and whether that is a fault: whether a good relay seldom shows it in so many requests."""
+    hits = sum(result.outcomes.count(outcome) for outcome in HIT_WORDS)
+    if result.audits < 1:
+        none = (1 - result.audit_share) ** hits
+        yield "no worker audited a score; raise worker.audit_share or run longer", hits > 0 and none < UNLIKELY
     share = hit_share(result)
     if share is None:
-        yield "the trigger admitted no request"
+        decided = sum(count for reason, count in result.admissions.items() if reason)
+        silent = not decided and _at_most(0, result.announced) < UNLIKELY
+        yield "the trigger admitted no request", result.announced >= ENOUGH or silent
     elif share < MIN_HIT_SHARE:
-        yield (
+        text = (
             f"{result.admitted_hits} of {result.admitted} admitted requests ({share:.1%}) were answered from a prefix "
             f"hit; at least {MIN_HIT_SHARE:.0%} should be"
         )
+        yield text, result.admitted >= ENOUGH or _at_most(result.admitted_hits, result.admitted) < UNLIKELY
+
+
+def _at_most(hits: int, of: int) -> float:
+    """How likely a relay with just MIN_HIT_SHARE has at most so many hits (binomial)."""
+    p = MIN_HIT_SHARE
+    return sum(math.comb(of, k) * p**k * (1 - p) ** (of - k) for k in range(hits + 1))
+
+
+def _endings(result: DemoResult) -> Iterator[str]:
     for name, code in sorted(result.processes.items()):
         if code is None:
             yield f"{name} did not stop on SIGTERM"

@@ -48,8 +48,9 @@ from relaygr_stream.workload.items import WorkItem
 from relaygr_stream.workload.metrics import Quality, QualityMeter
 
 WORKERS: Final = ("worker-1", "worker-2")
-#: Wait after the load: audits may still run, and workers publish their statuses every 250 ms.
-SETTLE_S: Final = 1.5
+#: Longest wait after the load for the audits that wait then: at most 16 of a full inference each.
+AUDITS_S: Final = 30.0
+POLL_S: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,21 @@ async def _play(
             live.enter(f"full inference, the newest {NEWEST} behaviours only")
             await _phase(client, settings, requests.newest, live, newest, mode="full")
             live.enter("audits")
-            await asyncio.sleep(SETTLE_S)
+            await _audited(live)
             await signals.catch_up()
     finally:
         codes = await stop_all(children)
     return _result(options, settings, broker, seen, relay, full, newest, codes)
+
+
+async def _audited(live: LiveState) -> None:
+    """Return when each worker has stated, since now, that no audit waits; or after AUDITS_S."""
+    since = live.clock()
+    while live.clock() - since < AUDITS_S:
+        stated = [(when, status.counters.get("audits_waiting", 0.0)) for when, status in live.workers.values()]
+        if all(when > since and not waiting for when, waiting in stated):
+            return
+        await asyncio.sleep(POLL_S)
 
 
 async def _watch(children: Sequence[Child], console: Console) -> None:
@@ -240,6 +251,7 @@ def _result(
         reloaded=int(sum(totals.get("cache_loaded", 0) for totals in counters)),
         spilled=int(sum(totals.get("cache_spilled", 0) for totals in counters)),
         audits=int(sum(totals.get("audits", 0) for totals in counters)),
+        audit_share=settings.worker.audit_share,
         audit_deviation=max((totals.get("audit_deviation", 0.0) for totals in counters), default=0.0),
         compared=len(deviations),
         deviation=max(deviations, default=0.0),

@@ -121,9 +121,10 @@ def traffic_options(settings: Settings, *, items: int, rate: float, seed: int, r
 
 
 def generated(settings: Settings, seconds: float, rate: float, *, seed: int, run: str) -> list[WorkItem]:
-    """The generated requests of so many seconds."""
+    """The generated requests of so many seconds; at least one, at once."""
     options = traffic_options(settings, items=known_items(settings.model), rate=rate, seed=seed, run=run)
-    return list(takewhile(lambda item: item.at < seconds, Generator(options)))
+    found = list(takewhile(lambda item: item.at < seconds, Generator(options)))
+    return found or [replace(next(iter(Generator(options))), at=0.0)]
 
 
 def replayed(file: Path, settings: Settings, seconds: float, rate: float, *, seed: int, run: str) -> list[WorkItem]:

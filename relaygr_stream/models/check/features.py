@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Final
 
 import numpy as np
@@ -13,8 +14,9 @@ from relaygr_stream.models.check.probe import CANDIDATES, KV_LIMIT, Failed, Item
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.wire.features import FeatureColumn, Table
 
-#: Other values of a column to try: a small table has the same row for many of them.
-TRIES: Final = 8
+#: Histories of any length, each with another value of a column, to try: a small table has the same row for many values,
+#: a time may matter only before another one, and a count of candidates only behind a short history.
+TRIES: Final = 64
 
 
 def reads(table: Table) -> Callable[[Probe], bool]:
@@ -55,12 +57,19 @@ def cross_stay_out(probe: Probe) -> Measure:
 
 def are_read(probe: Probe) -> None:
     """Each column changes some score. Raises Failed, naming the first that does not."""
-    history, candidates = probe.history(probe.lengths()[-1]), probe.candidates(CANDIDATES)
-    known = probe.full(history, candidates)
     for column in probe.schema.columns:
-        tries = (_with_other(probe, column, history, candidates) for _ in range(TRIES))
-        if not any((scores != known).any() for scores in tries):
-            raise Failed(f"another value of the {column.of} column {column.name!r} changed none of {known.size} scores")
+        lengths = islice(cycle(reversed(probe.lengths())), TRIES)
+        if not any(_matters(probe, column, length) for length in lengths):
+            raise Failed(
+                f"another value of the {column.of} column {column.name!r} changed none of {CANDIDATES} scores, in "
+                f"{TRIES} histories"
+            )
+
+
+def _matters(probe: Probe, column: FeatureColumn, length: int) -> bool:
+    """Whether other values of one column change a score behind a random history."""
+    history, candidates = probe.history(length), probe.candidates(CANDIDATES)
+    return bool((_with_other(probe, column, history, candidates) != probe.full(history, candidates)).any())
 
 
 def _with_other(probe: Probe, column: FeatureColumn, history: Tokens, candidates: Items) -> Scores:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from relaygr_lab.demo.report import DemoResult, render_table, verdict
+from relaygr_lab.demo.report import DemoResult, render_table, unjudged, verdict
 from rich.console import Console
 
 from relaygr_stream.telemetry.printable import render_plain
@@ -61,6 +61,53 @@ def test_each_fault_is_named(changes: dict[str, object], said: str) -> None:
     result = replace(GOOD, **changes)  # type: ignore[arg-type]
     assert verdict(result) == [said]
     assert said in " ".join(render_plain(render_table(result)).split())
+
+
+def short(announced: int, hits: int, **changes: object) -> DemoResult:
+    """A run of few requests, all admitted, so many of them hits; 5 % of the hits are audited."""
+    few: dict[str, object] = {
+        "requests": 3 * announced, "answered": 3 * announced, "announced": announced, "admitted": announced,
+        "admitted_hits": hits, "compared": announced, "audit_share": 0.05, "audits": 0,
+        "outcomes": ["hbm"] * hits + ["full"] * (announced - hits), "admissions": {"admitted": announced},
+    }  # fmt: skip
+    return replace(GOOD, **(few | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (short(24, 24), ["audited"]),  # 29 % of such runs have none
+        (short(5, 4), ["audited", "80.0%"]),
+        (short(60, 56), ["audited", "93.3%"]),
+        (short(1, 0), ["audited", "0.0%"]),
+        (short(24, 19, admitted=0, admitted_hits=0, admissions={"delegated": 24}, audits=1), ["admitted no request"]),
+        (short(1, 0, admitted=0, admitted_hits=0, admissions={"": 1}, audits=1), ["admitted no request"]),
+        (short(300, 0, admitted=300, admitted_hits=300, audit_share=0.0), ["audited"]),  # no hits, or none to audit
+    ],
+)
+def test_what_few_requests_cannot_tell_is_said_and_no_fault(result: DemoResult, said: list[str]) -> None:
+    assert verdict(result) == []
+    assert len(found := unjudged(result)) == len(said)
+    assert all(text in one for one, text in zip(found, said, strict=True))
+    text = " ".join(render_plain(render_table(result)).split())
+    assert "✓ every request answered" in text
+    assert f"not judged, too few requests: {found[0]}" in text
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (short(90, 90), "no worker audited a score"),  # 1 % of such runs have none
+        (short(24, 19, audits=1), "19 of 24 admitted requests"),
+        (short(2, 0, audits=1), "0 of 2 admitted requests"),
+        (short(24, 0, admitted=0, admitted_hits=0, admissions={"": 24}, audits=1), "the trigger admitted no request"),
+        (short(24, 24, audits=1, answered=71), "1 of 72 requests got no scores"),
+        (short(24, 24, audits=1, deviation=1e-4), "a relayed score deviates"),
+    ],
+)
+def test_what_no_good_run_shows_is_a_fault_of_a_short_one_too(result: DemoResult, said: str) -> None:
+    assert len(verdict(result)) == 1
+    assert said in verdict(result)[0]
 
 
 def test_the_table_has_quantiles_and_their_ratio() -> None:

@@ -76,6 +76,13 @@ def test_the_last_phase_asks_the_same_with_the_newest_behaviours_only() -> None:
     assert len(one.request.prefix) == 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_shortest_run_has_a_request(seed: int) -> None:
+    requests = requests_of(load_settings(["demo"]).settings, None, seconds=1, rate=0.1, seed=seed)
+    assert requests.measured[0].at < 1
+    assert len(requests.newest) == len(requests.measured)
+
+
 @pytest.mark.parametrize("columns", [False, True], ids=["ids", "features"])
 async def test_requests_by_reference_name_the_histories_that_they_carried(tmp_path: Path, columns: bool) -> None:
     settings = load_settings(["demo"], {"model.checkpoint": "", "model.vocab": "1000"}).settings

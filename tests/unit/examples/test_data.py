@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import gzip
+import json
 import lzma
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from examples.movielens.data import DataError, Histories, read_histories
+from examples.movielens.data import DataError, Histories, check_same_rows, read_histories
+from relaygr_stream.models.loading import save_checkpoint
 from relaygr_stream.workload.logs import read_log
+from relaygr_stream.workload.rows import ITEMS_FILE
+from tests.unit.models.small_models import small_model
 
 U_DATA = "1\t20\t5\t40\n1\t10\t3\t10\n1\t30\t4\t20\n1\t10\t1\t30\n"
 
@@ -114,16 +120,17 @@ def test_users_with_too_few_behaviours_and_their_items_are_left_out(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "holds no lines"),
+        ("", "is empty"),
         ("1 2\n1 3\n", "no user has 4 behaviours"),
-        ("1 2 3\n", "line 1: found '1 2 3', expected user::item::rating::seconds"),
+        ("1 2 3\n", "not recognised as any of u.data, ratings.dat, csv"),
         ("1 2\n1 2 3\n", "line 2: found '1 2 3', expected user item"),
-        (U_DATA + "1\t2\tfive\t50\n", "line 5: found '1\\\\t2\\\\tfive\\\\t50', expected user"),
-        ("1::2::3\n", "line 1: found '1::2::3', expected user::item::rating::seconds"),
-        ("user,thing,time\n1,2,3\n", "has no column `item`"),
-        ("user,item,time\n1,2,3\n1,2,soon\n", "line 3: found '1,2,soon', expected 3 columns"),
-        ("user,item,time\n1,2,-5\n", "line 2"),
-        ("user,item,time\n1,2,nan\n", "line 2"),
+        (U_DATA + "1\t2\tfive\t50\n", "line 5: action 'five' is not a number"),
+        (U_DATA + "1\t2\t5\n", "line 5: 3 fields between tabs"),
+        ("1::2::3\n", "not recognised"),
+        ("user,thing,time\n1,2,3\n", "no user, item and time among the columns"),
+        ("user,item,time\n1,2,3\n1,2,soon\n", "line 3: time 'soon' is not a number"),
+        ("user,item,time\n1,2,-5\n", "time '-5' is out of range"),
+        ("user,item,time\n1,2,nan\n", "no usable line"),
     ],
 )
 def test_bad_lines_are_named_with_what_is_expected(tmp_path: Path, text: str, expected: str) -> None:
@@ -131,10 +138,58 @@ def test_bad_lines_are_named_with_what_is_expected(tmp_path: Path, text: str, ex
         read_histories(written(tmp_path, text))
 
 
-def test_a_file_that_is_missing_or_not_text_is_one_error(tmp_path: Path) -> None:
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "broken.xz").write_bytes(lzma.compress(U_DATA.encode())[:-20])
-    (tmp_path / "broken.gz").write_bytes(b"no gzip")
-    for name in ("absent", "bytes", "broken.xz", "broken.gz"):
-        with pytest.raises(DataError, match="cannot be read"):
-            read_histories(tmp_path / name)
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("absent", None, "no such file"),
+        ("bytes", b"\xff\xfe\x00", "UTF-16"),
+        ("broken.xz", lzma.compress(U_DATA.encode())[:-20], "damaged or cut off|cannot be unpacked"),
+        ("broken.gz", b"no gzip at all", "not recognised"),
+        ("bomb.gz", gzip.compress(b"1 2\n" * 10_000_000), "unpack to more than"),
+        ("bomb.csv.xz", lzma.compress(b"user,item,time\n" + b"u,1,1400000000\n" * 4_000_000), "unpack to more than"),
+        ("years.csv", b"user,item,time\n" + b"u,1,44197\n" * 9, "no plausible dates"),
+        ("sorted.csv", b"user,item,time\n" + b"u,1,1400000000\n" * 30 + b"u,2\n" * 30, "30 of 60 lines cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_log_is_one_error(tmp_path: Path, name: str, data: bytes | None, said: str) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=said):
+        read_histories(tmp_path / name)
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for file in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(DataError, match="no regular file"):
+            read_histories(file)
+
+
+def test_a_file_is_read_by_training_as_by_serving(tmp_path: Path) -> None:
+    lines = [f'{{"user": "u", "item": "i{at % 3}", "event": "{("view", "buy")[at % 2]}", "ts": {1_400_000_000 + at}}}\n'
+             for at in range(6)]  # fmt: skip
+    file = written(tmp_path, "".join(lines), "events.jsonl")
+    data, log = read_histories(file), read_log(file)
+    assert data.actions == ("", "view", "buy")
+    assert data.users[0].actions.tolist() == log.actions.tolist()
+    assert names_of(data) == [log.item_names[item - 1] for item in log.items.tolist()]
+    assert data.users[0].times.tolist() == log.times.tolist()
+
+
+def test_actions_are_named_as_the_file_has_them_where_training_has_them(tmp_path: Path) -> None:
+    half = "user,item,rating,time\n" + "".join(f"u,{k},{k / 2},{1_400_000_000 + k}\n" for k in (1, 2, 4, 5))
+    assert read_histories(written(tmp_path, half)).actions == ("", "0.5", "1", "", "2", "2.5")
+    short = half + "v,1,9,1400000000\n"  # of a user who is left out
+    assert read_histories(written(tmp_path, short)).actions == ("", "0.5", "1", "", "2", "2.5")
+    assert read_histories(written(tmp_path, "1 1\n1 2\n1 3\n1 4\n")).actions == ("",)
+
+
+def test_a_checkpoint_of_another_file_is_not_evaluated_on_this_one(tmp_path: Path) -> None:
+    data = read_histories(written(tmp_path, U_DATA))
+    save_checkpoint(small_model(vocab=3, actions=data.actions), tmp_path / "ck")
+    (tmp_path / "ck" / ITEMS_FILE).write_text(json.dumps(data.names))
+    check_same_rows(tmp_path / "ck", data)
+    with pytest.raises(DataError, match=r"its 3 items .* are not the 3 of this one"):
+        check_same_rows(tmp_path / "ck", replace(data, names=["10", "30", "20"]))
+    with pytest.raises(DataError, match="trained with the actions '1', '3', '4', '5', this file has '1', '5'"):
+        check_same_rows(tmp_path / "ck", replace(data, actions=("", "1", "5")))

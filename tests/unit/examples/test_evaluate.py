@@ -17,6 +17,7 @@ from examples.movielens.evaluate import (
     ndcg,
     offline_ranks,
     paired_gain,
+    popularity_ranks,
     quality,
     rank_of,
     split,
@@ -144,3 +145,10 @@ def test_paired_gain_finds_a_small_gain_that_the_spread_between_users_hides() ->
 
 def test_ndcg_is_zero_from_the_cut_off_on() -> None:
     assert ndcg(np.array([4, 5]), at=5).tolist() == [1 / math.log2(6), 0]
+
+
+def test_popularity_counts_what_is_not_held_out() -> None:
+    users = [history(3, 1, 2, 4, 0), history(3, 2, 0, 4), history(3, 1, 4, 2)]  # without the last two: 3 ×3, 1 ×2, 2 ×2
+    data = Histories(users, [str(item) for item in range(5)], has_times=False)
+    # Targets 4, 0 and 4 behind 3 1 2, 3 2 and 3 1; items are 3, 1, 2, 0, 4 by popularity, without the user's own.
+    assert popularity_ranks(data, users, VALIDATION).tolist() == [1, 1, 2]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import torch
 from examples.movielens.data import DataError, Histories, History
 from examples.movielens.evaluate import TEST, evaluate, quality
 from examples.movielens.recipe import Recipe
-from examples.movielens.train import ITEMS_FILE, Run, batches, main, train
+from examples.movielens.train import Run, batches, main, train
 from relaygr_stream.models.loading import load_checkpoint
+from relaygr_stream.workload.rows import ITEMS_FILE
 
 ITEMS = 60
 BACK = 3  # the next item depends on the one so many behaviours back
@@ -39,15 +41,29 @@ def made_up(users: int) -> Histories:
     return Histories(found, [str(item) for item in range(ITEMS)], has_times=False)
 
 
-def test_a_structure_that_reaches_back_is_found_and_a_history_cut_before_it_ranks_as_chance(tmp_path: Path) -> None:
+def test_a_structure_that_reaches_back_is_found_and_a_history_cut_before_it_ranks_as_chance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = made_up(300)
     train(data, SMALL, tmp_path, resume=False)
+    assert re.search(r"epoch 20 HR@10 1\.0000, NDCG@10 [01]\.\d+; popularity HR@10 0", said := capsys.readouterr().out)
+    assert "too short" not in said
     model = load_checkpoint(tmp_path)
     shorter = data.users[1::2]
     whole = quality(evaluate(model, shorter, ITEMS, 16, TEST))
     cut = quality(evaluate(model, shorter, ITEMS, BACK - 1, TEST))
     assert whole.ndcg > 0.9
     assert cut.ndcg < 0.5
+
+
+def test_too_few_epochs_for_the_catalogue_are_called_so_beside_popularity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(made_up(60), replace(SMALL, epochs=1), tmp_path, resume=False)
+    said = capsys.readouterr().out
+    assert re.search(r"validation, 60 users: epoch 1 HR@10 \S+, NDCG@10 \S+; popularity HR@10 \S+, NDCG@10 \S+", said)
+    assert "--epochs 1 was too short for 60 items and" in said
+    assert "not clearly better than popularity" in run.against_popularity()
 
 
 def test_windows_never_hold_the_two_behaviours_that_are_held_out() -> None:

@@ -89,6 +89,19 @@ async def test_refused_bodies_take_a_tenants_rate_and_no_others(embedded_setting
         assert (await door.ask("POST", "/v1/rank", RANK, token_=OTHER)).status == 200
 
 
+@pytest.mark.parametrize(("status", "media"), [(413, "application/json"), (415, "text/plain")])
+async def test_a_body_that_is_refused_unread_is_paid_for_as_well(
+    embedded_settings: Kafka, status: int, media: str
+) -> None:
+    """The connection drops a part of it, and the next one costs the loop as much as a body that was decoded."""
+    limited = door_on(embedded_settings, max_rate=5.0, max_body_bytes=100_000)
+    async with responder_on(embedded_settings), limited as door:
+        size = 100_000 + (status == 413)
+        assert (await door.ask("POST", "/v1/rank", b"x" * size, content_type=media)).status == status
+        assert (await door.ask("POST", "/v1/rank", RANK)).status == 429
+        assert (await door.ask("POST", "/v1/rank", RANK, token_=OTHER)).status == 200
+
+
 async def test_the_longest_body_follows_from_the_relays_limits(embedded_settings: Kafka) -> None:
     relay = Relay()
     n = relay.max_prefix_tokens

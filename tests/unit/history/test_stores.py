@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -15,7 +16,7 @@ from redis import Redis
 
 from relaygr_stream.errors import ConfigError, HistoryMismatch, HistoryUnavailable, InputError
 from relaygr_stream.history.packed import CONFLICTS, FIRST_WAIT_S, KEPT_SHARE, LONGEST_WAIT_S, Write
-from relaygr_stream.history.sqlite_store import SqliteStore
+from relaygr_stream.history.sqlite_store import SqliteStore, prepared
 from relaygr_stream.history.store import WritableStore, open_store
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
@@ -135,6 +136,21 @@ async def test_many_writers_of_one_user_all_succeed(settings: History) -> None:
         assert (found.length, found.version) == (80, 80)
         rows = await stores[0].read("u", "", 80, 0, 80)
         assert HistoryReference.of(rows).digest == found.digest
+
+
+def test_a_file_that_others_open_at_the_same_time_is_tried_again(tmp_path: Path) -> None:
+    """Where waiting would be a deadlock, SQLite refuses at once, as here, where it may not wait."""
+    path = tmp_path / "histories"
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    assert prepared(path, 0.0, math.inf) is None
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        prepared(path, 0.0, -math.inf)
+    other.execute("COMMIT")
+    db = prepared(path, 0.0, -math.inf)
+    assert db is not None
+    db.close()
+    other.close()
 
 
 async def test_writers_that_meet_wait_longer_each_time_and_give_up(monkeypatch: pytest.MonkeyPatch) -> None:

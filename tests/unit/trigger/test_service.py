@@ -268,8 +268,11 @@ async def test_stopping_loses_no_event_and_repeats_none(kafka_settings: Kafka) -
             await until(lambda: early + second.decided >= total)
         assert early + second.decided == total
         admitted = first.decisions("admitted") + second.decisions("admitted")
-        await until(lambda: len(peer.signalled) == admitted)
-        assert len(set(peer.signalled)) == admitted
+        # A signal that a busy broker does not take within its time is given up, and counted.
+        sent = admitted - first.count("signals_failed_total") - second.count("signals_failed_total")
+        assert sent > 0
+        await until(lambda: len(peer.signalled) == sent)
+        assert len(set(peer.signalled)) == sent
 
 
 async def test_two_triggers_share_the_lanes_and_hand_them_over(kafka_settings: Kafka) -> None:

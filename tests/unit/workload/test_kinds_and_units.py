@@ -123,6 +123,13 @@ def test_a_time_of_another_unit_is_a_broken_line(tmp_path: Path) -> None:
     assert "1970" in log.broken[0].reason
 
 
+@pytest.mark.parametrize(("time", "odd"), [(AT, "nan"), (AT, "9" * 50), ("2014-05-17", "soon"), (AT, "2014-05-17")])
+def test_a_time_that_is_none_does_not_decide_the_unit_of_a_short_file(tmp_path: Path, time: object, odd: str) -> None:
+    log = read_log(log_of(tmp_path, [("u", 1, time), ("u", 2, odd), ("u", 3, time)]))
+    assert (len(log), log.broken_count) == (2, 1)
+    assert log.time_unit == ("s" if time == AT else "iso")
+
+
 def test_times_that_count_from_a_start_of_their_own_stay_so(tmp_path: Path) -> None:
     assert read_log(log_of(tmp_path, [("u", 1, 1), ("u", 2, 2)])).times.tolist() == [1000, 2000]
 

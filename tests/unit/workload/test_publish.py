@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from structlog.testing import capture_logs
 
 from relaygr_stream.cli.replay import GENERATOR_FLAGS, LOG_FLAGS, build_options, replay_command
-from relaygr_stream.errors import ConfigError, InputError, Overloaded
+from relaygr_stream.errors import ConfigError, InputError, ModelError, Overloaded
+from relaygr_stream.models.loading import save_checkpoint
 from relaygr_stream.settings.load import load_settings, with_packaged_model
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.settings.worker import Model
@@ -27,6 +28,7 @@ from relaygr_stream.workload.generator import GeneratorOptions
 from relaygr_stream.workload.publish import LogOptions, PublishOptions, Workload, prepare, send
 from relaygr_stream.workload.replay import ReplayOptions
 from relaygr_stream.workload.report import LiveLine, PublishReport, print_report, render
+from tests.unit.models.small_models import small_model
 from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
 from tests.unit.workload.recording_client import RecordingClient
 
@@ -152,15 +154,26 @@ def test_what_workers_would_refuse_is_refused_before_sending(udata: Path) -> Non
             prepared(PublishOptions(source=LogOptions(path=udata, replay=shape)), tight)
 
 
-def test_notes_about_the_model(udata: Path) -> None:
+def test_notes_about_the_model(udata: Path, tmp_path: Path) -> None:
     def notes(model: Model) -> str:
         return "\n".join(prepared(replay_options(udata), Settings(model=model)).notes)
 
-    assert notes(Model(checkpoint="somewhere")) == ""
+    def saved(**shape: int) -> Model:
+        save_checkpoint(small_model(**shape), tmp_path / "ck")
+        return Model(checkpoint=str(tmp_path / "ck"), vocab=1)  # the checkpoint has a shape of its own
+
+    assert notes(saved(vocab=1000)) == ""
+    assert "from model.vocab = 300 on in 8 rows by hash" in notes(saved(vocab=300, oov_rows=8))
     assert "weights are random" in notes(Model())
-    assert "from model.vocab = 300 on modulo it" in notes(Model(checkpoint="somewhere", vocab=300))
-    assert "from model.vocab = 300 on in 8 rows by hash" in notes(Model(checkpoint="somewhere", vocab=300, oov_rows=8))
+    assert "from model.vocab = 300 on modulo it" in notes(Model(vocab=300))
     assert notes(Model(factory="mine:make", vocab=300)) == ""
+
+
+def test_a_checkpoint_that_is_not_here_is_named(udata: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, said in (("absent", "absent: no such folder here.*model.checkpoint="), ("empty", "empty/config.json")):
+        with pytest.raises(ModelError, match=said):
+            prepared(replay_options(udata), Settings(model=Model(checkpoint=str(tmp_path / name))))
 
 
 def test_without_a_model_the_packaged_one_and_the_users_that_it_knows() -> None:
