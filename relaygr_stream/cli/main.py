@@ -41,7 +41,7 @@ _FORMER: Final = {("publish",): "replay", ("trigger", "explain"): "explain"}
 
 
 class _Group(click.Group):
-    """Imports commands on demand; prints this package's errors as one line on stderr, with exit code 1."""
+    """Imports commands on demand; prints this package's errors as one line on stderr."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted({*super().list_commands(context), *_COMMANDS, *entry_points(group=_ENTRY_POINTS).names})
@@ -99,8 +99,10 @@ class _Group(click.Group):
         except (KeyboardInterrupt, Interrupted) as interrupt:
             stopped("stopped", *interrupt.args)
         except RelayError as error:
+            from relaygr_stream.telemetry.process import error_code
+
             self._print_error(error)
-            context.exit(1)
+            context.exit(error_code(error, context.invoked_subcommand or ""))
         return result
 
     def _print_error(self, error: Exception) -> None:
@@ -137,7 +139,7 @@ def worker(settings: Settings) -> None:
     from relaygr_stream.handover.build import handover_for
     from relaygr_stream.worker.process import run_worker
 
-    sys.exit(run_process("worker", settings, partial(run_worker, make_handover=handover_for), supervised=True))
+    sys.exit(run_process("worker", settings, partial(run_worker, make_handover=handover_for)))
 
 
 @main.command()
@@ -152,7 +154,7 @@ def trigger(settings: Settings) -> None:
     from relaygr_stream.telemetry.process import run_process
     from relaygr_stream.trigger.service import run_trigger
 
-    sys.exit(run_process("trigger", settings, run_trigger, supervised=True))
+    sys.exit(run_process("trigger", settings, run_trigger))
 
 
 @main.command()
@@ -173,7 +175,7 @@ def gateway(settings: Settings) -> None:
         from relaygr_stream.gateway.service import run_gateway
     except ImportError as error:
         raise ConfigError(f"{error}: install this package with its extra `gateway`") from error
-    sys.exit(run_process("gateway", settings, run_gateway, supervised=True))
+    sys.exit(run_process("gateway", settings, run_gateway))
 
 
 @main.group()

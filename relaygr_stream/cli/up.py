@@ -52,10 +52,11 @@ def up_command(
     """Keep a trigger and workers running on this host.
 
     A process that fails or hangs is restarted, after a pause that doubles up to 30 s. The first SIGTERM or Ctrl-C stops
-    the trigger, then the workers, which drain; a second one kills all. SIGUSR1 restarts all, one at a time, and starts
-    those that were stopped. A process that its settings let not start ends all at once. Logs go to stderr, the state of
-    each process to stdout. Where nothing in [model] is set, workers serve the packaged model. If telemetry.port or
-    handover.port is N, the first process gets N, the next N+1, and so on.
+    the trigger, then the workers, which drain; a second one kills all. SIGUSR1 (without a terminal SIGHUP, too)
+    restarts all, one at a time, with their files read again, and starts those that were stopped. A process that cannot
+    start with its settings ends all at once. Logs go to stderr, the state of each to stdout. Where nothing in [model]
+    is set, workers serve the packaged model. If telemetry.port or handover.port is N, the first process gets N, the
+    next N+1, and so on.
 
     Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
     """
@@ -120,6 +121,8 @@ async def _run(supervisor: Supervisor) -> bool:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     loop.add_signal_handler(signal.SIGUSR1, supervisor.roll)
+    if not sys.stdin.isatty():  # else it says that the terminal has gone, which ends this process
+        loop.add_signal_handler(signal.SIGHUP, supervisor.roll)
     return await supervisor.run(stop)
 
 

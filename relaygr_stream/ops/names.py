@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import os
 import socket
-import tempfile
+import sys
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.schema import Settings
@@ -18,13 +15,14 @@ from relaygr_stream.settings.schema import Settings
 
 @contextlib.contextmanager
 def reserved_name(name: str | None, settings: Settings) -> Iterator[str]:
-    """A name that no other block on this host has in the same relay: the given one; None: the host's, or with a number.
+    """A name that no other block on this host has: the given one; None: the host's, or that with a number.
 
-    A file lock, so that it is free when its holder ends in any way. Raises ConfigError where the given one is taken.
+    A given one may be had once in each relay. Raises ConfigError where it is taken. Without effect outside Linux.
     """
+    relay = "\n".join((settings.kafka.bootstrap, settings.kafka.prefix, settings.worker.group))
     with contextlib.ExitStack() as stack:
         if name is not None:
-            if not _locked(stack, name, settings):
+            if not _reserve(stack, f"{relay}\n{name}"):
                 raise ConfigError(
                     f"--name {name}: another `relaygr up` on this host runs workers of this name in this relay, and "
                     f"later ones of a name end the earlier; stop it, or give another --name"
@@ -32,25 +30,20 @@ def reserved_name(name: str | None, settings: Settings) -> Iterator[str]:
             yield name
             return
         host = socket.gethostname()
-        yield next(
-            each
-            for each in (host if not number else f"{host}.{number}" for number in count())
-            if _locked(stack, each, settings)
-        )
+        names = (host if not number else f"{host}.{number}" for number in count())
+        yield next(each for each in names if _reserve(stack, each) and _reserve(stack, f"{relay}\n{each}"))
 
 
-def _locked(stack: contextlib.ExitStack, name: str, settings: Settings) -> bool:
-    """Lock the name for as long as the stack; False where another has it."""
-    where = f"{settings.kafka.bootstrap}\n{settings.kafka.prefix}\n{settings.worker.group}\n{name}"
-    path = Path(tempfile.gettempdir()) / f"relaygr-up-{hashlib.sha256(where.encode()).hexdigest()[:16]}.lock"
+def _reserve(stack: contextlib.ExitStack, key: str) -> bool:
+    """Take the key for as long as the stack; False where another has it.
+
+    An abstract socket: no file stays behind, and it is free when its holder ends in any way.
+    """
+    if sys.platform != "linux":
+        return True
+    taken = stack.enter_context(socket.socket(socket.AF_UNIX))
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:  # another user's
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken.bind(f"\0relaygr-up-{hashlib.sha256(key.encode()).hexdigest()[:32]}")
     except OSError:
-        os.close(file)
         return False
-    stack.callback(os.close, file)
     return True

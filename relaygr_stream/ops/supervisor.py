@@ -13,6 +13,7 @@ from typing import Final
 
 from relaygr_stream.ops.children import end_with_parent, probe, read_port, relaygr_command
 from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.process import EXIT_SETTINGS
 
 #: Pauses before restarts double from the first to the second of these; after a run of STABLE_S they begin anew.
 FIRST_PAUSE_S: Final = 0.5
@@ -20,8 +21,6 @@ MAX_PAUSE_S: Final = 30.0
 STABLE_S: Final = 60.0
 #: Exit codes without a restart (docs/how-to/deploying.md): stopped in order, wrong options, superseded.
 FINAL_CODES: Final = frozenset({0, 2, 3})
-#: Exit code of a process that its settings let not start (telemetry/process.py).
-SETTINGS_CODE: Final = 78
 #: After SIGTERM: 143 and the signal itself are of a process that was still loading.
 STOPPED_CODES: Final = frozenset({0, 128 + signal.SIGTERM, -signal.SIGTERM})
 
@@ -51,10 +50,14 @@ START_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Health:
-    """A process's health. not_ready, not_live: the reasons of /readyz and /healthz; None: it is ready, it is live."""
+    """A process's health. not_ready, not_live: the reasons of /readyz and /healthz; None: it is ready, it is live.
+
+    ending: it closed its telemetry, which it does last of all.
+    """
 
     not_ready: str | None
     not_live: str | None
+    ending: bool = False
 
 
 class Supervised:
@@ -139,6 +142,8 @@ class Supervised:
             late = f"has no port after {START_S:.0f} s" if self.ran_s > START_S else None
             return Health("starting", late)
         live = probe(port, "/healthz", self._host)
+        if live.refused:
+            return Health("stopping", "does not end", ending=True)
         if not live.ok:
             why = live.body.strip() or "not live"
             return Health(why, why)
@@ -148,8 +153,9 @@ class Supervised:
 
 #: The state of a process that is ready.
 READY: Final = "ready"
-#: Seconds between probes: often enough for a person who watches.
-PROBE_S: Final = 0.5
+#: Probes a second, and seconds between them: often enough for a person who watches.
+PROBES_PER_S: Final = 2
+PROBE_S: Final = 1 / PROBES_PER_S
 #: Consecutive failed probes of /healthz before a process is killed: after 13 s if each probe times out (2 s), after
 #: telemetry.stall_ms plus 2.5 s if the event loop is stuck. Counted, not timed: a suspended machine fails only one.
 PROBES_UNTIL_HUNG: Final = 5
@@ -231,7 +237,7 @@ class Supervisor:
                 process.rolling = False
                 continue
             pause = process.restarts.pause_s(code, process.ran_s)
-            refused = code == SETTINGS_CODE and not process.was_ready
+            refused = code == EXIT_SETTINGS and not process.was_ready
             if pause is None or refused:
                 process.final = code
                 self._set_state(process, f"ended with exit code {code}, not started again")
@@ -264,10 +270,10 @@ class Supervisor:
         failures = 0
         while True:
             health = await process.health()
-            if process.rolling:  # it drains, and its telemetry ends before it does
+            if process.rolling:  # `stop` gives it its time
                 return
             failures = 0 if health.not_live is None else failures + 1
-            if failures == PROBES_UNTIL_HUNG:
+            if failures >= PROBES_UNTIL_HUNG + (int(PROBES_PER_S * self._stop_s) if health.ending else 0):
                 self._set_state(process, f"hangs ({health.not_live}), is killed")
                 process.kill()
                 return
