@@ -5,6 +5,7 @@ RelayError
 ├── DecodeError              bytes are not a valid message of this protocol
 ├── BrokerError              an operation on Kafka failed
 │   ├── BrokerUnavailable    no broker answers, or the local one did not start
+│   │   └── PartitionsAway   no broker serves some partitions; what needs no more than the others was done
 │   ├── AccessDenied         the broker refuses this client's credentials, or this client the broker's certificate
 │   ├── TopicError           a topic is missing, or its properties differ from its file
 │   ├── MessageTooLarge      a message is larger than the topic or the broker takes
@@ -64,6 +65,10 @@ class BrokerError(RelayError):
 
 class BrokerUnavailable(BrokerError):
     """No broker answers at the bootstrap address, or the local broker did not start."""
+
+
+class PartitionsAway(BrokerUnavailable):
+    """No broker serves some partitions, which the message names; what needs no more than the others was done."""
 
 
 class AccessDenied(BrokerError):

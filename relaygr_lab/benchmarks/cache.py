@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from cache_baselines import BYTES_PER_TOKEN, LRU, Belady, Cache, S3Fifo, cost_ms, lengths, traces
-from cache_tiers import storages, two_tiers
+from cache_tiers import two_tiers
 from targets import end
 
 from relaygr_stream.cache.arena import Arena, Extent
@@ -282,5 +282,4 @@ if __name__ == "__main__":
     eviction_policies()
     two_tiers(check)
     copies()
-    storages(check)
     end(missed)

@@ -1,9 +1,7 @@
-"""The two tiers together: what DRAM saves on a trace, and what its two forms of copies hold, take and round."""
+"""The two tiers together: what DRAM saves on a trace."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -11,16 +9,12 @@ import numpy as np
 import torch
 from cache_baselines import BYTES_PER_TOKEN, Trace, cost_ms, traces
 
-from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
+from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.cache.entry import Coverage, Entry
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.cache.storage import StorageKind, make_storage
-from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
-from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.models.loading import load_model
-from relaygr_stream.settings.schema import Relay
-from relaygr_stream.settings.worker import Model
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVLayout
 
 CPU = torch.device("cpu")
 #: K and V of the trace's entries: bookkeeping is what is measured, so a token has few bytes.
@@ -30,10 +24,6 @@ LONGEST = 8192
 RELOAD_BYTES_PER_S = 5e9
 #: Requests between a prefix's pre-inference and its ranking, which keep it pinned.
 PINNED_REQUESTS = 20
-#: int8 copies of one prefix and of these models: as far as their scores may move (worker.dram_int8_deviation).
-MOST_DEVIATION = 0.03
-#: int8 needs a quarter (float32) or half (bfloat16) of the bytes, and four for each scale.
-LEAST_GAIN = {torch.float32: 3.5, torch.bfloat16: 1.75}
 
 Check = Callable[[bool, str], None]
 
@@ -41,11 +31,9 @@ Check = Callable[[bool, str], None]
 class AtOnce(CopyEngine):
     """Copies made when they are submitted."""
 
-    def submit(
-        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
-    ) -> CopyTicket:
+    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
         del urgent
-        ticket = CopyTicket(dst, src, None, convert)
+        ticket = CopyTicket(dst, src)
         ticket.run(None)
         return ticket
 
@@ -105,54 +93,3 @@ def replay_tiers(trace: Trace, hbm: int, dram: int) -> tuple[float, int, int]:
     cache.check_integrity()
     cache.close()
     return 1 - spent / total, cache.counters.loaded, cache.counters.spilled
-
-
-def storages(check: Check) -> None:
-    print("Copies in DRAM of a prefix of 2,048 tokens; 8 layers, D = 256, 4 heads × 64; one thread\n")
-    print(
-        f"{'K and V':>9} {'storage':>8} {'bytes':>11} {'times':>6} {'spill GB/s':>11} {'reload GB/s':>12} "
-        f"{'deviation':>10}"
-    )
-    torch.set_num_threads(1)
-    shape = Model(layers=8, dim=256, heads=4, dqk=64, dv=64)
-    for dtype in (torch.float32, torch.bfloat16):
-        model = load_model(shape, Relay(), device=CPU, dtype=dtype)
-        generator = np.random.default_rng(1)
-        region = KVRegion.new(model.layout, 2048)
-        tokens = Tokens(np.stack([generator.integers(0, most, 2048) for most in (100_000, 4, 10**6)]))
-        ranking = ScoreInput(region, tokens.slice(0, 0), generator.integers(0, 100_000, 64))
-        with torch.inference_mode():
-            model.prefill(region, tokens)
-            exact = model.score([ranking])[0].numpy()
-        computed = region.storage.clone()
-        kinds: tuple[StorageKind, ...] = ("exact", "int8")
-        for kind in kinds:
-            storage = make_storage(kind, model.layout)
-            stored = torch.zeros(storage.nbytes(2048), dtype=torch.uint8)
-            region.storage.copy_(computed)
-            engine = CopyEngine(CPU)
-            speeds = []
-            for target, source, convert in (
-                (stored, region.storage, storage.spill),
-                (region.storage, stored, storage.reload),
-            ):
-                best = math.inf
-                for _ in range(10):
-                    start = time.perf_counter()
-                    engine.submit(target, source, convert=convert).wait()
-                    best = min(best, time.perf_counter() - start)
-                speeds.append(region.storage.nbytes / best / 1e9)
-            engine.close()
-            with torch.inference_mode():
-                deviation = relative_deviation(model.score([ranking])[0].numpy(), exact)
-            gain = region.storage.nbytes / stored.nbytes
-            print(
-                f"{str(dtype).removeprefix('torch.'):>9} {kind:>8} {stored.nbytes:>11,} {gain:>6.2f} "
-                f"{speeds[0]:>11.1f} {speeds[1]:>12.1f} {deviation:>10.1e}"
-            )
-            if kind == "exact":
-                check(deviation == 0, f"exact copies of {dtype} change scores by {deviation:.1e}")
-            else:
-                check(gain >= LEAST_GAIN[dtype], f"int8 holds {gain:.2f} times as much as {dtype}")
-                check(deviation <= MOST_DEVIATION, f"int8 copies of {dtype} change scores by {deviation:.1e}")
-    print("\nGB/s of HBM read or filled; deviation: of scores from the reloaded prefix, relative to the largest\n")

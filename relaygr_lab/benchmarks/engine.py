@@ -22,7 +22,7 @@ import torch
 from engine_copies import copies
 from engine_load import EngineLoad
 from engine_report import Report
-from engine_turns import behind_a_pause, both_dtypes, threads
+from engine_turns import behind_a_pause, both_dtypes, recorded, threads
 from floors import Cost, Floors, Machine, Work, dtype_name
 from targets import end
 
@@ -241,6 +241,10 @@ def main() -> None:
         for load in loads:
             threads(load, machine, report, PREFIX, options.seconds)
             behind_a_pause(load, machine, report, PREFIX, options.seconds)
+    elif device.type == "cuda":
+        print("\nin turns", flush=True)
+        for load, prefix in itertools.product(loads, options.prefix):
+            recorded(load, machine, report, prefix, options.seconds)
     copies(EngineLoad(shape, device, getattr(torch, options.dtype[0])), machine, report, options.seconds)
     print()
     if options.json:

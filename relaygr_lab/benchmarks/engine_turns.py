@@ -1,4 +1,5 @@
-"""What takes turns in the engine's bench: both dtypes, one thread and several, behind a pause and without."""
+"""What takes turns in the engine's bench: both dtypes, one thread and several, behind a pause and without, with
+recorded graphs and without."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import torch
 from engine_load import EngineLoad
 from engine_report import Report
 from floors import Machine, Work
+
+from relaygr_stream.models.hstu_model import HSTUModel
 
 CANDIDATES: Final = 64
 #: bfloat16 over float32, of the quotient of their peaks.
@@ -82,6 +85,21 @@ def _with_threads(work: Work) -> Work:
         torch.set_num_threads(1)
 
     return run
+
+
+def recorded(load: EngineLoad, machine: Machine, report: Report, prefix: int, seconds: float) -> None:
+    """Print how many times as fast recorded graphs are as launching layer by layer, for a CUDA device."""
+    with_graphs = Turns(load, prefix)
+    launched = Turns(EngineLoad(load.shape, load.device, load.dtype), prefix)
+    model = launched.load.model
+    if not isinstance(model, HSTUModel) or model.stack.fused is None:
+        return
+    model.use(model.stack.fused, None)
+    for name, work in with_graphs.works().items():
+        slow, fast = machine.race((launched.works()[name], work), 2 * seconds)
+        text = f"{name} of {prefix} through recorded graphs"
+        shown = f"{fast * 1e3:.2f} ms instead of {slow * 1e3:.2f}: {slow / fast:.2f} × as fast"
+        report.note(load.dtype, text, shown, ratio=slow / fast)
 
 
 def behind_a_pause(load: EngineLoad, machine: Machine, report: Report, prefix: int, seconds: float) -> None:

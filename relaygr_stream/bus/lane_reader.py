@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 #: Largest answer to a fetch (or one message). asyncio copies its bytes several times, which is fastest if they fit the
 #: processor's cache: 28,000 events of 26 KB a second with 4 MiB, 21,000 with aiokafka's 50 MiB, 16,000–21,000 with
-#: 1 MiB (docs/explanation/decisions.md).
+#: 1 MiB.
 FETCH_BYTES: Final = 4 * 1024 * 1024
 #: How often to look whether to read on.
 STANDSTILL_S: Final = 0.05

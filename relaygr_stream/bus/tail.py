@@ -1,4 +1,4 @@
-"""Reads whole partitions without a group: the compacted `worker-status`, or a client's own partition of `scores`.
+"""Follows partitions without a group: the compacted `worker-status`, or a client's own partition of `scores`.
 
 It commits nothing, and every reader gets all records.
 """
@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, NoReturn, Self
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, KafkaTimeoutError
 
-from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, end_client, read, typed_errors
+from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, read, typed_errors
+from relaygr_stream.bus.away import Away, leader_of
+from relaygr_stream.bus.contents import Progress
+from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.errors import BrokerUnavailable
@@ -33,8 +35,8 @@ RELAXED_BYTES: Final = 256 * 1024
 #: How many records of a partition "recent" goes back. Living workers state themselves four times a second: of 200,
 #: these are the last 12 s; of two, the last 20 minutes. Ten minutes of 200 are 480,000 records, 20 s of processor.
 RECENT_RECORDS: Final = 10_000
-#: Pause after a read of `worker-status`: a fetch for each status takes a quarter of a core with 200 workers
-#: (docs/explanation/decisions.md). A relaxed tail would be too late, and fetch as often from a small fleet.
+#: Pause after a read of `worker-status`: a fetch for each status takes a quarter of a core with 200 workers. A relaxed
+#: tail would be too late, and fetch as often from a small fleet.
 STATUS_PAUSE_S: Final = 0.005
 
 
@@ -88,16 +90,18 @@ class TopicTail:
     async def start(self) -> None:
         """Connect. With "earliest" and "recent", hand out the existing records before returning.
 
-        Raises BrokerUnavailable, BrokerError.
+        Raises BrokerUnavailable (PartitionsAway where no broker serves a partition), BrokerError.
         """
         await self._renewed.start()
         ends = self._ends
         try:
             with typed_errors(self._kafka, f"read {self._partitions[0].topic}"):
-                progress = _Progress(self._kafka, self._partitions[0].topic)
+                progress = Progress(self._kafka)
                 while await self._behind(ends):
                     consumer = await self._renewed.present()
-                    progress.note([await consumer.position(partition) for partition in self._partitions])
+                    positions = {each: await consumer.position(each) for each in self._partitions}
+                    if progress.stands_still(list(positions.values())):
+                        _raise_away(consumer, [each for each, position in positions.items() if position < ends[each]])
                     if not await self._read(consumer):  # a log made anew meanwhile ends earlier
                         now = await consumer.end_offsets(self._partitions)
                         ends = {partition: min(end, now[partition]) for partition, end in ends.items()}
@@ -122,7 +126,10 @@ class TopicTail:
             # Raises at once if an ACL is missing; a request for offsets would be retried until the timeout.
             await consumer._client._wait_on_metadata(self._partitions[0].topic)
             # Before the first fetch: a request waits behind a fetch that waits for records on the same connection.
-            self._ends = await consumer.end_offsets(self._partitions)
+            try:
+                self._ends = await consumer.end_offsets(self._partitions)
+            except KafkaTimeoutError:  # a KafkaTimeoutError names neither the partition nor its broker
+                _raise_away(consumer, self._partitions)
             self._next = dict(self._ends)
             if self._start != "latest":
                 begins = await consumer.beginning_offsets(self._partitions)
@@ -194,61 +201,11 @@ class TopicTail:
         self._turned.set()
 
 
-class _Progress:
-    """Gives up reading what exists when its brokers send nothing: `note` raises BrokerUnavailable once positions have
-    stood still for a request timeout."""
-
-    def __init__(self, kafka: Kafka, topic: str) -> None:
-        self._kafka = kafka
-        self._topic = topic
-        self._positions: list[int] = []
-        self._moved_s = 0.0
-
-    def note(self, positions: list[int]) -> None:
-        now_s = time.monotonic()
-        if positions != self._positions:
-            self._positions, self._moved_s = positions, now_s
-        elif now_s - self._moved_s > self._kafka.request_timeout_ms / 1e3:
-            raise BrokerUnavailable(
-                f"cannot read {self._topic}: its brokers have sent nothing for {self._kafka.request_timeout_ms} ms, "
-                f"though more is there; check that they run, and the quotas of this client"
-            )
-
-
-async def read_all(kafka: Kafka, topic: str, partitions: Sequence[int]) -> list[Record]:
-    """Every record that is in these partitions now, in order within each. Raises as TopicTail.start does."""
-    records: list[Record] = []
-    async with TopicTail(kafka, topic, partitions, "earliest", records.extend):
-        return records
-
-
-async def read_back(kafka: Kafka, topic: str, partition: int = 0) -> AsyncGenerator[list[Record], None]:
-    """The partition's records from its end to its beginning, in chunks, each in order; the newest chunk comes first.
-
-    For who looks for one record of a long log, and stops where it is found. Each chunk covers twice the offsets of the
-    one before, since compaction leaves few records in the old ones. Raises as TopicTail.start does.
-    """
-    one = TopicPartition(topic, partition)
-    options = client_options(kafka, f"relaygr-back-{topic}")
-    consumer = AIOKafkaConsumer(**options, group_id=None, enable_auto_commit=False)
-    try:
-        with typed_errors(kafka, f"read {topic}"):
-            await consumer.start()
-            pass_unreadable(consumer)
-            await consumer._client._wait_on_metadata(topic)  # see TopicTail._begin
-            end = (await consumer.end_offsets([one]))[one]
-            begin = (await consumer.beginning_offsets([one]))[one]
-            consumer.assign([one])
-            back = RECENT_RECORDS
-            while end > begin:
-                start, back = max(begin, end - back), 2 * back
-                consumer.seek(one, start)
-                chunk: list[Record] = []
-                progress = _Progress(kafka, topic)
-                while (position := await consumer.position(one)) < end:
-                    progress.note([position])
-                    chunk += [record for record in await read(consumer) if record.offset < end]
-                yield chunk
-                end = start
-    finally:
-        await end_client("the reader of a log's end", consumer)
+def _raise_away(consumer: Any, partitions: Sequence[TopicPartition]) -> NoReturn:
+    """Raise PartitionsAway for partitions of which at least one is not served: those without a leader, or all."""
+    led = {partition: leader_of(consumer, partition) for partition in partitions}
+    away = Away()
+    for partition, leader in led.items():
+        if leader == NO_LEADER or NO_LEADER not in led.values():
+            away.add(partition.topic, partition.partition, leader)
+    raise away.error()

@@ -18,6 +18,7 @@ from aiokafka.errors import KafkaError, NoError, TopicAlreadyExistsError, for_co
 
 from relaygr_stream.bus.aiokafka_compat import client_options, typed_errors
 from relaygr_stream.bus.probe import check_connection
+from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.bus.topic_check import Difference, FoundTopic, TopicRow, check_all, check_rows, differences
 from relaygr_stream.errors import BrokerError, TopicError
 from relaygr_stream.settings.schema import Kafka
@@ -235,13 +236,13 @@ async def _alter(admin: Any, rows: Sequence[TopicRow], only: Collection[str] | N
 async def _describe_when_visible(
     admin: Any, topics: Sequence[Topic], timeout_s: float, altered: set[tuple[str, str]]
 ) -> tuple[TopicRow, ...]:
-    """Describe the topics when all brokers show the new topics and the changes, or after timeout_s."""
+    """Describe the topics when all brokers show the new topics, their leaders and the changes, or after timeout_s."""
     deadline = time.monotonic() + timeout_s
     while True:
         rows = await _describe(admin, topics)
-        waiting = any(row.found is None for row in rows) or not altered.isdisjoint(
-            (each.topic, each.setting) for each in differences(rows)
-        )
+        waiting = any(
+            row.found is None or NO_LEADER in row.found.leaders.values() for row in rows
+        ) or not altered.isdisjoint((each.topic, each.setting) for each in differences(rows))
         if not waiting or time.monotonic() > deadline:
             return rows
         await asyncio.sleep(0.05)

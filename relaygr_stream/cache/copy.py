@@ -1,4 +1,4 @@
-"""Copies whole extents between tiers in background threads, and converts them where the tiers keep different forms.
+"""Copies whole extents between tiers in background threads, byte for byte.
 
 There are two copy lanes with one thread each. Reloads, which a ranking request may wait for, never queue behind spills,
 and an accelerator's two copy directions run at once. On an accelerator each lane has its own stream.
@@ -18,26 +18,15 @@ from relaygr_stream.errors import DeviceError
 #: Seconds that `close` waits for the copies in progress: 100 times the 0.2 s of a 1 GiB extent at 5 GB/s.
 CLOSE_TIMEOUT_S = 20.0
 
-#: convert(dst, src): fill dst from src on the current stream. It may return before the stream has finished.
-Convert = Callable[[torch.Tensor, torch.Tensor], None]
-
-
-def unchanged(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """The identity conversion."""
-    dst.copy_(src, non_blocking=True)
-
 
 class CopyTicket:
     """One copy, in progress or complete."""
 
-    __slots__ = ("_convert", "_done", "_dst", "_error", "_ready", "_src")
+    __slots__ = ("_done", "_dst", "_error", "_ready", "_src")
 
-    def __init__(
-        self, dst: torch.Tensor, src: torch.Tensor, ready: torch.Event | None, convert: Convert = unchanged
-    ) -> None:
+    def __init__(self, dst: torch.Tensor, src: torch.Tensor, ready: torch.Event | None = None) -> None:
         self._dst: torch.Tensor | None = dst
         self._src: torch.Tensor | None = src
-        self._convert = convert
         self._ready = ready
         self._error: Exception | None = None
         self._done = threading.Event()
@@ -65,7 +54,7 @@ class CopyTicket:
         try:
             if stream is not None and self._ready is not None:
                 stream.wait_event(self._ready)
-            self._convert(self._dst, self._src)
+            self._dst.copy_(self._src, non_blocking=True)
             if stream is not None:
                 finished = torch.Event(stream.device, blocking=True)  # sleeps rather than spins
                 finished.record(stream)
@@ -146,16 +135,14 @@ class CopyEngine:
         self._device = device
         self._lanes = {urgent: _Lane(name, device, wake) for urgent, name in ((True, "reload"), (False, "spill"))}
 
-    def submit(
-        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
-    ) -> CopyTicket:
-        """Copy `src` into `dst` through `convert`, after the work that is now on the current stream.
+    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+        """Copy `src` into `dst`, after the work that is now on the current stream.
 
         Until the ticket is complete, the caller must not write `src`, nor write or read `dst`. An urgent copy (a
         reload) does not wait for copies that are not urgent. After `close` the ticket fails at once.
-        Raises ValueError if the tensors differ in shape or type and `convert` is the identity.
+        Raises ValueError if the tensors differ in shape or type.
         """
-        if convert is unchanged and (dst.shape != src.shape or dst.dtype != src.dtype):
+        if dst.shape != src.shape or dst.dtype != src.dtype:
             raise ValueError(
                 f"cannot copy {tuple(src.shape)} of {src.dtype} into {tuple(dst.shape)} of {dst.dtype}: "
                 "extents are copied whole, without conversion"
@@ -164,7 +151,10 @@ class CopyEngine:
         if self._device.type != "cpu":
             ready = torch.Event(self._device)
             ready.record(torch.accelerator.current_stream(self._device))
-        ticket = CopyTicket(dst, src, ready, convert)
+        return self.enqueue(CopyTicket(dst, src, ready), urgent=urgent)
+
+    def enqueue(self, ticket: CopyTicket, *, urgent: bool) -> CopyTicket:
+        """Have a lane's thread make this copy, after those that it has."""
         self._lanes[urgent].submit(ticket)
         return ticket
 

@@ -47,7 +47,7 @@ class Entry:
     """The prefix KV of one user's sequence under one model version."""
 
     __slots__ = (
-        "approximate", "computing", "extent", "failed", "leases", "load", "pins", "region", "retired", "spill",
+        "computing", "extent", "failed", "leases", "load", "pins", "region", "retired", "spill",
         "stored", "tokens", "unspillable", "user_id",
     )  # fmt: skip
 
@@ -57,7 +57,6 @@ class Entry:
         self.extent: Extent | None = None  # in the HBM tier
         self.region: KVRegion | None = None  # over that extent; region.length tokens are computed
         self.stored: StoredCopy | None = None
-        self.approximate = False  # the K/V in HBM come, all or in part, from a DRAM copy that rounds
         self.pins = 0
         self.leases = 0  # number of other workers that read its DRAM copy, which must not change meanwhile
         self.computing = False

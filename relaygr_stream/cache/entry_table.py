@@ -13,7 +13,6 @@ from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Entry, StoredCopy
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
-from relaygr_stream.cache.storage import Storage
 from relaygr_stream.cache.tiers import DramTier, HbmTier, MakePolicy
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.models.api import Tokens
@@ -60,7 +59,6 @@ class EntryTable:
         layout: KVLayout,
         hbm: TierMemory,
         dram: TierMemory | None,
-        storage: Storage,
         predict_ms: Callable[[int], float],
         counters: CacheCounters,
         policy: MakePolicy = CostAwarePolicy,
@@ -70,7 +68,7 @@ class EntryTable:
         self._entries: dict[str, Entry] = {}
         self._retired: set[Entry] = set()
         self.hbm = HbmTier(layout, hbm, self._hbm_eviction_ms, policy, last_tier=dram is None)
-        self.dram = None if dram is None else DramTier(dram, storage, self._dram_eviction_ms, policy)
+        self.dram = None if dram is None else DramTier(layout, dram, self._dram_eviction_ms, policy)
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from itertools import islice
 
+import torch
+
 from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.cache.entry import Entry, StoredCopy
 from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
@@ -49,7 +51,7 @@ class Moves:
         entry.extent, entry.region = place
         entry.region.length = entry.stored.length
         entry.load = self._copier.submit(
-            entry.region.storage, self._dram.view(entry.stored), urgent=True, convert=self._dram.storage.reload
+            entry.region.storage.view(torch.uint8), self._dram.view(entry.stored), urgent=True
         )
         self._loading.append(entry)
         self._table.note(entry)
@@ -92,10 +94,9 @@ class Moves:
             return False
 
     def _loaded(self, entry: Entry, succeeded: bool) -> None:
-        assert entry.region is not None and self._dram is not None
+        assert entry.region is not None
         entry.load = None
         if succeeded:
-            entry.approximate = self._dram.storage.approximate
             self._counters.loaded += 1
             self._counters.loaded_bytes += entry.region.storage.nbytes
             self._table.note(entry)
@@ -159,6 +160,6 @@ class Moves:
         if extent is None:
             return
         entry.stored = StoredCopy(extent, entry.region.capacity, entry.region.length)
-        entry.spill = self._copier.submit(dram.view(entry.stored), entry.region.storage, convert=dram.storage.spill)
+        entry.spill = self._copier.submit(dram.view(entry.stored), entry.region.storage.view(torch.uint8))
         self._spilling.append(entry)
         self._table.note(entry)

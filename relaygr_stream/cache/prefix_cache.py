@@ -16,7 +16,7 @@ from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.moves import Moves
-from relaygr_stream.cache.storage import Scratch, StorageKind, make_storage
+from relaygr_stream.cache.scratch import Scratch
 from relaygr_stream.cache.tiers import MakePolicy, capacity_for
 from relaygr_stream.cache.transit import Transit
 from relaygr_stream.errors import CapacityError
@@ -31,8 +31,6 @@ class PrefixCache:
     scratch_tokens: the longest sequence; the cache reserves memory for one full inference of it.
     incremental: whether K/V stay valid as a sequence grows; if not, only equal sequences match.
     max_stale_tokens: number of newest tokens that a covering entry may lack; its reader appends them to the suffix.
-    storage: the form of copies in DRAM. An entry reloaded from a form that rounds is `approximate` from then on, with
-        all tokens that are later computed on top of it.
     policy: makes each tier's eviction order.
 
     Raises CapacityError if HBM cannot hold the scratch region and one entry of the same size, or DRAM one copy.
@@ -49,14 +47,13 @@ class PrefixCache:
         scratch_tokens: int,
         incremental: bool = True,
         max_stale_tokens: int = 0,
-        storage: StorageKind = "exact",
         policy: MakePolicy = CostAwarePolicy,
     ) -> None:
         self._incremental = incremental
         self._sliceable = layout.sliceable
         self._max_stale = max_stale_tokens if incremental else 0
         self.counters = CacheCounters()
-        self._table = EntryTable(layout, hbm, dram, make_storage(storage, layout), predict_ms, self.counters, policy)
+        self._table = EntryTable(layout, hbm, dram, predict_ms, self.counters, policy)
         self._hbm, self._dram = self._table.hbm, self._table.dram
         capacity = capacity_for(scratch_tokens)
         self._scratch_bytes = self._hbm.size_of(capacity)
@@ -74,9 +71,8 @@ class PrefixCache:
         if self._dram is not None and self._dram.size < self._dram.size_of(capacity):
             raise CapacityError(
                 f"worker.dram_bytes = {self._dram.size} cannot hold one prefix of {scratch_tokens} tokens "
-                f"(relay.max_prefix_tokens + relay.max_suffix_tokens): it takes {self._dram.size_of(capacity)} bytes "
-                f"with worker.dram_storage = {storage!r}; set worker.dram_bytes to at least that, to 0 for no DRAM "
-                f"tier, or lower relay.max_prefix_tokens"
+                f"(relay.max_prefix_tokens + relay.max_suffix_tokens): it takes {self._dram.size_of(capacity)} bytes; "
+                f"set worker.dram_bytes to at least that, to 0 for no DRAM tier, or lower relay.max_prefix_tokens"
             )
 
     # ---- reading ----
@@ -263,6 +259,5 @@ class PrefixCache:
         new.length = old.length
         self.counters.extended_by_move += 1
         grown = self._table.add(place, entry.user_id, tokens)
-        grown.approximate = entry.approximate
         self._table.hand_over_copy(entry, grown)
         return grown

@@ -17,7 +17,6 @@ from relaygr_stream.cache.entry import Entry, StoredCopy
 from relaygr_stream.cache.eviction import Evictor
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
-from relaygr_stream.cache.storage import Storage
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.models.kv import KVLayout, KVRegion
 
@@ -192,7 +191,7 @@ class HbmTier(_Tier):
 
 
 class DramTier(_Tier):
-    """Copies of regions in host memory, in the form of `storage`.
+    """Copies of regions in host memory, byte for byte.
 
     cost_ms(entry): the cost of its next use if the copy is evicted. full: the last allocation failed, and nothing has
     changed since.
@@ -200,23 +199,23 @@ class DramTier(_Tier):
 
     def __init__(
         self,
+        layout: KVLayout,
         memory: TierMemory,
-        storage: Storage,
         cost_ms: Callable[[Entry], float],
         policy: MakePolicy = CostAwarePolicy,
     ) -> None:
         super().__init__(memory, cost_ms, policy)
-        self.storage = storage
+        self._layout = layout
         self.full = False
         self._evictable: dict[str, Entry] = {}
 
     def size_of(self, capacity: int) -> int:
         """Bytes of a copy of a region for `capacity` tokens, rounded up to the alignment."""
-        return self._memory.arena.round_up(self.storage.nbytes(capacity))
+        return self._memory.arena.round_up(self._layout.nbytes(capacity))
 
     def allocate(self, capacity: int) -> Extent | None:
         """Allocate memory for a copy of a region for `capacity` tokens; None if no hole is large enough."""
-        return self._memory.arena.allocate(self.storage.nbytes(capacity))
+        return self._memory.arena.allocate(self._layout.nbytes(capacity))
 
     def free(self, extent: Extent) -> None:
         """Free an allocated extent. Its entry must have been noted without it."""
@@ -225,7 +224,7 @@ class DramTier(_Tier):
 
     def view(self, copy: StoredCopy) -> torch.Tensor:
         """The bytes of a copy."""
-        return self._memory.view(copy.extent, torch.uint8)[: self.storage.nbytes(copy.capacity)]
+        return self._memory.view(copy.extent, torch.uint8)[: self._layout.nbytes(copy.capacity)]
 
     def victims(self, capacity: int) -> list[Entry]:
         """Entries whose copies, when evicted, make room for a copy of `capacity` tokens; [] if no eviction does."""

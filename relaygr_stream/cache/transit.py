@@ -22,7 +22,7 @@ from relaygr_stream.models.api import Tokens
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A DRAM copy that another worker reads. data: all its bytes (uint8), in the form of the tier's storage.
+    """A DRAM copy that another worker reads. data: all its bytes (uint8).
 
     uses: the entry's faded uses.
     """
@@ -36,7 +36,7 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Memory for an arriving copy. data: the bytes to fill (uint8), in the form of the tier's storage."""
+    """Memory for an arriving copy. data: the bytes to fill (uint8)."""
 
     user_id: str
     tokens: Tokens

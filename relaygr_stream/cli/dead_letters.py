@@ -38,17 +38,19 @@ def dead_letters_command() -> None:
 @settings_options
 def list_command(settings: Settings, reason: str, origin: str, as_lines: bool) -> None:
     """List the dead letters, oldest first, with reason and origin."""
+    from relaygr_stream.bus.away import Away
     from relaygr_stream.ops.dead_letters.replay import choose, read_letters
     from relaygr_stream.ops.dead_letters.table import as_json, print_letters
     from relaygr_stream.telemetry.printable import SafeConsole
 
-    found = asyncio.run(read_letters(settings.kafka))
-    letters = choose(found, addresses=(), reason=reason, origin=origin, prefix=settings.kafka.prefix)
+    found = asyncio.run(read_letters(settings.kafka, away := Away()))
+    letters = choose(found, addresses=(), reason=reason, origin=origin, prefix=settings.kafka.prefix, away=away)
     if as_lines:
         for letter in letters:
             click.echo(as_json(letter, value=False))
     else:
         print_letters(SafeConsole(), letters)
+    away.check()
 
 
 @dead_letters_command.command()
@@ -56,13 +58,15 @@ def list_command(settings: Settings, reason: str, origin: str, as_lines: bool) -
 @settings_options
 def show(settings: Settings, addresses: tuple[str, ...]) -> None:
     """Show dead letters completely: headers, and the unpacked value, also of an unknown schema."""
+    from relaygr_stream.bus.away import Away
     from relaygr_stream.ops.dead_letters.replay import choose, read_letters
     from relaygr_stream.ops.dead_letters.table import print_letter
     from relaygr_stream.telemetry.printable import SafeConsole
 
-    found = asyncio.run(read_letters(settings.kafka))
-    for letter in choose(found, addresses=addresses, reason="", origin="", prefix=settings.kafka.prefix):
+    found = asyncio.run(read_letters(settings.kafka, away := Away()))
+    for letter in choose(found, addresses=addresses, reason="", origin="", prefix=settings.kafka.prefix, away=away):
         print_letter(SafeConsole(), letter)
+    away.check()
 
 
 @dead_letters_command.command()
@@ -88,8 +92,9 @@ def replay(
     """Send dead letters to their original topic, with their original key and headers.
 
     Each dead letter is sent once: one that was replayed, came back from a replay, or ended workers, is skipped without
-    --again. Exits 1 if a message was refused.
+    --again. Exits 1 if a message was refused, 4 if a partition has no broker: then run it again.
     """
+    from relaygr_stream.bus.away import Away
     from relaygr_stream.ops.dead_letters.letter import Letter
     from relaygr_stream.ops.dead_letters.replay import Verdict, choose, read_letters, verdict_before, why
     from relaygr_stream.ops.dead_letters.replay import replay as send_again
@@ -101,16 +106,17 @@ def replay(
         raise click.UsageError("name dead letters by ADDRESS, select them with --reason or --from, or give --all")
     topics = load_topics(settings.kafka)
     verdicts: list[Verdict] = []
+    away = Away()
 
     def report(letter: Letter, verdict: Verdict, detail: str) -> None:
         verdicts.append(verdict)
         click.echo(line_of(letter, verdict, detail))
 
     async def run() -> bool:
-        found, prefix = await read_letters(settings.kafka), settings.kafka.prefix
-        letters = choose(found, addresses=addresses, reason=reason, origin=origin, prefix=prefix)
+        found, prefix = await read_letters(settings.kafka, away), settings.kafka.prefix
+        letters = choose(found, addresses=addresses, reason=reason, origin=origin, prefix=prefix, away=away)
         if not dry_run:
-            return await send_again(settings.kafka, topics, letters, again=again, report=report)
+            return await send_again(settings.kafka, topics, letters, again=again, report=report, away=away)
         for letter in letters:
             verdict = verdict_before(letter, topics, again=again)
             report(letter, verdict, why(verdict))
@@ -119,4 +125,5 @@ def replay(
     clean = run_until_stopped(run(), line="stopped; what was sent is marked")
     totals = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
     click.echo(", ".join(f"{count} {verdict}" for verdict, count in totals.items()) or "no dead letters to replay")
+    away.check()
     sys.exit(not clean)

@@ -41,8 +41,9 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
     With --events, time is the log's, and the workers are simulated. Their costs are those of --costs, or those that a
     worker states on the Kafka of --bootstrap, or a trigger's defaults for a worker that has measured nothing. With
     --seconds, it observes a running relay; it writes nothing and joins no group. If a trigger runs on that Kafka, its
-    settings are used, otherwise the settings given here; stderr names the source.
+    settings are used, otherwise the settings given here; stderr names the source. Exits 4 if a partition has no broker.
     """
+    from relaygr_stream.bus.away import Away
     from relaygr_stream.cli.explain_table import as_json, as_table, summary
     from relaygr_stream.telemetry.printable import print_table
     from relaygr_stream.trigger.decision import REASONS
@@ -51,7 +52,7 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
         raise click.UsageError("give either --events FILE or --seconds N")
     if only is not None and only not in REASONS:
         raise click.UsageError(f"--only {only}: no such decision; write one of {', '.join(REASONS)}")
-    seconds = flags.pop("seconds")
+    seconds, away = flags.pop("seconds"), Away()
     if seconds is not None:
         source = click.get_current_context().get_parameter_source
         for name in flags:
@@ -62,15 +63,16 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
 
         policy, whose = look(config.settings.kafka, running_policy(config.settings))
         click.echo(whose, err=True)
-        rows = look(config.settings.kafka, explain_live(config.settings, policy, seconds), seconds)
+        rows = look(config.settings.kafka, explain_live(config.settings, policy, seconds, away), seconds)
     else:
         rows = _explain_events(config, **flags)
     shown = [row for row in rows if only is None or row.reason == only]
     if as_json_lines:
         sys.stdout.write(as_json(shown))
-        return
-    print_table(as_table(shown))
-    click.echo(summary(rows))
+    else:
+        print_table(as_table(shown))
+        click.echo(summary(rows))
+    away.check()
 
 
 def _explain_events(

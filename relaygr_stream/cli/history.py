@@ -151,8 +151,8 @@ def erase(settings: Settings, user: str, tenant: str | None, wait: float) -> Non
 
     First stop asking for the user: a message that comes later brings prefix KV back. Workers confirm in their statuses.
     Says which topics' retention still holds messages of the user. Exits 1 if the store failed, a worker did not
-    confirm, or dead letters are left; run it again then. Run one at a time: two at once may write each other's dead
-    letters anew.
+    confirm, or dead letters are left, 4 if a partition has no broker; run it again then. Run one at a time: two at once
+    may write each other's dead letters anew.
     """
     from relaygr_stream.errors import HistoryUnavailable
     from relaygr_stream.ops.erase import erase_from_fleet, retained
@@ -175,6 +175,8 @@ def erase(settings: Settings, user: str, tenant: str | None, wait: float) -> Non
         return await erase_from_fleet(settings, user, whose, wait)
 
     done = asyncio.run(run())
+    if done.unasked:
+        click.echo(f"workers: could not be asked: {done.unasked}", err=True)
     click.echo(f"workers: {len(done.confirmed)} have dropped the user")
     for name in done.unconfirmed:
         click.echo(f"worker {printable(name)}: did not confirm within {wait:g} s; it may be older, or busy", err=True)
@@ -191,6 +193,7 @@ def erase(settings: Settings, user: str, tenant: str | None, wait: float) -> Non
     for topic, hours in retained(settings):
         click.echo(f"  {topic}: up to {hours:.3g} h (retention.ms + segment.ms)")
     click.echo("  and until the brokers next look (log.retention.check.interval.ms, 5 minutes by default)")
+    done.away.check()
     sys.exit(store_failed or not done.complete)
 
 

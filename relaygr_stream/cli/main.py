@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 
 from relaygr_stream.cli.options import config_options, settings_options
-from relaygr_stream.errors import ConfigError, RelayError
+from relaygr_stream.errors import ConfigError, PartitionsAway, RelayError
 from relaygr_stream.ops.stopping import Interrupted, stopped
 from relaygr_stream.settings.files import FILE_TROUBLE, discard_output
 from relaygr_stream.settings.load import Config
@@ -23,6 +23,8 @@ from relaygr_stream.settings.schema import Settings
 _ENTRY_POINTS: Final = "relaygr.commands"
 #: What the laboratory brings, so that its absence can be told from a typing error.
 _LABORATORY: Final = frozenset({"bench", "demo", "simulate"})
+#: The exit code of a command that left out partitions without a broker.
+PARTLY: Final = 4
 #: Commands in modules of their own, which are imported on demand.
 _COMMANDS: Final = {
     "broker": "relaygr_stream.cli.broker:broker_command",
@@ -102,7 +104,8 @@ class _Group(click.Group):
             from relaygr_stream.telemetry.process import error_code
 
             self._print_error(error)
-            context.exit(error_code(error, context.invoked_subcommand or ""))
+            partly = isinstance(error, PartitionsAway)
+            context.exit(PARTLY if partly else error_code(error, context.invoked_subcommand or ""))
         return result
 
     def _print_error(self, error: Exception) -> None:
@@ -192,32 +195,43 @@ def apply(settings: Settings, alter: bool) -> None:
     Without --alter, existing topics are not changed. Adding partitions to topics that share lanes moves users to other
     lanes: stop all processes first (docs/how-to/kafka.md).
     """
+    from relaygr_stream.bus.away import Away
     from relaygr_stream.bus.topics import apply_topics
 
-    click.echo(asyncio.run(apply_topics(settings.kafka, alter=alter)))
+    report = asyncio.run(apply_topics(settings.kafka, alter=alter))
+    click.echo(report)
+    Away.of(report.rows).check()
 
 
 @topics.command()
 @settings_options
 def verify(settings: Settings) -> None:
-    """Check that every topic exists and that every setting matches its file; name each difference."""
+    """Check that every topic exists and that every setting matches its file; name each difference.
+
+    Exits 4 if only a partition has no broker.
+    """
+    from relaygr_stream.bus.away import Away
     from relaygr_stream.bus.topics import verify_topics
     from relaygr_stream.ops.looking import look
 
     rows = look(settings.kafka, verify_topics(settings.kafka, strict=True))
     click.echo(f"all {len(rows)} topics match their files")
+    Away.of(rows).check()
 
 
 @topics.command()
 @settings_options
 def show(settings: Settings) -> None:
     """Show each topic's file beside the cluster's values."""
+    from relaygr_stream.bus.away import Away
     from relaygr_stream.bus.topics import describe_topics
     from relaygr_stream.cli.topics_table import render_topics
     from relaygr_stream.ops.looking import look
     from relaygr_stream.telemetry.printable import print_table
 
-    print_table(render_topics(look(settings.kafka, describe_topics(settings.kafka))))
+    rows = look(settings.kafka, describe_topics(settings.kafka))
+    print_table(render_topics(rows))
+    Away.of(rows).check()
 
 
 @main.group(name="config")

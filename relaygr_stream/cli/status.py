@@ -29,7 +29,8 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
       relaygr status --bootstrap kafka:9092 --watch
 
     It listens for some seconds, joins no group and writes nothing. hits: share of rankings that found their prefix KV,
-    while it listened or, without rankings, since the worker's start. lag: unread records of the worker's lanes.
+    while it listened or, without rankings, since the worker's start. lag: unread records of the worker's lanes. Exits 4
+    if a partition has no broker.
     """
     from relaygr_stream.ops.looking import look
     from relaygr_stream.ops.status.overview import LISTEN_S
@@ -45,6 +46,7 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
 async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from rich.live import Live
 
+    from relaygr_stream.bus.away import Away
     from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
     from relaygr_stream.bus.topics import verify_topics
     from relaygr_stream.ops.status.overview import LISTEN_S, Overview
@@ -53,8 +55,10 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.wire.worker_status import StatusReader
 
-    await verify_topics(settings.kafka)
+    away = Away.of(await verify_topics(settings.kafka))
     topics = load_topics(settings.kafka)
+    if (topics.worker_status.name, 0) in away:
+        away.check()
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
     view = Overview(settings, topics, reader)
@@ -72,6 +76,7 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
         await listen(LISTEN_S)
         if not watch:
             click.echo(as_json(view)) if as_json_line else print_table(render(view), console)
+            away.check()
         elif as_json_line or not sys.stdout.isatty():
             while True:
                 click.echo(as_json(view)) if as_json_line else print_table(render(view), console)
@@ -85,8 +90,8 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
 
 async def _forget(settings: Settings, name: str) -> None:
     """Write a tombstone for the name's latest record."""
+    from relaygr_stream.bus.contents import read_back
     from relaygr_stream.bus.producer import Producer
-    from relaygr_stream.bus.tail import read_back
     from relaygr_stream.bus.topics import verify_topics
     from relaygr_stream.errors import DecodeError
     from relaygr_stream.wire.codec import decode

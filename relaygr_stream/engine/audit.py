@@ -1,7 +1,5 @@
 """Scoring a share of the answered rankings a second time, in full, to show that the relay changes nothing.
 
-Where prefix KV were rounded in DRAM (worker.dram_storage = "int8"), scores do change: those audits are told apart.
-
 Audits use idle device time and the scratch region; a full inference that needs the scratch takes it from them.
 """
 
@@ -18,85 +16,15 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import structlog
-import torch
 
-from relaygr_stream.cache.copy import CopyEngine
-from relaygr_stream.cache.storage import Scratch, Storage
-from relaygr_stream.cache.tiers import capacity_for
+from relaygr_stream.cache.scratch import Scratch
 from relaygr_stream.engine.commands import Measured, RankTask
-from relaygr_stream.engine.executor import UNHURRIED_MS, Executor, PrefillRun, describe
-from relaygr_stream.errors import ConfigError, DeviceError, ModelError
-from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation, schema_of
-from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.engine.executor import Executor, PrefillRun, describe
+from relaygr_stream.models.api import ScoreInput, relative_deviation
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.wire.messages import MISSES
 
 log = structlog.get_logger(__name__)
-
-# ---- int8 rounding, measured on the worker's own model at start ----
-
-
-#: Short prefixes deviate most: with few terms in a sum, roundings cancel less. The longest allowed prefix caps them.
-PROBE_TOKENS: Final = (64, 256, 1024)
-PROBE_CANDIDATES: Final = 64
-#: Ids in the probe are below this, so that a small vocabulary has them too.
-PROBE_IDS: Final = 1000
-
-
-def check_rounding(
-    executor: Executor, copier: CopyEngine, storage: Storage, scratch: KVRegion, allowed: float
-) -> float:
-    """The largest relative deviation of scores from prefix KV that went through `storage`, at most `allowed`.
-
-    ConfigError when it is more, ModelError when the model fails on the probe.
-    """
-    generator = np.random.default_rng(0)
-    worst = 0.0
-    for n in dict.fromkeys(min(n, scratch.capacity) for n in PROBE_TOKENS):
-        tokens = Tokens.zeros(n, schema_of(executor.model))
-        first = tokens.context
-        for row, most in enumerate((PROBE_IDS, 4, 10**6)):
-            tokens.array[row, first:] = generator.integers(0, most, n - first)
-        candidates = generator.integers(0, PROBE_IDS, PROBE_CANDIDATES)
-        region = KVRegion(scratch.layout, scratch.storage, min(capacity_for(n), scratch.capacity))
-        try:
-            worst = max(worst, _deviation(executor, copier, storage, region, tokens, candidates))
-        except DeviceError:
-            raise
-        except Exception as error:  # a user's model may raise anything
-            raise ModelError(
-                f"the model failed on a probe of {n} behaviours with ids below {PROBE_IDS}, made for "
-                f'worker.dram_storage = "int8" ({describe(error)}); fix the model or set it to "exact"'
-            ) from error
-    if not worst <= allowed:
-        raise ConfigError(
-            f'worker.dram_storage = "int8" moves this model\'s scores by {worst:.2g}, relative to the largest, where '
-            f'worker.dram_int8_deviation allows {allowed:g}: set worker.dram_storage = "exact", or allow that much'
-        )
-    return worst
-
-
-def _deviation(
-    executor: Executor,
-    copier: CopyEngine,
-    storage: Storage,
-    region: KVRegion,
-    tokens: Tokens,
-    candidates: npt.NDArray[np.int64],
-) -> float:
-    run = executor.prefill(region, tokens)
-    while not run.done:
-        run.advance(UNHURRIED_MS)
-    features = schema_of(executor.model).zeros("candidate", len(candidates))
-    ranking = ScoreInput(region, tokens.slice(0, 0), candidates, features)
-    exact = executor.score([ranking])[0][0]
-    stored = torch.empty(storage.nbytes(region.capacity), dtype=torch.uint8)
-    copier.submit(stored, region.storage, convert=storage.spill).wait()
-    copier.submit(region.storage, stored, urgent=True, convert=storage.reload).wait()
-    return relative_deviation(executor.score([ranking])[0][0], exact)
-
-
-# ---- audits ----
 
 #: Most audits that wait: each keeps a request's tokens, and an old audit tells no more than a new one.
 MAX_WAITING: Final = 8
@@ -158,8 +86,7 @@ class Auditor:
         self._random = random.Random(seed)
         self._waiting: deque[Audit] = deque()
         self.done = 0
-        self.worst = 0.0  # largest relative deviation found where nothing was rounded
-        self.worst_rounded = 0.0  # and where it was
+        self.worst = 0.0  # largest relative deviation found
 
     def consider(self, task: RankTask, measured: Measured, relayed: npt.NDArray[np.float32]) -> None:
         """Choose this answered ranking for an audit, or not."""
@@ -222,10 +149,7 @@ class Auditor:
         scale = statistics.median(self._largest) if self._largest else 0.0
         deviation = audit_deviation(audit.relayed, full, scale, half=self._half)
         self.done += 1
-        if audit.measured.approximate:
-            self.worst_rounded = max(self.worst_rounded, deviation)
-        else:
-            self.worst = max(self.worst, deviation)
+        self.worst = max(self.worst, deviation)
         if self._report(task, audit.measured, deviation, audit.ms):
             self.deviating.append(task.user_key)
         else:

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import structlog
 import torch
 
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.cache.storage import make_storage
 from relaygr_stream.cache.tiers import GRANULE_TOKENS, MakePolicy
-from relaygr_stream.engine.audit import Auditor, Report, check_rounding
+from relaygr_stream.engine.audit import Auditor, Report
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.scheduler import Limits, Scheduler
 from relaygr_stream.errors import CapacityError
@@ -25,8 +23,6 @@ from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Worker as WorkerSettings
 from relaygr_stream.wire.worker_status import counted_bytes
-
-log = structlog.get_logger(__name__)
 
 #: Share of worker.max_waiting_bytes for rankings inside the scheduler, where the client with the most gives way to
 #: others. The rest is for commands that the device thread has not taken and for answers on their way.
@@ -75,7 +71,7 @@ def build(
     """On the configured device. Raises ConfigError, ModelError, DeviceError or CapacityError."""
     worker = settings.worker
     executor = load_executor(settings)
-    model, device = executor.model, executor.device
+    device = executor.device
     host = torch.device("cpu")
     hbm = TierMemory(worker.hbm_bytes, device, setting="worker.hbm_bytes")
     dram = None
@@ -86,10 +82,6 @@ def build(
     runtime = assemble(settings, executor, hbm, dram, copier, report_audit)
     scratch = runtime.cache.scratch.borrow()
     executor.warm_up(scratch, settings.relay.max_candidates)
-    if dram is not None and worker.dram_storage == "int8":
-        storage = make_storage(worker.dram_storage, model.layout)
-        deviation = check_rounding(executor, copier, storage, scratch, worker.dram_int8_deviation)
-        log.info("DRAM copies are int8", deviation=round(deviation, 6), allowed=worker.dram_int8_deviation)
     runtime.cache.scratch.give_back(scratch)
     return runtime
 
@@ -118,7 +110,6 @@ def assemble(
         scratch_tokens=longest_sequence(settings, model),
         incremental=model.incremental,
         max_stale_tokens=worker.max_stale_tokens,
-        storage=worker.dram_storage,
         policy=policy,
     )
     context_tokens = schema_of(model).context_tokens

@@ -133,7 +133,6 @@ class Measured:
     device_ms: float = 0.0
     score_ms: float = 0.0  # of that, the batch that scored it
     computed_tokens: int = 0
-    approximate: bool = False  # scored against prefix KV that had been rounded in DRAM
     truncated_to: int = 0  # behaviours that it was cut to, since all would be late; 0: it was not
 
 

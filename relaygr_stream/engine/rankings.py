@@ -179,7 +179,6 @@ class Rankings:
         ranking.measured.score_ms = batch_ms
         self._admission.charge(ranking, batch_ms / batch)
         if np.isfinite(scores).all():
-            ranking.measured.approximate = ranking.held.entry is not None and ranking.held.entry.approximate
             if not ranking.full:  # one whose user was erased leaves nothing
                 self._auditor.consider(ranking.task, ranking.measured, scores)
             self._answer(ranking, "ok", scores=scores)

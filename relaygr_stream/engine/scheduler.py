@@ -232,7 +232,6 @@ class Scheduler:
             "audits": float(self.auditor.done),
             "audits_waiting": float(self.auditor.waiting),
             "audit_deviation": self.auditor.worst,
-            "audit_deviation_int8": self.auditor.worst_rounded,
         }
 
     def check_integrity(self) -> None:

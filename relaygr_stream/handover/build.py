@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.cache.storage import make_storage
 from relaygr_stream.engine.build import WorkerRuntime, longest_sequence
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
@@ -49,17 +48,17 @@ def handover_for(
     return Handover(
         settings.handover,
         name,
-        identity_of(settings, runtime, lanes),
+        identity_of(runtime, lanes),
         Desk(device, lanes),
         peers.workers,
         HandoverMetrics(registry),
         longest_sequence(settings, runtime.model),
-        make_storage(settings.worker.dram_storage, runtime.model.layout).nbytes,
+        runtime.model.layout.nbytes,
         token_bytes(schema_of(runtime.model)),
     )
 
 
-def identity_of(settings: Settings, runtime: WorkerRuntime, lanes: int) -> Identity:
+def identity_of(runtime: WorkerRuntime, lanes: int) -> Identity:
     """The origin and shape of this worker's prefix KV.
 
     The kind of device and the kernels are part of it: with others, the same weights give K and V that differ in their
@@ -75,7 +74,6 @@ def identity_of(settings: Settings, runtime: WorkerRuntime, lanes: int) -> Ident
         dqk=layout.dqk,
         dv=layout.dv,
         dtype=str(layout.dtype).removeprefix("torch."),
-        storage=settings.worker.dram_storage,
         device=device,
         lanes=lanes,
         state=layout.state,

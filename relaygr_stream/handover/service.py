@@ -61,7 +61,7 @@ MIB: Final = 1 << 20
 class Handover:
     """Serves and fetches from `start` to `stop`. peers: returns the newest status of every worker that is not silent.
 
-    max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier's form. token_bytes: of a
+    max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier. token_bytes: of a
     token in an offer.
     """
 

@@ -113,7 +113,7 @@ def _fits(lease: Lease, max_tokens: int) -> bool:
 
 
 class Taker:
-    """Runs sessions. max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier's form.
+    """Runs sessions. max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier.
 
     token_bytes: of a token in an offer.
     """

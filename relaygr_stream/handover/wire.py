@@ -48,7 +48,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     dqk: int
     dv: int
     dtype: Text
-    storage: Text
+    storage: Text = "exact"  # earlier workers may have copies of other forms
     device: Text
     lanes: int
     state: int = 0  # elements beside the tokens

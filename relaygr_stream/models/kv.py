@@ -71,10 +71,6 @@ class KVLayout:
         """Bytes of one token in all layers."""
         return self.elements_per_token * self.dtype.itemsize
 
-    def exact_bytes(self, capacity: int) -> int:
-        """Bytes at the end of a region that are no K or V, and that no storage may round: times and the state."""
-        return (capacity * self.time_elements + self.state) * self.dtype.itemsize
-
     def elements(self, capacity: int) -> int:
         """Elements of a region for `capacity` tokens."""
         return capacity * self.elements_per_token + self.state

@@ -17,8 +17,10 @@ from typing import Final
 import msgpack
 
 from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.away import Away
+from relaygr_stream.bus.contents import read_all
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.tail import TopicTail, read_all
+from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import TopicRow
 from relaygr_stream.bus.topics import delete_before, verify_topics
 from relaygr_stream.errors import BrokerError, DecodeError
@@ -38,18 +40,21 @@ LISTEN_S: Final = 2.0
 @dataclass
 class Erased:
     """What was done. unconfirmed: living workers that did not say so in time; unread: how many of their statuses this
-    process does not believe; letters_left: why letters are left."""
+    process does not believe; unasked: why no worker was asked; letters_left: why letters are left; away: partitions of
+    dead letters that no broker serves."""
 
     confirmed: list[str] = field(default_factory=list)
     unconfirmed: list[str] = field(default_factory=list)
     unread: int = 0
+    unasked: str = ""
     letters: int = 0
     letters_left: str = ""
+    away: Away = field(default_factory=Away)
 
     @property
     def complete(self) -> bool:
         """Whether nothing is left but what the logs hold."""
-        return not (self.unconfirmed or self.unread or self.letters_left)
+        return not (self.unconfirmed or self.unread or self.unasked or self.letters_left or self.away)
 
 
 async def erase_from_fleet(settings: Settings, user_id: str, tenant: str, wait_s: float) -> Erased:
@@ -59,9 +64,12 @@ async def erase_from_fleet(settings: Settings, user_id: str, tenant: str, wait_s
     """
     rows = {row.topic.name: row for row in await verify_topics(settings.kafka)}
     done = Erased()
-    await _ask_workers(settings, tenant_key(tenant, user_id), wait_s, done)
     try:
-        done.letters = await _remove_letters(settings.kafka, rows, user_id, tenant)
+        await _ask_workers(settings, tenant_key(tenant, user_id), wait_s, done)
+    except BrokerError as error:  # dead letters can be removed all the same
+        done.unasked = str(error)
+    try:
+        done.letters = await _remove_letters(settings.kafka, rows, user_id, tenant, done.away)
     except BrokerError as error:
         done.letters_left = str(error)
     return done
@@ -119,8 +127,8 @@ async def _ask_workers(settings: Settings, user_key: str, wait_s: float, done: E
 # ---- dead letters ----
 
 
-async def _remove_letters(kafka: Kafka, rows: dict[str, TopicRow], user_id: str, tenant: str) -> int:
-    """Remove the user's dead letters, and return their number.
+async def _remove_letters(kafka: Kafka, rows: dict[str, TopicRow], user_id: str, tenant: str, away: Away) -> int:
+    """Remove the user's dead letters, and return their number. away: gets the partitions that no broker serves.
 
     A log loses its beginning only. So the others' letters before the user's last one are written anew, at its end, and
     everything up to that last one is deleted. They get new addresses; markers of replays follow them.
@@ -131,7 +139,7 @@ async def _remove_letters(kafka: Kafka, rows: dict[str, TopicRow], user_id: str,
     found = rows[topic.name].found
     assert found is not None  # verified
     lanes = range(found.partitions)
-    records = await read_all(kafka, topic.name, lanes)
+    records = await read_all(kafka, topic.name, lanes, away)
     his = [record for record in records if names_user(record, user_id, tenant)]
     last = {lane: max(each.offset for each in his if each.lane == lane) for lane in {each.lane for each in his}}
     if not last:
@@ -142,7 +150,8 @@ async def _remove_letters(kafka: Kafka, rows: dict[str, TopicRow], user_id: str,
     async with Producer(kafka, client_id="relaygr-erase", max_bytes=topic.max_message_bytes) as producer:
         await _write_anew(producer, topic.name, others, last)
     await delete_before(kafka, topic.name, {lane: offset + 1 for lane, offset in last.items()})
-    if any(names_user(record, user_id, tenant) for record in await read_all(kafka, topic.name, lanes)):
+    served = [lane for lane in lanes if (topic.name, lane) not in away]
+    if any(names_user(record, user_id, tenant) for record in await read_all(kafka, topic.name, served, away)):
         raise BrokerError("another command wrote dead letters anew at the same time; run this one again, alone")
     return len(his)
 

@@ -74,6 +74,8 @@ FORMER: Final[Mapping[str, str | None]] = {
     "trigger.stale_ms": "trigger.max_event_age_ms",
     "worker.batch": "worker.max_batch",
     "worker.crash_limit": "worker.max_crashes",
+    "worker.dram_int8_deviation": None,
+    "worker.dram_storage": None,
     "worker.lag_tokens": "worker.max_stale_tokens",
     "worker.queue_limit": "worker.max_queue",
     "worker.start_nice": None,

@@ -41,14 +41,6 @@ class Worker(Section, frozen=True, kw_only=True):
             "pinned, which takes the next power of two"
         ),
     ] = 2 << 30
-    dram_storage: Annotated[
-        Literal["exact", "int8"], doc("form of K and V in DRAM; int8 holds 2-4 times as much, and rounds scores")
-    ] = "exact"
-    dram_int8_deviation: Annotated[
-        float,
-        Meta(gt=0, le=1),
-        doc("with int8: largest relative deviation of scores; above it the start fails, and an audit logs an error"),
-    ] = 0.03
     pinned_share: Annotated[Share, doc("share of hbm_bytes for requests that are admitted and not yet ranked")] = 0.5
     pre_infer_share: Annotated[Share, doc("share of device time that pre-inference may use")] = 0.7
     max_ranking_delay_ms: Annotated[

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
-from relaygr_stream.bus.ages import LogEnds, stated_age_ms
-from relaygr_stream.bus.tail import TopicTail, read_back
+from relaygr_stream.bus.ages import stated_age_ms
+from relaygr_stream.bus.away import Away
+from relaygr_stream.bus.contents import read_back, spans
+from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import verify_topics
-from relaygr_stream.errors import BrokerUnavailable, DecodeError
+from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.trigger.core import TriggerCore
@@ -116,27 +118,30 @@ def explain(
 # ---- a running relay ----
 
 
-async def explain_live(settings: Settings, policy: Policy, seconds: float) -> list[Explanation]:
-    """Explanations of the events of the next `seconds` seconds. Raises BrokerUnavailable, TopicError."""
+async def explain_live(settings: Settings, policy: Policy, seconds: float, away: Away) -> list[Explanation]:
+    """Explanations of the events of the next `seconds` seconds. Raises BrokerUnavailable, TopicError.
+
+    away: gets the partitions that no broker serves; their lanes are left out.
+    """
     await verify_topics(settings.kafka)
     topics = load_topics(settings.kafka)
     directory = OwnerDirectory(settings.trigger.max_status_age_ms, reader=StatusReader.of(settings, topics))
     async with AsyncExitStack() as stack:
-        ends = await stack.enter_async_context(LogEnds(settings.kafka, "relaygr-explain"))
-        log_ends = await ends.ask(topics.pre_infer.name, range(topics.lanes))
-        if silent := set(range(topics.lanes)) - log_ends.keys():
-            raise BrokerUnavailable(
-                f"no broker answers for the log ends of partitions {sorted(silent)} of {topics.pre_infer.name}; "
-                f"check that their leaders run"
-            )
-        shadow = Shadow(policy, topics, directory, {lane: end.offset for lane, end in log_ends.items()})
+        lanes, kafka = range(topics.lanes), settings.kafka
+        events, signals = await asyncio.gather(
+            *(spans(kafka, topic.name, lanes, away) for topic in (topics.retrieval, topics.pre_infer))
+        )
+        if not (ends := {lane: signals[lane].end for lane in events.keys() & signals.keys()}):
+            away.check()
+        shadow = Shadow(policy, topics, directory, ends)
         background = Background()
         for topic, on_records in (
             (topics.worker_status, directory.on_records),
             (topics.pre_infer, shadow.on_signals),
             (topics.retrieval, shadow.on_events),
         ):
-            tail = TopicTail(settings.kafka, topic.name, range(topic.partitions), "latest", on_records)
+            read = sorted(ends) if topic.lanes else range(topic.partitions)
+            tail = TopicTail(settings.kafka, topic.name, read, "latest", on_records)
             await stack.enter_async_context(tail)
             background.watch(tail.failed)
             if topic is topics.worker_status:

@@ -70,7 +70,7 @@ class WorkerMetrics:
         self.lane_changes = counter("relaygr_lane_changes", "Lanes gained and lost", "change")
         self.audits = counter(
             "relaygr_audits",
-            "Rankings scored twice, by verdict and by the form their prefix had in DRAM",
+            "Rankings scored twice, by verdict; storage is always exact",
             "verdict",
             "storage",
         )

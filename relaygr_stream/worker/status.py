@@ -202,7 +202,6 @@ class StatusReporter:
             self._told_of_unknown = True
             log.warning("item ids outside the model's vocabulary", so_far=int(unknown))
         metrics.audit_deviation.labels("exact").set(now.totals["audit_deviation"])
-        metrics.audit_deviation.labels("int8").set(now.totals["audit_deviation_int8"])
         worker = self._settings.worker
         for gauge, kind, value in (
             (metrics.hbm_bytes, "used", now.hbm_used),

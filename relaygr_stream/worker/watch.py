@@ -26,7 +26,7 @@ WATCH_S: Final = 0.25  # health is as fresh as worker-status is by default
 #: is 16 units of roundoff (2^-9 and 2^-12): a model of 8 layers stays below 8, another history comes to more than 32
 #: (tests/unit/engine/test_audit.py).
 AUDIT_TOLERANCE: Final = {"float32": 1e-5, "bfloat16": 16 * 2.0**-9, "float16": 16 * 2.0**-12}
-#: After this many deviating audits of exact prefix KV the process is no longer ready. A flipped bit spoils one user's
+#: After this many deviating audits the process is no longer ready. A flipped bit spoils one user's
 #: prefix KV, which are evicted by the first audit that finds it; two may be chance. Three times means a device, a
 #: kernel or a model that computes something else each time. At the default share of 0.01 it takes about 300 relayed
 #: rankings.
@@ -83,8 +83,7 @@ class AuditReport:
     """Turns audits into metrics, errors and readiness. Called on the device thread; prometheus_client allows that."""
 
     def __init__(self, worker: settings.Worker, metrics: WorkerMetrics) -> None:
-        self._tolerance = {"exact": AUDIT_TOLERANCE[worker.dtype]}
-        self._tolerance["int8"] = max(self._tolerance["exact"], worker.dram_int8_deviation)
+        self._tolerance = AUDIT_TOLERANCE[worker.dtype]
         self._metrics = metrics
         self._deviated = 0
 
@@ -100,18 +99,15 @@ class AuditReport:
 
         deviation: relative, of the relayed scores from full inference. ms: device time of the audit.
         """
-        storage = "int8" if measured.approximate else "exact"
-        tolerance = self._tolerance[storage]
-        agreed = deviation <= tolerance
-        self._metrics.audits.labels("agreed" if agreed else "deviated", storage).inc()
+        agreed = deviation <= self._tolerance
+        self._metrics.audits.labels("agreed" if agreed else "deviated", "exact").inc()
         self._metrics.device_seconds.labels("audit").inc(ms / 1e3)
         if not agreed:
-            self._deviated += storage == "exact"  # int8 rounds by choice, and has an alert of its own
+            self._deviated += 1
             log.error(
                 "a relayed score deviates from full inference",
                 **request_log_fields(task.request_id, task.user_id, task.lane, measured.outcome),
                 deviation=deviation,
-                tolerance=tolerance,
-                storage=storage,
+                tolerance=self._tolerance,
             )
         return not agreed

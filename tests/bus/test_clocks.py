@@ -12,9 +12,9 @@ from aiokafka import AIOKafkaProducer
 from structlog.testing import capture_logs
 
 from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.contents import read_all
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.refused import COUNTS_S, Refused, refusals
-from relaygr_stream.bus.tail import read_all
 from relaygr_stream.bus.topics import apply_topics, describe_topics, verify_topics
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.settings.files import packaged_dir

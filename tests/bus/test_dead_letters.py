@@ -8,9 +8,9 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from relaygr_stream.bus.contents import read_all
 from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.tail import read_all
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import DecodeError

@@ -15,8 +15,9 @@ from aiokafka.protocol.fetch import FetchRequest
 
 from relaygr_stream.bus.aiokafka_compat import MOST_AT_ONCE
 from relaygr_stream.bus.aiokafka_patches import EMBEDDED_FETCH_WAIT_MS
+from relaygr_stream.bus.contents import read_back
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.tail import RELAXED_MS, TopicTail, read_back
+from relaygr_stream.bus.tail import RELAXED_MS, TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.ops.brokers.local import LocalBroker, local_broker
@@ -69,7 +70,7 @@ async def test_recent_has_the_newest_and_follows_however_long_the_log(
 
 
 async def test_a_log_is_read_back_in_growing_chunks(kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relaygr_stream.bus.tail.RECENT_RECORDS", 5)
+    monkeypatch.setattr("relaygr_stream.bus.contents.FIRST_CHUNK", 5)
     await apply_topics(kafka_settings)
     topic = load_topics(kafka_settings).worker_status.name
     assert [chunk async for chunk in read_back(kafka_settings, topic)] == []

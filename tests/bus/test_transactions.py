@@ -9,7 +9,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from confluent_kafka import Producer as Transactional
 
 from relaygr_stream.bus.ages import LogEnds
-from relaygr_stream.bus.tail import read_all
+from relaygr_stream.bus.contents import read_all
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.topic_files import load_topics

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client import Gauge
 from rich.console import Console
 
+from relaygr_stream.bus.away import Away
 from relaygr_stream.bus.dead_letter import MAX_DETAIL_BYTES, WAITING_BYTES, DeadLetters, dead_letter_headers
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError, DecodeError, InputError
@@ -81,17 +82,17 @@ def test_only_topics_of_the_relay_get_replays(topic: str) -> None:
 
 def test_letters_are_chosen_by_address_reason_and_origin() -> None:
     letters = letters_of([dead(1), dead(2)])
-    assert choose(letters, addresses=["0:2", "0:2"], reason="", origin="", prefix="t.") == [letters[1]]
-    assert choose(letters, addresses=(), reason="malformed", origin="ranking", prefix="t.") == letters
-    assert choose(letters, addresses=(), reason="", origin="t.ranking", prefix="t.") == letters
-    assert choose(letters, addresses=(), reason="invalid", origin="", prefix="t.") == []
+    assert choose(letters, addresses=["0:2", "0:2"], reason="", origin="", prefix="t.", away=Away()) == [letters[1]]
+    assert choose(letters, addresses=(), reason="malformed", origin="ranking", prefix="t.", away=Away()) == letters
+    assert choose(letters, addresses=(), reason="", origin="t.ranking", prefix="t.", away=Away()) == letters
+    assert choose(letters, addresses=(), reason="invalid", origin="", prefix="t.", away=Away()) == []
     with pytest.raises(InputError, match=r"0:7.*PARTITION:OFFSET"):
-        choose(letters, addresses=["0:7"], reason="", origin="", prefix="t.")
+        choose(letters, addresses=["0:7"], reason="", origin="", prefix="t.", away=Away())
     prod = [dataclasses.replace(each, origin_topic="prod-ranking") for each in letters]
     for origin in ("ranking", "prod-ranking"):
-        assert choose(prod, addresses=(), reason="", origin=origin, prefix="prod-") == prod
+        assert choose(prod, addresses=(), reason="", origin=origin, prefix="prod-", away=Away()) == prod
     with pytest.raises(InputError, match="--from rankings: no such topic; the topics are retrieval"):
-        choose(letters, addresses=(), reason="", origin="rankings", prefix="t.")
+        choose(letters, addresses=(), reason="", origin="rankings", prefix="t.", away=Away())
 
 
 def test_a_value_of_an_unknown_schema_is_shown() -> None:
@@ -159,7 +160,12 @@ async def test_a_message_that_was_sent_and_cannot_be_marked_is_not_called_refuse
     letters, verdicts = letters_of([dead(1), dead(2)]), list[str]()
     with pytest.raises(BrokerError, match="0:1 was replayed, and could not be marked as that: no WRITE"):
         await replaying.replay(
-            Kafka(), TOPICS, letters, again=False, report=lambda letter, verdict, detail: verdicts.append(verdict)
+            Kafka(),
+            TOPICS,
+            letters,
+            again=False,
+            report=lambda letter, verdict, detail: verdicts.append(verdict),
+            away=Away(),
         )
     assert verdicts == ["replayed"]
     assert sent == ["t.ranking", "t.dead-letter"]
@@ -188,7 +194,9 @@ async def test_a_replay_that_is_stopped_marks_what_it_has_sent_or_says_so(
     monkeypatch.setattr(replaying, "Producer", Slow)
     letters = letters_of([dead(1), dead(2)])
     replay = asyncio.create_task(
-        replaying.replay(Kafka(), TOPICS, letters, again=False, report=lambda letter, verdict, detail: None)
+        replaying.replay(
+            Kafka(), TOPICS, letters, again=False, report=lambda letter, verdict, detail: None, away=Away()
+        )
     )
     await marking.wait()
     replay.cancel()
@@ -263,9 +271,11 @@ def test_a_reason_that_there_is_not_is_an_error() -> None:
     with pytest.raises(
         InputError, match=r"--reason malfromed: no such reason; the reasons are crashed, invalid, malformed"
     ):
-        choose(letters, addresses=(), reason="malfromed", origin="", prefix="t.")
+        choose(letters, addresses=(), reason="malfromed", origin="", prefix="t.", away=Away())
     later = Letter(0, 9, 0, b"u", b"v", reason="of_a_later_release")
-    assert choose([*letters, later], addresses=(), reason="of_a_later_release", origin="", prefix="t.") == [later]
+    assert choose(
+        [*letters, later], addresses=(), reason="of_a_later_release", origin="", prefix="t.", away=Away()
+    ) == [later]
 
 
 def test_a_detail_that_is_no_unicode_can_be_buried() -> None:

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relaygr_stream.ops.status.odd import lane_ranges
+from relaygr_stream.bus.away import ranges
 from relaygr_stream.telemetry.printable import SafeConsole, printable
 from relaygr_stream.wire.messages import Outcome, WorkerStatus
 from relaygr_stream.workload.quantiles import quantile
@@ -196,7 +196,7 @@ class LiveView:
 
 
 def _lanes(status: WorkerStatus) -> str:
-    return lane_ranges(lane.lane for lane in status.lanes) or "none"
+    return ranges(lane.lane for lane in status.lanes) or "none"
 
 
 def _phase(state: LiveState) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from relaygr_lab.simulate.costs import DeviceCosts
 from relaygr_lab.simulate.noise import Lasting, Noise
-from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
+from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
 
@@ -122,12 +122,9 @@ class SimulatedCopies(CopyEngine):
         self._clock = clock
         self._wake_at = wake_at
 
-    def submit(
-        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
-    ) -> CopyTicket:
-        """Start a copy. A conversion takes as long as a plain copy of the smaller form, which crosses the bus."""
-        del convert
-        seconds = min(src.nbytes, dst.nbytes) / self._speed[urgent]
+    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+        """Start a copy."""
+        seconds = src.nbytes / self._speed[urgent]
         over_at = max(self._free_at[urgent], self._clock.now) + seconds
         self._free_at[urgent] = over_at
         self._wake_at(over_at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
+from relaygr_stream.bus.away import ranges
 from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.trigger_status import TriggerStatus
@@ -44,7 +45,7 @@ def _groups(view: Overview) -> Iterator[str]:
     for name, status in view.living_triggers().items():
         both = [lane for lane in status.lanes if lane in deciding and len(groups) == 1]
         if both:
-            yield f"lanes {lane_ranges(both)} are decided by {deciding[both[0]]} and {name}"
+            yield f"lanes {ranges(both)} are decided by {deciding[both[0]]} and {name}"
         deciding.update(dict.fromkeys(status.lanes, name))
 
 
@@ -52,7 +53,7 @@ def _lanes(view: Overview) -> Iterator[str]:
     lanes = set(range(view.topics.lanes))
     serving = {name: s for name, s in view.living_workers().items() if s.state == "serving"}
     if serving and (free := lanes - {lane.lane for status in serving.values() for lane in status.lanes}):
-        yield f"lanes without an owner: {lane_ranges(free)}; their rankings wait"
+        yield f"lanes without an owner: {ranges(free)}; their rankings wait"
     elif idle := sorted(name for name, status in serving.items() if not status.lanes):
         yield (
             f"{', '.join(idle)}: no lane, and so no request: {len(lanes)} lanes are shared by {len(serving)} workers; "
@@ -60,7 +61,7 @@ def _lanes(view: Overview) -> Iterator[str]:
         )
     triggers = view.living_triggers().values()
     if triggers and (free := lanes - {lane for status in triggers for lane in status.lanes}):
-        yield f"lanes that no trigger decides for: {lane_ranges(free)}; nothing is pre-inferred there"
+        yield f"lanes that no trigger decides for: {ranges(free)}; nothing is pre-inferred there"
 
 
 def _versions(view: Overview) -> Iterator[str]:
@@ -109,7 +110,7 @@ def _bounds(view: Overview) -> Iterator[str]:
             if refused and (small := [lane.lane for lane in asked if least <= lane.budget_bytes < most]):
                 size = f"{longest} tokens: {needs / MIB:.1f} MiB"
                 yield (
-                    f"{name}: lanes {lane_ranges(small)} are in use, and have {room} ({size}); requests were refused "
+                    f"{name}: lanes {ranges(small)} are in use, and have {room} ({size}); requests were refused "
                     f"as over_footprint: raise worker.hbm_bytes or worker.pinned_share"
                 )
 
@@ -169,14 +170,3 @@ def _over_footprint(trigger: TriggerStatus) -> float:
 def _records(view: Overview) -> Iterator[str]:
     for reason, count in sorted(view.refused.items()):
         yield f"{count} records of worker-status are ignored: {reason}"
-
-
-def lane_ranges(lanes: Iterable[int]) -> str:
-    """Lane numbers as ranges: 0–3, 7; "" if there are none."""
-    parts: list[list[int]] = []
-    for lane in sorted(lanes):
-        if parts and lane == parts[-1][1] + 1:
-            parts[-1][1] = lane
-        else:
-            parts.append([lane, lane])
-    return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in parts)

@@ -11,7 +11,6 @@ import torch
 
 from relaygr_stream.cache.entry import Coverage, Entry, EntryState
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.cache.storage import StorageKind, make_storage
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.cache.transit import Lease, Reservation
 from relaygr_stream.models.api import Tokens
@@ -31,19 +30,16 @@ class Play:
         copier: Copies,
         *,
         incremental: bool = True,
-        storage: StorageKind = "exact",
         layout: KVLayout = LAYOUT,
     ) -> None:
         self.copier = copier
-        self.cache: PrefixCache = make(hbm, dram, copier, incremental=incremental, storage=storage, layout=layout)
+        self.cache: PrefixCache = make(hbm, dram, copier, incremental=incremental, layout=layout)
         self._layout = layout
         self.readers: list[tuple[Entry, KVRegion, Tokens]] = []
         self.leases: list[Lease] = []
         self.reservations: list[Reservation] = []
         self.seen: set[EntryState] = set()
         self._incremental = incremental
-        self._rounds = storage == "int8"
-        self._storage = make_storage(storage, layout)
         self._budgets = (hbm * GRANULE_BYTES, (dram or 0) * GRANULE_BYTES)
 
     # ---- what there is ----
@@ -108,7 +104,6 @@ class Play:
         self.copier.settle(copies)
         for entry in self.cache.poll():
             assert entry.failed or entry.ready or entry.retired
-            assert entry.failed or entry.approximate == self._rounds
 
     def use_scratch(self) -> None:
         region = self.cache.scratch.borrow()
@@ -144,7 +139,7 @@ class Play:
         reservation = self.reservations.pop(which % len(self.reservations))
         region = KVRegion.new(self._layout, reservation.copy.capacity)
         write(region, reservation.tokens)
-        self._storage.spill(reservation.data, region.storage)
+        reservation.data.copy_(region.storage.view(torch.uint8))
         if not whole:
             reservation.data[len(reservation.data) // 2 :] = 255
             self.cache.transit.discard(reservation)
@@ -203,7 +198,7 @@ class Play:
 
     def _stored_holds(self, data: torch.Tensor, capacity: int, tokens: Tokens) -> bool:
         elements = torch.empty(self._layout.elements(capacity))
-        self._storage.reload(elements, data)
+        elements.view(torch.uint8).copy_(data)
         return holds(KVRegion(self._layout, elements, capacity, len(tokens)), tokens)
 
     def _place(self, user: int, version: int, length: int) -> None:
@@ -220,18 +215,17 @@ class Play:
                 self._extend(entry, tokens)
             elif entry.state is EntryState.DRAM:
                 self.cache.load(entry)
-        elif (fresh := self.cache.open(f"u{user}", tokens)) is not None:
-            assert not fresh.approximate
+        else:
+            self.cache.open(f"u{user}", tokens)
 
     def _extend(self, entry: Entry, tokens: Tokens) -> None:
-        old, rounded = entry.region, entry.approximate
+        old = entry.region
         grown = self.cache.extend(entry, tokens)
         if grown is not None:
             assert grown.region is not None
             assert grown.region.length < len(tokens)
             assert holds(grown.region, tokens)
             assert (grown is entry) == (grown.region is old)
-            assert grown.approximate == rounded
 
     def _read(self, entry: Entry, tokens: Tokens) -> None:
         self.cache.pin(entry)

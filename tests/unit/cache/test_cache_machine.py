@@ -6,7 +6,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from relaygr_stream.cache.storage import StorageKind
 from tests.unit.cache.play import Going, Play
 from tests.unit.cache.worlds import LAYOUT, MOST, WITH_STATE, Copies, Flaky, Slow
 
@@ -17,15 +16,12 @@ class CacheMachine(RuleBasedStateMachine):
     """Copies are made when the machine says so."""
 
     incremental = True
-    storage: StorageKind = "exact"
     layout = LAYOUT
     copies: type[Copies] = Flaky
 
     @initialize(dram=st.sampled_from([None, 3, 6, 20]), hbm=st.sampled_from([6, 7, 8, 9, 10, 24]))
     def begin(self, dram: int | None, hbm: int) -> None:
-        self.play = Play(
-            hbm, dram, self.copies(), incremental=self.incremental, storage=self.storage, layout=self.layout
-        )
+        self.play = Play(hbm, dram, self.copies(), incremental=self.incremental, layout=self.layout)
 
     @rule(
         user=st.integers(0, 4),
@@ -97,23 +93,15 @@ class WholeSequencesOnly(CacheMachine):
     incremental = False
 
 
-class StoredAsInt8(CacheMachine):
-    """DRAM copies that round."""
-
-    storage: StorageKind = "int8"
-
-
 class WithState(CacheMachine):
-    """Prefix KV with a state, which readers and copies must never find rewritten; in DRAM, exact beside what rounds."""
+    """Prefix KV with a state, which readers and copies must never find rewritten."""
 
-    storage: StorageKind = "int8"
     layout = WITH_STATE
 
 
 class CopiedByThreads(CacheMachine):
     """The engine's own threads, slow enough that evictions, pins and polls come in between."""
 
-    storage: StorageKind = "int8"
     copies = Slow
 
 
@@ -122,8 +110,6 @@ TestCache = CacheMachine.TestCase
 TestCache.settings = SETTINGS
 TestWholeSequencesOnly = WholeSequencesOnly.TestCase
 TestWholeSequencesOnly.settings = settings(SETTINGS, max_examples=20)
-TestStoredAsInt8 = StoredAsInt8.TestCase
-TestStoredAsInt8.settings = settings(SETTINGS, max_examples=30)
 TestWithState = WithState.TestCase
 TestWithState.settings = settings(SETTINGS, max_examples=40)
 TestCopiedByThreads = CopiedByThreads.TestCase

@@ -9,10 +9,9 @@ from contextlib import closing
 import pytest
 import torch
 
-from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
+from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.cache.entry import EntryState
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
 from relaygr_stream.errors import CapacityError
 from tests.unit.cache.worlds import (
@@ -20,15 +19,11 @@ from tests.unit.cache.worlds import (
     GRANULE_BYTES,
     MOST,
     Flaky,
+    HookedCopy,
     compute,
     entries,
     holds,
     make,
-    sequence,
-    settle,
-    spilled,
-    table_of,
-    write,
 )
 from tests.waiting import WITHIN_S
 
@@ -56,63 +51,17 @@ def test_write_backs_end_where_dram_is_smaller_than_what_should_be_reclaimable()
     cache.close()
 
 
-@pytest.mark.parametrize(("storage", "granules"), [("exact", 3), ("int8", 2)])
-def test_a_dram_tier_that_cannot_hold_one_entry_is_refused(storage: StorageKind, granules: int) -> None:
+def test_a_dram_tier_that_cannot_hold_one_entry_is_refused() -> None:
     with pytest.raises(CapacityError) as caught, closing(Flaky()) as copier:
-        make(9, granules - 1, copier, storage=storage)
+        make(9, 2, copier)
     for part in (
-        f"worker.dram_bytes = {(granules - 1) * GRANULE_BYTES}",
+        f"worker.dram_bytes = {2 * GRANULE_BYTES}",
         f"{MOST} tokens",
-        f"it takes {3 * GRANULE_BYTES // (1 if storage == 'exact' else 2)} bytes",
-        repr(storage),
+        f"it takes {3 * GRANULE_BYTES} bytes",
         "relay.max_prefix_tokens",
     ):
         assert part in str(caught.value)
-    make(9, granules, storage=storage).close()
-
-
-def test_int8_holds_more_and_says_that_it_rounded() -> None:
-    held = {}
-    for storage in ("exact", "int8"):
-        copier = Flaky()
-        cache = make(30, 6, copier, storage=storage)
-        for user in range(30):
-            compute(cache, user, 2 * GRANULE_TOKENS)
-            settle(cache, copier)
-        held[storage] = sum(1 for entry in entries(cache) if entry.stored is not None)
-        cache.check_integrity()
-        cache.close()
-    assert held == {"exact": 3, "int8": 6}
-
-
-@pytest.mark.parametrize("storage", ["exact", "int8"])
-def test_rounded_stays_rounded_until_computed_anew(storage: StorageKind) -> None:
-    copier = Flaky()
-    cache = make(9, 12, copier, storage=storage)
-    rounds = storage == "int8"
-    entry = compute(cache, 1, 100)
-    compute(cache, 2, MOST)
-    spilled(cache, copier, 1)
-    assert not entry.approximate  # HBM still has what was computed
-    table_of(cache).evict_from_hbm(entry)
-    assert entry.state is EntryState.DRAM
-    assert cache.load(entry)
-    settle(cache, copier)
-    assert entry.approximate == rounds
-    same = cache.extend(entry, sequence(1, 0, 110))
-    assert same is entry
-    assert entry.region is not None
-    write(entry.region, entry.tokens)
-    cache.finish(entry)
-    assert entry.approximate == rounds
-    grown = cache.extend(entry, sequence(1, 0, 150))
-    assert grown is not None
-    assert grown is not entry
-    assert grown.approximate == rounds
-    cache.abort(grown)
-    assert not compute(cache, 1, 100).approximate
-    cache.check_integrity()
-    cache.close()
+    make(9, 3).close()
 
 
 # ---- the end ----
@@ -127,15 +76,12 @@ class Gated(CopyEngine):
         self.entered = threading.Semaphore(0)
         self.submitted: list[CopyTicket] = []
 
-    def submit(
-        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
-    ) -> CopyTicket:
-        def when_open(dst: torch.Tensor, src: torch.Tensor) -> None:
+    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+        def when_open() -> None:
             self.entered.release()
             self.gate.wait(WITHIN_S)
-            convert(dst, src)
 
-        self.submitted.append(super().submit(dst, src, urgent=urgent, convert=when_open))
+        self.submitted.append(self.enqueue(HookedCopy(dst, src, when_open), urgent=urgent))
         return self.submitted[-1]
 
     def begun(self, copies: int) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from relaygr_stream.cache.arena import Arena, Extent
 from relaygr_stream.cache.eviction import Evictor
-from relaygr_stream.cache.storage import StorageKind
 from tests.longrun import LongRun
 from tests.unit.cache.play import Going, Play
 from tests.unit.cache.worlds import MOST, Copies, Flaky, Slow
@@ -114,23 +113,23 @@ def a_step(play: Play, rng: random.Random) -> None:
         play.use_scratch()
 
 
-def a_world(rng: random.Random, storage: StorageKind, copies: type[Copies]) -> Play:
-    return Play(rng.choice((6, 8, 10, 24)), rng.choice((None, 3, 6, 20)), copies(), storage=storage)
+def a_world(rng: random.Random, copies: type[Copies]) -> Play:
+    return Play(rng.choice((6, 8, 10, 24)), rng.choice((None, 3, 6, 20)), copies())
 
 
 @pytest.mark.parametrize(
-    ("storage", "copies", "share"),
-    [("exact", Flaky, 0.25), ("int8", Flaky, 0.2), ("int8", Slow, 0.05)],
+    ("copies", "share"),
+    [(Flaky, 0.45), (Slow, 0.05)],
 )
-def test_cache(long_run: LongRun, storage: StorageKind, copies: type[Copies], share: float) -> None:
-    what = f"cache, {storage}, {copies.__name__.lower()} copies"
+def test_cache(long_run: LongRun, copies: type[Copies], share: float) -> None:
+    what = f"cache, {copies.__name__.lower()} copies"
     rng = long_run.random(what)
     play: Play | None = None
     for step in long_run.steps(what, share):
         if step % WORLD == 0:
             if play is not None:
                 play.end()
-            play = a_world(rng, storage, copies)
+            play = a_world(rng, copies)
         assert play is not None
         a_step(play, rng)
         play.check_books()

@@ -9,13 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
+from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.entry_table import EntryTable
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.cache.tiers import GRANULE_TOKENS, MakePolicy
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVLayout, KVRegion
@@ -38,7 +37,7 @@ def sequence(user: int, version: int, length: int) -> Tokens:
 def contents(tokens: Tokens, layer: int, head: int) -> torch.Tensor:
     """K (and −V) of tokens as a stand-in for a model has them: the item id, layer and head in digits (n, 4).
 
-    All are integers and the largest is 127, so that int8 keeps them as they are.
+    All are integers and the largest is 127.
     """
     items = torch.from_numpy(tokens.array[0])
     who = items // 10_000 + 20 * (LAYOUT.heads * layer + head)
@@ -78,9 +77,30 @@ def holds(region: KVRegion, tokens: Tokens) -> bool:
     return state and torch.equal(torch.stack(found), torch.stack(expected))
 
 
-def fail_half_way(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """A conversion that the device refuses when it has overwritten what was there."""
-    dst.view(torch.uint8).fill_(255)
+class HookedCopy(CopyTicket):
+    """A copy before which the thread that makes it calls before(); if that raises, the copy fails half way."""
+
+    def __init__(self, dst: torch.Tensor, src: torch.Tensor, before: Callable[[], None]) -> None:
+        super().__init__(dst, src)
+        self._before = before
+
+    def run(self, stream: torch.Stream | None) -> None:
+        try:
+            self._before()
+        except Exception as error:
+            assert self._dst is not None
+            self._dst.view(torch.uint8).fill_(255)  # NaN of every type
+            self.finish(error)
+        else:
+            super().run(stream)
+
+
+def nothing() -> None:
+    """A hook of copies that succeed."""
+
+
+def broken() -> None:
+    """A hook of copies that fail."""
     raise RuntimeError("the bus is broken")
 
 
@@ -96,20 +116,18 @@ class Copies(CopyEngine):
         """Have so many of the oldest copies made."""
         raise NotImplementedError
 
-    def _failing(self, convert: Convert) -> Convert:
+    def _next_hook(self) -> Callable[[], None]:
         if not self.fail_next:
-            return convert
+            return nothing
         self.fail_next -= 1
-        return fail_half_way
+        return broken
 
 
 class Flaky(Copies):
     """Copies are made when the test says so, in its thread."""
 
-    def submit(
-        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
-    ) -> CopyTicket:
-        self.waiting.append(CopyTicket(dst, src, None, self._failing(convert)))
+    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+        self.waiting.append(HookedCopy(dst, src, self._next_hook()))
         return self.waiting[-1]
 
     def settle(self, most: int = 100) -> None:
@@ -129,18 +147,16 @@ class Slow(Copies):
     def _copied(self) -> None:
         self._ends[threading.get_ident()].set()
 
-    def submit(
-        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
-    ) -> CopyTicket:
-        inner, pause, over = self._failing(convert), (len(self.waiting) % 3) * 0.5e-3, threading.Event()
+    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+        inner, pause, over = self._next_hook(), (len(self.waiting) % 3) * 0.5e-3, threading.Event()
 
-        def slowly(dst: torch.Tensor, src: torch.Tensor) -> None:
+        def slowly() -> None:
             self._ends[threading.get_ident()] = over
             time.sleep(pause)
-            inner(dst, src)
+            inner()
 
         self._over.append(over)
-        self.waiting.append(super().submit(dst, src, urgent=urgent, convert=slowly))
+        self.waiting.append(self.enqueue(HookedCopy(dst, src, slowly), urgent=urgent))
         return self.waiting[-1]
 
     def settle(self, most: int = 100) -> None:
@@ -155,12 +171,10 @@ def make(
     copier: CopyEngine | None = None,
     *,
     incremental: bool = True,
-    storage: StorageKind = "exact",
     layout: KVLayout = LAYOUT,
     policy: MakePolicy = CostAwarePolicy,
 ) -> PrefixCache:
-    """A cache of so many granules of HBM, three of which are the scratch region, and of DRAM (where int8 takes half of
-    a granule: 4 elements and 4 bytes of scale for 16 bytes)."""
+    """A cache of so many granules of HBM, three of which are the scratch region, and of DRAM."""
     return PrefixCache(
         layout,
         TierMemory(hbm * GRANULE_BYTES, CPU),
@@ -169,7 +183,6 @@ def make(
         lambda tokens: 0.1 + 0.01 * tokens,
         scratch_tokens=MOST,
         incremental=incremental,
-        storage=storage,
         policy=policy,
     )
 

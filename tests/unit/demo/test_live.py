@@ -8,7 +8,7 @@ from relaygr_lab.demo import live
 from relaygr_lab.demo.live import LiveState, LiveView
 from rich.console import Console
 
-from relaygr_stream.ops.status.odd import lane_ranges
+from relaygr_stream.bus.away import ranges
 from relaygr_stream.wire.messages import WorkerStatus
 from tests.statuses import lane_statuses, worker_status
 from tests.waiting import Clock, until
@@ -41,8 +41,8 @@ def later(state: LiveState, seconds: float) -> None:
 
 
 def test_lanes_are_shown_as_ranges() -> None:
-    assert lane_ranges([5, 0, 1, 2, 9, 8]) == "0–2, 5, 8–9"
-    assert lane_ranges([]) == ""
+    assert ranges([5, 0, 1, 2, 9, 8]) == "0–2, 5, 8–9"
+    assert ranges([]) == ""
 
 
 def test_the_line_tells_phase_rates_hits_latency_and_workers(state: LiveState) -> None:

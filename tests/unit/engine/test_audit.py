@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.engine.audit import MAX_WAITING, Auditor, audit_deviation
 from relaygr_stream.engine.commands import EraseUser, Measured, RankTask
 from relaygr_stream.models.api import ScoreInput
@@ -209,29 +208,6 @@ def test_requests_go_before_audits() -> None:
         assert w.audits == []
     w.settle()
     assert len(w.audits) == 2
-    w.close()
-
-
-@pytest.mark.parametrize("storage", ["exact", "int8"])
-def test_scores_from_rounded_prefix_kv_are_told_apart(storage: StorageKind) -> None:
-    w = World(hbm=9, dram=30, audit_share=1.0, storage=storage)
-    for user in range(6):  # two fit at a time: the others are in DRAM
-        w.rank(f"first {user}", user, MAX_TOKENS)
-        w.settle()
-    for user in range(6):
-        w.rank(f"again {user}", user, MAX_TOKENS)
-        w.settle()
-    reloaded = [task for task, _ in w.audits if w.measured(task).outcome == "dram"]
-    assert reloaded
-    deviations = [deviation for task, deviation in w.audits if w.measured(task).approximate]
-    if storage == "exact":
-        assert deviations == []
-        assert w.scheduler.auditor.worst_rounded == 0
-    else:
-        assert all(w.measured(task).approximate for task in reloaded)
-        assert w.scheduler.auditor.worst_rounded == max(deviations)
-        assert 1e-5 < max(deviations) < 0.1
-    assert w.scheduler.auditor.worst <= 1e-5
     w.close()
 
 

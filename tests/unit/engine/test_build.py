@@ -1,4 +1,4 @@
-"""A worker's runtime from settings: budgets without room for a prefix, and too much rounding, are refused."""
+"""A worker's runtime from settings: budgets without room for a prefix are refused."""
 
 from __future__ import annotations
 
@@ -8,32 +8,26 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.cache.storage import Int8
-from relaygr_stream.engine.audit import PROBE_IDS, check_rounding
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, PrefillTask
 from relaygr_stream.engine.executor import Executor
-from relaygr_stream.errors import CapacityError, ConfigError, ModelError
-from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens
+from relaygr_stream.errors import CapacityError
+from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.worker_status import prefix_bytes
 from tests.unit.engine.worlds import (
-    CONTEXTUAL,
     CPU,
     GRANULE_BYTES,
     MAX_TOKENS,
     RETENTION,
     TOY,
     WITH_CONTEXT,
-    Wrapped,
     toy_model,
 )
 
@@ -134,19 +128,6 @@ def accounts(kind: Model) -> tuple[PrefixCache, Any]:
     return runtime.cache, runtime
 
 
-def test_int8_that_moves_scores_too_far_is_refused_naming_both_numbers() -> None:
-    with pytest.raises(ConfigError) as caught:
-        built(settings_of(dram_storage="int8", dram_int8_deviation=1e-6))
-    text = str(caught.value)
-    for part in ("moves this model's scores by 0.00", "worker.dram_int8_deviation allows 1e-06", '"exact"'):
-        assert part in text
-
-
-def test_int8_within_bounds_serves_and_without_a_tier_is_not_asked() -> None:
-    assert built(settings_of(dram_storage="int8")).cache.scratch.free
-    built(settings_of(dram_storage="int8", dram_int8_deviation=1e-6, dram_bytes=0))
-
-
 def warmed_up(late_s: Callable[[int], float]) -> tuple[float, float, int]:
     """Costs after a warm-up whose clock's n-th reading is so late, in milliseconds; and how often it was read."""
     now, readings = 0.0, 0
@@ -171,48 +152,3 @@ def test_costs_are_fitted_neither_to_first_uses_nor_to_an_interruption() -> None
     for interrupted in range(0, readings, 3):
         *found, _ = warmed_up(lambda reading, at=interrupted: 0.5 if reading == at else 0.0)  # type: ignore[misc]
         assert found == pytest.approx(costs), interrupted
-
-
-def checked(model: RankingModel, allowed: float = 0.03) -> float:
-    executor, copier = Executor(model, CPU), CopyEngine(CPU)
-    scratch = KVRegion.new(model.layout, MAX_TOKENS)
-    try:
-        return check_rounding(executor, copier, Int8(model.layout), scratch, allowed)
-    finally:
-        copier.close()
-
-
-@pytest.mark.parametrize("kind", [TOY, CONTEXTUAL, msgspec.structs.replace(TOY, group_norm=True)])
-def test_rounding_is_measured_on_the_model_itself(kind: Any) -> None:
-    assert 1e-5 < checked(toy_model(model=kind)) < 0.03
-
-
-class Strange(Wrapped):
-    """A model that is built on whatever `change` does to its scores."""
-
-    change: Callable[[Any, KVRegion], Any]
-
-    def score(self, batch: Any) -> Any:
-        one: ScoreInput = batch[0]
-        return [self.change(rows, one.kv) for rows in super().score(batch)]
-
-
-def test_scores_that_are_no_numbers_after_rounding_are_refused() -> None:
-    model = Strange(toy_model())
-    seen: list[float] = []
-
-    def nan_when_changed(rows: torch.Tensor, kv: KVRegion) -> torch.Tensor:
-        seen.append(float(kv.storage.double().sum()))
-        return rows if len(seen) % 2 else rows * float("nan")
-
-    model.change = nan_when_changed
-    with pytest.raises(ConfigError, match="scores by inf"):
-        checked(model)
-    assert seen[0] != seen[1]
-
-
-def test_a_model_that_fails_on_the_probe_is_told_in_words() -> None:
-    model = Wrapped(toy_model())
-    model.fail_score, model.error = 2, IndexError("index out of range in self")
-    with pytest.raises(ModelError, match=rf"ids below {PROBE_IDS}.*IndexError: index out of range"):
-        checked(model)

@@ -12,10 +12,9 @@ import msgspec
 import numpy as np
 import torch
 
-from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
+from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.cache.storage import StorageKind
 from relaygr_stream.engine.audit import Auditor
 from relaygr_stream.engine.commands import (
     Answer,
@@ -36,6 +35,7 @@ from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.settings.worker import Model
+from tests.unit.cache.worlds import HookedCopy, broken
 
 CPU = torch.device("cpu")
 TOY = Model(
@@ -121,23 +121,16 @@ class Fraud(Wrapped):
         return [scores * factor for scores in super().score(batch)]
 
 
-def _refuse(dst: torch.Tensor, src: torch.Tensor) -> None:
-    raise RuntimeError("the copy failed")
-
-
 class Flaky(CopyEngine):
     """Copies some of which the device refuses, after it wrote what nobody should read."""
 
     fail_next = 0
 
-    def submit(
-        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
-    ) -> CopyTicket:
+    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
         if self.fail_next:
             self.fail_next -= 1
-            dst.view(torch.uint8).fill_(0xFF)  # NaN of every type
-            return super().submit(dst, src, urgent=urgent, convert=_refuse)
-        return super().submit(dst, src, urgent=urgent, convert=convert)
+            return self.enqueue(HookedCopy(dst, src, broken), urgent=urgent)
+        return super().submit(dst, src, urgent=urgent)
 
 
 class Look(NamedTuple):
@@ -171,7 +164,6 @@ class World:
     limits: Limits = LIMITS
     device: torch.device = CPU
     kind: Model = TOY
-    storage: StorageKind = "exact"
     wrap: Callable[[RankingModel], RankingModel] = lambda model: model
     copier: Callable[[torch.device], CopyEngine] = CopyEngine
     clock: Callable[[], float] = time.perf_counter  # what the executor measures by
@@ -197,14 +189,13 @@ class World:
             scratch_tokens=MAX_TOKENS,
             incremental=self.model.incremental,
             max_stale_tokens=self.lag,
-            storage=self.storage,
         )
         auditor = Auditor(self.audit_share, self._audited, seed=1)
         self.scheduler = OpenScheduler(self.executor, self.cache, self.limits, auditor)
 
     def _audited(self, task: RankTask, measured: Measured, deviation: float, ms: float) -> bool:
         self.audits.append((task, deviation))
-        return deviation > 0.1  # more than int8 copies deviate by
+        return deviation > 0.1
 
     def signal(
         self,

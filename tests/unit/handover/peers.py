@@ -11,7 +11,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.cache.storage import StorageKind, make_storage
 from relaygr_stream.engine.commands import Answer, Rank
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.handover.certificates import Credentials, Networks, make_credentials
@@ -50,7 +49,6 @@ class Peer:
         self,
         name: str,
         secret: str = SECRET,
-        storage: StorageKind = "exact",
         rate: float = 1e3,
         dram: int = 30,
         settings: HandoverSettings | None = None,
@@ -58,7 +56,7 @@ class Peer:
     ) -> None:
         self.name = name
         self.answers: list[Answer] = []
-        self.world = World(hbm=30, dram=dram, storage=storage)
+        self.world = World(hbm=30, dram=dram)
         self.thread = DeviceThread(asyncio.get_running_loop(), self.answers.extend)
         self.known: dict[str, WorkerStatus] = {}
         self.registry = CollectorRegistry()
@@ -70,11 +68,10 @@ class Peer:
             dqk=layout.dqk,
             dv=layout.dv,
             dtype="float32",
-            storage=storage,
             device="cpu",
             lanes=LANES,
         )
-        self.nbytes_of = make_storage(storage, layout).nbytes
+        self.nbytes_of = layout.nbytes
         self.desk, self.metrics = Desk(self.thread, LANES), HandoverMetrics(self.registry)
         self.handover = Handover(
             settings or HandoverSettings(secret=secret, mib_per_s=rate),
@@ -134,7 +131,7 @@ async def peers(first: Mapping[str, Any] | None = None, **second: Any) -> AsyncI
 
     first, second: arguments of Peer for each.
     """
-    old, new = Peer("old", storage=second.get("storage", "exact"), **(first or {})), Peer("new", **second)
+    old, new = Peer("old", **(first or {})), Peer("new", **second)
     for peer in (old, new):
         await peer.thread.start(lambda peer=peer: peer.world)  # type: ignore[misc]
         await peer.handover.start()

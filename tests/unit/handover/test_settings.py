@@ -44,7 +44,7 @@ def test_without_a_dram_tier_there_is_nothing_to_hand_over_from() -> None:
 
 def test_workers_whose_kernels_differ_do_not_exchange_prefix_kv() -> None:
     runtime: Any = SimpleNamespace(model=small_model(), device=torch.device("cpu"))
-    ours = identity_of(Settings(), runtime, 8)
+    ours = identity_of(runtime, 8)
     runtime.model.stack.native = SimpleNamespace(name="amx")
-    assert ours.difference(identity_of(Settings(), runtime, 8)).endswith("there")
-    assert identity_of(Settings(), runtime, 8).device == "cpu/amx"
+    assert ours.difference(identity_of(runtime, 8)).endswith("there")
+    assert identity_of(runtime, 8).device == "cpu/amx"

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.away import Away
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.cli.main import main
 from relaygr_stream.engine.commands import EraseUser
@@ -125,16 +126,16 @@ async def test_dead_letters_of_the_user_go_and_those_of_others_stay(
         ]
         for each in written:
             await peer.producer.send_and_wait(topic, **each)
-        before = await read_letters(kafka_settings)
+        before = await read_letters(kafka_settings, Away())
         assert [each.key for each in before if each.replayed] == [b"bob", b"cid"]
         done = await erase_from_fleet(settings, "ann", "", 0.0)
         if "embedded" in request.node.name:  # it deletes no records, and nothing has changed
             assert "does not delete records" in done.letters_left
             assert not done.complete
-            assert len(await read_letters(kafka_settings)) == len(before)
+            assert len(await read_letters(kafka_settings, Away())) == len(before)
             return
         assert (done.letters, done.letters_left) == (2, "")
-        left = await read_letters(kafka_settings)
+        left = await read_letters(kafka_settings, Away())
         assert sorted(each.key or b"" for each in left) == [b"ann", b"bob", b"cid", b"dan"]
         assert {each.key for each in left if each.replayed} == {b"bob", b"cid"}
         assert {each.key: each.value for each in left}[b"cid"] == written[2]["value"]
@@ -237,7 +238,7 @@ async def test_a_run_that_ended_half_way_is_taken_up(kafka_settings: Kafka, requ
         for each in (letter("bob"), letter("ann"), letter("bob")):  # the last is the copy of the first
             await peer.producer.send_and_wait(topic, **each)
         assert (await erase_from_fleet(Settings(kafka=kafka_settings), "ann", "", 0.0)).letters == 1
-        assert [each.key for each in await read_letters(kafka_settings)] == [b"bob"]
+        assert [each.key for each in await read_letters(kafka_settings, Away())] == [b"bob"]
 
 
 @pytest.mark.parametrize("bad", ["é" * 40, "a" * 15, "a" * 65, "a" * 16 + "\n", "a" * 15 + " "])

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from relaygr_stream.bus.away import Away
 from relaygr_stream.cli.explain_table import as_json, summary
 from relaygr_stream.cli.main import main
 from relaygr_stream.engine.budgets import LaneBudgets
@@ -156,7 +157,7 @@ async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_not
         room = msgspec.structs.replace(WIDE_BOUNDS, load_burst_ms=60_000)
         settings = Settings(kafka=embedded_settings, trigger=room)
         policy = Policy.of(settings)
-        looking = asyncio.create_task(explain_live(settings, policy, 4.0))
+        looking = asyncio.create_task(explain_live(settings, policy, 4.0, Away()))
         await until(lambda: opened.is_set() or looking.done(), "the sample has started")
         sent = 0
         while not looking.done() and sent < 40:

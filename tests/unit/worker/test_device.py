@@ -14,11 +14,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from relaygr_stream.cache.copy import Convert, CopyEngine, CopyTicket, unchanged
+from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.engine.commands import Answer, Query, Rank
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
 from relaygr_stream.worker.device import HANDLING_S, DeviceThread, Submitted, take_turn
+from tests.unit.cache.worlds import HookedCopy
 from tests.unit.engine.worlds import World, Wrapped, look
 from tests.waiting import WITHIN_S, Clock, until
 
@@ -44,14 +45,11 @@ class HeldCopies(CopyEngine):
         super().__init__(device, wake)
         self.let_go = threading.Event()
 
-    def submit(
-        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, convert: Convert = unchanged
-    ) -> CopyTicket:
-        def held(dst: torch.Tensor, src: torch.Tensor) -> None:
+    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+        def held() -> None:
             assert self.let_go.wait(WITHIN_S)
-            convert(dst, src)
 
-        return super().submit(dst, src, urgent=urgent, convert=held)
+        return self.enqueue(HookedCopy(dst, src, held), urgent=urgent)
 
 
 MakeCopier = Callable[[torch.device, Callable[[], None]], CopyEngine]

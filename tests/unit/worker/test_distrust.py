@@ -10,20 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from relaygr_stream.engine.commands import Measured
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import RankingModel, ScoreInput
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Kafka, Relay
-from relaygr_stream.settings.worker import Model, Worker
+from relaygr_stream.settings.worker import Model
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import StatusReader
-from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.watch import DEVIATIONS_TO_UNREADY, AuditReport
+from relaygr_stream.worker.watch import DEVIATIONS_TO_UNREADY
 from tests.unit.engine.worlds import CPU, LIMITS, Fraud, World, Wrapped, toy_model, world
 from tests.unit.worker.services import Hangable, Peer, made, worker_on, worker_settings
 from tests.waiting import until
@@ -153,20 +150,6 @@ async def test_a_worker_whose_audits_deviate_says_so_in_readiness(embedded_setti
         assert w.context.why_not_ready() == (
             f"{DEVIATIONS_TO_UNREADY} audits deviated from full inference; see the log, then restart the worker"
         )
-
-
-def test_deviations_of_rounded_copies_leave_the_worker_ready() -> None:
-    report = AuditReport(Worker(dram_storage="int8"), WorkerMetrics(CollectorRegistry()))
-    with world() as w:
-        task = w.ranking("r", 1, 50)
-    measured = Measured(approximate=True)
-    for _ in range(DEVIATIONS_TO_UNREADY):
-        assert report(task, measured, 0.5, 1.0)
-    assert not report.distrust
-    measured.approximate = False
-    for _ in range(DEVIATIONS_TO_UNREADY):
-        assert report(task, measured, 0.5, 1.0)
-    assert report.distrust
 
 
 async def test_an_audit_without_numbers_leaves_the_status_readable(embedded_settings: Kafka) -> None:
