@@ -18,10 +18,14 @@ from relaygr_stream.telemetry.printable import printable
 
 if TYPE_CHECKING:
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
+    from relaygr_stream.settings.worker import Worker
 
 #: Time beyond worker.drain_ms before a process is killed: for leaving the group and closing clients.
 BEYOND_DRAIN_S = 5.0
 
+
+#: What a worker takes beside its tiers: the interpreter, torch and a small model, measured.
+WORKER_BYTES = 400 << 20
 
 #: Said where no model is set.
 PACKAGED_LINE = (
@@ -93,10 +97,30 @@ def up_command(
                     own += ["--set", f"worker.device={devices.split(',')[number % len(devices.split(','))].strip()}"]
             load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags((*assignments, *own[1::2]))})
             processes.append(Supervised(process_name, [role, *shared, *own], Path(folder), settings.telemetry.host))
+        if workers:
+            _say_memory(settings.worker, workers, (devices or settings.worker.device) == "cpu")
         stop_s = settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S
         supervisor = Supervisor(processes, stop_s, _print_state, first=processes[:trigger])
         ended_well = asyncio.run(_run(supervisor))
     sys.exit(0 if ended_well else 1)
+
+
+def _say_memory(worker: Worker, workers: int, on_cpu: bool) -> None:
+    """Print what the workers take of this host's memory, and a warning if that is more than there is."""
+    from relaygr_stream.cache.host import available_host_bytes
+
+    tiers = (worker.hbm_bytes if on_cpu else 0) + worker.dram_bytes
+    when = "as users come, for their prefix KV up to" if on_cpu else "for prefix KV"
+    names = "worker.hbm_bytes and worker.dram_bytes" if on_cpu else "worker.dram_bytes"
+    each = "the worker takes" if workers == 1 else f"each of {workers} workers takes"
+    click.echo(f"{each} {_gib(WORKER_BYTES)} of memory at its start and, {when} {_gib(tiers)} more ({names})")
+    available = available_host_bytes()
+    if available is not None and workers * (WORKER_BYTES + tiers) > available:
+        click.echo(f"warning: this host has {_gib(available)} available; lower {names}, or --workers")
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"
 
 
 def _ports(key: str, first: int, count: int) -> list[list[str]]:

@@ -95,6 +95,7 @@ async def test_a_stopped_worker_starts_again_and_all_are_rolled_one_at_a_time(
         first = {name: running.pid(name) for name in names}
         os.kill(first["w-0"], signal.SIGTERM)
         await until(lambda: "ended with exit code 0" in running.last("w-0"), "stopped")
+        assert "each of 2 workers takes 0.4 GiB of memory at its start" in running.lines[0]
         lines = len(running.lines)
         running.process.send_signal(signal.SIGUSR1)
         await until(lambda: any(line.startswith("trigger") for line in running.lines[lines:]), "rolled up to the last")
@@ -125,8 +126,8 @@ async def test_two_on_one_host_end_nobody(embedded_settings: Kafka, tmp_path: Pa
         up(embedded_settings, first, "--no-trigger") as one,
         up(embedded_settings, second, "--no-trigger") as two,
     ):
-        await until(lambda: bool(one.lines and two.lines), "both say something")
-        names = [one.lines[0].split()[0], two.lines[0].split()[0]]
+        await until(lambda: all(any("pid" in line for line in each.lines) for each in (one, two)), "both start")
+        names = [next(line.split()[0] for line in each.lines if "pid" in line) for each in (one, two)]
         await until(lambda: one.ready(names[0]) and two.ready(names[1]), "both ready")
         assert names[0] != names[1]
         async with up(embedded_settings, first, "--name", names[0].removesuffix("-0")) as third:

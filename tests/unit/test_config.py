@@ -83,7 +83,7 @@ def test_sizes_may_have_units(text: str, number: int, tmp_path: Path) -> None:
             "environment RELAYGR_RELAY_SLO: no such setting; did you mean `RELAYGR_RELAY_SLO_MS`?",
         ),
         ({"RELAYGR_WORKER_HBM": "1GiB"}, "did you mean `RELAYGR_WORKER_HBM_BYTES`?"),
-        ({"RELAYGR_WORKER_DRAM": "1GiB"}, "did you mean `RELAYGR_WORKER_DRAM_BYTES`, `RELAYGR_WORKER_DRAM_STORAGE`, "),
+        ({"RELAYGR_WORKER_DRAM": "1GiB"}, "did you mean `RELAYGR_WORKER_DRAM_BYTES`"),
         ({"RELAYGR_HBM_BYTES": "1GiB"}, "did you mean `RELAYGR_WORKER_HBM_BYTES`?"),
         ({"RELAYGR_TRIGGER_HBM_BYTES": "1GiB"}, "did you mean `RELAYGR_WORKER_HBM_BYTES`?"),
         ({"RELAYGR_KAFKA_SERVERS": "k:1"}, "no such setting; `relaygr config show` lists them"),

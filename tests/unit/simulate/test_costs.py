@@ -58,7 +58,9 @@ def test_the_fit_finds_coefficients_and_drops_negative_ones() -> None:
 def test_calibration_measures_the_configured_model() -> None:
     flags = {"model.layers": "1", "model.dim": "16", "model.heads": "2", "model.dqk": "8", "model.dv": "8"}
     settings = scenario({**flags, "model.vocab": "100", "relay.max_prefix_tokens": "256"}).settings
-    costs = calibrate(settings, 128, 32, rounds=12)
+    reports: list[tuple[int, int]] = []
+    costs = calibrate(settings, 128, 32, rounds=12, report=lambda done, of: reports.append((done, of)))
+    assert reports == [(done, 12) for done in range(1, 13)]
     assert costs.kv.layout().bytes_per_token == 1 * 2 * 16 * 4
     assert costs.extend(0, 128) > 0 and costs.score([(128, 32)]) > 0
     assert costs.step_ms > 0 and costs.reload_bytes_per_s > 1e6
