@@ -27,7 +27,7 @@ from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Client, Relay, Settings, Trigger
 from relaygr_stream.settings.worker import Model, Worker
-from relaygr_stream.wire.messages import Mode
+from relaygr_stream.wire.messages import HITS, Mode
 from relaygr_stream.workload.report import LiveLine
 
 #: The two ways of serving, by the mode of the request.
@@ -65,7 +65,7 @@ class Served:
     @property
     def hits(self) -> int:
         """Rankings that found prefix KV."""
-        return self.outcomes.total() - self.outcomes["full"]
+        return sum(self.outcomes[name] for name in HITS)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ async def latencies(
             relay = await ask(client, name, history, candidates, "auto")
             if number >= WARM_UP:
                 times["full"].append(full.latency_s * 1000)
-                if relay.outcome != "full":
+                if relay.outcome in HITS:
                     hits += 1
                     times["relay"].append(relay.latency_s * 1000)
         found.append(Latency(length, requests, hits, _quantiles(times["full"]), _quantiles(times["relay"])))

@@ -42,7 +42,7 @@ from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings, Trigger
 from relaygr_stream.settings.worker import Model, Worker
-from relaygr_stream.wire.messages import MISSES
+from relaygr_stream.wire.messages import HITS
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.workload.quantiles import nearest_rank
 
@@ -147,7 +147,7 @@ async def visit(client: RelayClient, user: str, items: np.ndarray, run: Run) -> 
         run.failed += 1
     else:
         run.wrong += not np.array_equal(answer.scores[:, 0], items.sum() + candidates)
-        hit = answer.outcome not in MISSES
+        hit = answer.outcome in HITS
         run.hits += hit
         run.delegated += answer.admission == "delegated"
         run.delegated_hits += hit and answer.admission == "delegated"

@@ -27,7 +27,7 @@ from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Handover, Worker
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
-from relaygr_stream.wire.messages import RankingRequest, WorkerStatus
+from relaygr_stream.wire.messages import HITS, RankingRequest, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import worker_statuses
@@ -210,7 +210,7 @@ async def measure() -> dict[bool, Run]:
 def report(runs: dict[bool, Run]) -> list[str]:
     """The table on standard output; the targets missed."""
     first = {kind: run.first_returns() for kind, run in runs.items()}
-    hits = {kind: float(np.mean([a.outcome != "full" for a in asked])) for kind, asked in first.items()}
+    hits = {kind: float(np.mean([a.outcome in HITS for a in asked])) for kind, asked in first.items()}
     kept = {kind: _quantiles(run.after(moved=False)) for kind, run in runs.items()}
     moved = {kind: _quantiles(asked) for kind, asked in first.items()}
     rows = [

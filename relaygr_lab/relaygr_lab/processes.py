@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from relaygr_stream.errors import RelayError
+from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.brokers.distribution import NodePlan
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.ops.children import Child, write_settings
@@ -48,8 +48,13 @@ def start_relay(
 ) -> list[Child]:
     """Start a trigger and workers with these names; returns them in this order, without waiting. folder: for logs.
 
-    module, options: what runs instead of the `relaygr` command, and its further options.
+    module, options: what runs instead of the `relaygr` command, and its further options. Raises ConfigError for workers
+    that would not tell where they found prefix KV.
     """
+    if settings.worker.withhold_outcomes:
+        raise ConfigError(
+            "worker.withhold_outcomes is set: demo and benches count hits by the answers; unset it for them"
+        )
     config = write_settings(folder / f"{trigger}.toml", settings)
     common = ("--config", config, "--set", "telemetry.log_format=console", *options)
     return [

@@ -34,6 +34,17 @@ class Coverage(enum.Enum):
     COVERS = "covers"  # the entry holds the prefix (up to max_stale tokens), and possibly newer tokens to ignore
 
 
+class Source(enum.IntEnum):
+    """On whose word an entry rests: a request replaces another sequence of its user only on a word that is as good.
+
+    Who writes `ranking` may name any user, and any worker as its delegate; signals of a lane come from its trigger.
+    """
+
+    RANKING = 0  # of a ranking alone
+    DELEGATED = 1  # of a signal on another worker's behalf
+    SIGNAL = 2  # of a signal of the user's lane
+
+
 @dataclass(slots=True)
 class StoredCopy:
     """A copy in the DRAM tier of an entry's first `length` tokens, in a region of `capacity` tokens."""
@@ -47,12 +58,13 @@ class Entry:
     """The prefix KV of one user's sequence under one model version."""
 
     __slots__ = (
-        "computing", "extent", "failed", "leases", "load", "pins", "region", "retired", "spill",
+        "computing", "extent", "failed", "leases", "load", "pins", "region", "retired", "source", "spill",
         "stored", "tokens", "unspillable", "user_id",
     )  # fmt: skip
 
-    def __init__(self, user_id: str, tokens: Tokens) -> None:
+    def __init__(self, user_id: str, tokens: Tokens, source: Source = Source.RANKING) -> None:
         self.user_id = user_id  # with its tenant: messages.tenant_key
+        self.source = source  # the best that asked for it
         self.tokens = tokens  # the sequence that the entry represents when complete; coverage compares it exactly
         self.extent: Extent | None = None  # in the HBM tier
         self.region: KVRegion | None = None  # over that extent; region.length tokens are computed

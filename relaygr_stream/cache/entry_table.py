@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from relaygr_stream.cache.arena import Extent
-from relaygr_stream.cache.entry import Entry, StoredCopy
+from relaygr_stream.cache.entry import Entry, Source, StoredCopy
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.tiers import DramTier, HbmTier, MakePolicy
@@ -85,17 +85,20 @@ class EntryTable:
         """All entries, those included that are retired and still have a holder."""
         return [*self._entries.values(), *self._retired]
 
-    def add(self, place: tuple[Extent, KVRegion], user_id: str, tokens: Tokens) -> Entry:
+    def add(self, place: tuple[Extent, KVRegion], user_id: str, tokens: Tokens, source: Source) -> Entry:
         """Add a new entry of the user in this memory, state computing, and retire the user's former entry."""
-        entry = Entry(user_id, tokens)
+        entry = Entry(user_id, tokens, source)
         entry.extent, entry.region = place
         entry.computing = True
         self._replace(entry)
         return entry
 
     def add_stored(self, copy: StoredCopy, user_id: str, tokens: Tokens) -> Entry:
-        """Add a new entry of the user that is in DRAM, and retire the user's former entry."""
-        entry = Entry(user_id, tokens)
+        """Add a new entry of the user that is in DRAM, and retire the user's former entry.
+
+        It comes from another worker, which serves what signals asked for: no ranking alone replaces it.
+        """
+        entry = Entry(user_id, tokens, Source.SIGNAL)
         entry.stored = copy
         self._replace(entry)
         return entry

@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyEngine
-from relaygr_stream.cache.entry import Coverage, Entry, Found
+from relaygr_stream.cache.entry import Coverage, Entry, Found, Source
 from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
@@ -132,16 +132,17 @@ class PrefixCache:
 
     # ---- computing ----
 
-    def open(self, user_id: str, tokens: Tokens) -> Entry | None:
+    def open(self, user_id: str, tokens: Tokens, source: Source = Source.RANKING) -> Entry | None:
         """absent → computing: a new entry with room for `tokens`, which replaces the user's former entry.
 
+        source: on whose word; the caller has seen that the former one's is no better.
         Returns None if HBM has no room even after eviction; the user's former entry may be evicted then too.
         """
         place = self._table.allocate_hbm(capacity_for(len(tokens)))
         if place is None:
             return None
         self.counters.opened += 1
-        return self._table.add(place, user_id, tokens)
+        return self._table.add(place, user_id, tokens, source)
 
     def extend(self, entry: Entry, tokens: Tokens) -> Entry | None:
         """ready → computing: the entry's sequence grows to `tokens`, which continue it. Returns the entry to compute.
@@ -214,6 +215,15 @@ class PrefixCache:
             self._table.retire(entry)
         return found
 
+    def confirm(self, entry: Entry, source: Source) -> None:
+        """A request of this source asks for the entry's sequence."""
+        entry.source = max(entry.source, source)
+
+    def contradict(self, entry: Entry, source: Source) -> None:
+        """A request of this source asks for another sequence of its user: if it is as good, any may replace it now."""
+        if source >= entry.source:
+            entry.source = Source.RANKING
+
     # ---- holding ----
 
     def pin(self, entry: Entry) -> None:
@@ -258,6 +268,6 @@ class PrefixCache:
         new.copy_from(old, old.length)
         new.length = old.length
         self.counters.extended_by_move += 1
-        grown = self._table.add(place, entry.user_id, tokens)
+        grown = self._table.add(place, entry.user_id, tokens, entry.source)
         self._table.hand_over_copy(entry, grown)
         return grown

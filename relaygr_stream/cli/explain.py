@@ -59,9 +59,10 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
             if source(name) is ParameterSource.COMMANDLINE:
                 raise click.UsageError(f"{flag_of(name)} goes with --events only")
         from relaygr_stream.ops.looking import look
+        from relaygr_stream.ops.status.overview import LISTEN_S
         from relaygr_stream.trigger.explain import explain_live, running_policy
 
-        policy, whose = look(config.settings.kafka, running_policy(config.settings))
+        policy, whose = look(config.settings.kafka, running_policy(config.settings), LISTEN_S)
         click.echo(whose, err=True)
         rows = look(config.settings.kafka, explain_live(config.settings, policy, seconds, away), seconds)
     else:
@@ -87,6 +88,7 @@ def _explain_events(
     costs: str | None,
 ) -> list[Any]:
     from relaygr_stream.ops.looking import look
+    from relaygr_stream.ops.status.overview import LISTEN_S
     from relaygr_stream.trigger.explain import running_policy, stated_by_a_worker
     from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.wire.worker_status import FALLBACK_COSTS
@@ -102,7 +104,7 @@ def _explain_events(
         status = look(settings.kafka, stated_by_a_worker(settings))
         if status is None:
             raise ConfigError(f"no worker runs at {settings.kafka.bootstrap}: start one, or leave out --bootstrap")
-        policy, whose = look(settings.kafka, running_policy(settings))
+        policy, whose = look(settings.kafka, running_policy(settings), LISTEN_S)
         click.echo(whose, err=True)
         model, per_token, alloc, queue_ms = status.costs, status.bytes_per_token, status.alloc_bytes, status.queue_ms
     if costs is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from contextlib import aclosing, suppress
 
@@ -28,9 +27,10 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
       relaygr status --bootstrap kafka:9092
       relaygr status --bootstrap kafka:9092 --watch
 
-    It listens for some seconds, joins no group and writes nothing. hits: share of rankings that found their prefix KV,
-    while it listened or, without rankings, since the worker's start. lag: unread records of the worker's lanes. Exits 4
-    if a partition has no broker.
+    It listens for some seconds, joins no group and writes nothing. rankings: of the last 10 to 20 seconds, timed from
+    reading a request to its reply; relay: those that found prefix KV. hits: their share, lately or, without
+    rankings, since the worker's start. lag: unread records of the worker's lanes. Exits 4 if a
+    partition has no broker.
     """
     from relaygr_stream.ops.looking import look
     from relaygr_stream.ops.status.overview import LISTEN_S
@@ -47,32 +47,18 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from rich.live import Live
 
     from relaygr_stream.bus.away import Away
-    from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
     from relaygr_stream.bus.topics import verify_topics
-    from relaygr_stream.ops.status.overview import LISTEN_S, Overview
+    from relaygr_stream.ops.status.overview import LISTEN_S, listening
     from relaygr_stream.ops.status.table import as_json, render
     from relaygr_stream.telemetry.printable import SafeConsole, print_table
     from relaygr_stream.wire.topic_files import load_topics
-    from relaygr_stream.wire.worker_status import StatusReader
 
     away = Away.of(await verify_topics(settings.kafka))
     topics = load_topics(settings.kafka)
     if (topics.worker_status.name, 0) in away:
         away.check()
-    reader = StatusReader.of(settings, topics)
-    await reader.prepare()
-    view = Overview(settings, topics, reader)
-    status = topics.worker_status.name
-    tail = TopicTail(settings.kafka, status, [0], "recent", view.on_records, pause_s=STATUS_PAUSE_S)
     console = SafeConsole()
-    async with tail:
-        view.live = True
-
-        async def listen(seconds: float) -> None:
-            await asyncio.wait([tail.failed], timeout=seconds)
-            if tail.failed.done():
-                tail.failed.result()
-
+    async with listening(settings, topics) as (view, listen):
         await listen(LISTEN_S)
         if not watch:
             click.echo(as_json(view)) if as_json_line else print_table(render(view), console)

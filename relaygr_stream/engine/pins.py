@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from relaygr_stream.cache.entry import Entry
+from relaygr_stream.cache.entry import Entry, Source
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.commands import DELEGATED_LANE
 from relaygr_stream.engine.queue import TimerHeap
@@ -20,6 +20,11 @@ from relaygr_stream.engine.queue import TimerHeap
 HEAD_START_STEP: Final = 1.05
 #: The least head start that is learned: from 0, no number of steps leads away.
 LEAST_HEAD_START_MS: Final = 1.0
+
+
+def source_of(lane: int) -> Source:
+    """What a signal on this lane is to the entry that it asks for."""
+    return Source.DELEGATED if lane == DELEGATED_LANE else Source.SIGNAL
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +69,11 @@ class PinTable:
         """What the request pins; None: nothing."""
         pin = self._pins.get(request_id)
         return None if pin is None else pin.entry
+
+    def source(self, request_id: str) -> Source:
+        """On whose word the request asks for prefix KV: its own signal's, as long as that pins; else a ranking's."""
+        pin = self._pins.get(request_id)
+        return Source.RANKING if pin is None else source_of(pin.lane)
 
     def lane_bytes(self, lane: int) -> int:
         """Bytes that a lane's pinned requests were admitted for.

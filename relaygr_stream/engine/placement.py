@@ -1,6 +1,6 @@
 """Placement: what prefix KV a ranking is scored against, and what it waits for until they are there.
 
-    acquire ─► ready: score | computed, or begun now: join | loaded: wait | no room in HBM: infer in the scratch region
+    acquire ─► ready: score | computed, or begun now: join | loaded: wait | nothing to hold: infer in the scratch region
 
 A ranking that was cut to its newest behaviours (Admission.truncate) is always inferred in scratch: they are not a
 prefix of the user's history.
@@ -59,7 +59,8 @@ class Placement:
         if ranking.full or (len(ranking.suffix) and not self._takes_suffix):
             self._infer_in_scratch(ranking)
             return
-        got = self._residents.acquire(found, ranking.task.user_key, tokens, ranking.deadline)
+        task = ranking.task
+        got = self._residents.acquire(found, task.user_key, tokens, ranking.deadline, task.request_key)
         if (entry := got.entry) is None:
             self._infer_in_scratch(ranking)
             return

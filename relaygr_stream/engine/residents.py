@@ -1,6 +1,7 @@
 """Residents: the prefix KV that are here, or on their way; the one decision that signals and rankings share.
 
     find ─► HBM: ready | being computed | in DRAM: load | shorter: prefill the rest | nothing: prefill all
+         └─ another sequence of the user, on a better word (Source): that stays
 
 Signals pin what they acquire (signals.py), rankings are scored from it (placement.py).
 """
@@ -13,18 +14,19 @@ from typing import Final, Literal
 from relaygr_stream.cache.entry import Coverage, Entry, Found
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.commands import PrefillTask
-from relaygr_stream.engine.pins import PinTable
+from relaygr_stream.engine.pins import PinTable, source_of
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.models.api import Tokens
 
 #: What there is: all of it in HBM; an entry that is computed, or loaded, for others; a load or a job begun now, for
-#: what is in DRAM, for what a shorter entry lacks, or for everything; or no room in HBM.
-Way = Literal["ready", "computing", "loading", "dram", "shorter", "nothing", "no_room"]
+#: what is in DRAM, for what a shorter entry lacks, or for everything; or nothing to hold, because HBM has no room or
+#: the user's other sequence stays.
+Way = Literal["ready", "computing", "loading", "dram", "shorter", "nothing", "no_room", "kept"]
 
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """An entry that a caller may hold now, before anything else changes the cache; None where there is no room.
+    """An entry that a caller may hold now, before anything else changes the cache; None where there is nothing to hold.
 
     whole: it has, or will have, all of the prefix; False: acquire again once its copy or computation is over. missing:
     tokens of the job that was begun.
@@ -37,6 +39,7 @@ class Acquired:
 
 
 NO_ROOM: Final = Acquired("no_room")
+KEPT: Final = Acquired("kept")
 
 
 class Residents:
@@ -70,16 +73,27 @@ class Residents:
         return not entry.failed and self._cache.coverage(entry, tokens) is Coverage.COVERS
 
     def acquire(
-        self, found: Found, user_key: str, tokens: Tokens, due: float, signal: PrefillTask | None = None
+        self,
+        found: Found,
+        user_key: str,
+        tokens: Tokens,
+        due: float,
+        request_key: str,
+        signal: PrefillTask | None = None,
     ) -> Acquired:
         """What to hold for this prefix; begins the load or the job that it needs.
 
-        found: by `find`, just now. due: when its ranking is expected, or has to be answered. signal: of the admitted
-        request that it is for; None: its ranking has come.
+        found: by `find`, just now. due: when its ranking is expected, or has to be answered. request_key: of the
+        ranking, or the signal. signal: of the admitted request that it is for; None: its ranking has come.
         """
         entry, coverage = found
         if entry is None or coverage is Coverage.NONE:
-            return self._begin("nothing", self._cache.open(user_key, tokens), due, signal)
+            source = self._pins.source(request_key) if signal is None else source_of(signal.lane)
+            if entry is not None and entry.source > source:
+                return KEPT
+            return self._begin("nothing", self._cache.open(user_key, tokens, source), due, signal)
+        if signal is not None:
+            self._cache.confirm(entry, source_of(signal.lane))
         whole = coverage is Coverage.COVERS
         if whole and entry.load is None and self._cache.serves(entry, tokens):
             return Acquired("ready", entry)
@@ -87,9 +101,16 @@ class Residents:
             return Acquired("computing" if entry.computing else "loading", entry, whole)
         if entry.region is None:
             return Acquired("dram", entry, whole) if self._cache.load(entry) else NO_ROOM
-        if (grown := self._cache.extend(entry, tokens)) is not None:
-            return self._begin("shorter", grown, due, signal)
-        return self._begin("nothing", self._cache.open(user_key, tokens), due, signal)
+        way: Way = "shorter"
+        if (begun := self._cache.extend(entry, tokens)) is None:
+            way, begun = "nothing", self._cache.open(user_key, tokens, entry.source)
+        return self._begin(way, begun, due, signal)
+
+    def contradict(self, signal: PrefillTask) -> None:
+        """A signal asks for its sequence and does not get it: another one of its user is outdated all the same."""
+        entry, coverage = self.find(signal.user_key, signal.tokens)
+        if entry is not None and coverage is Coverage.NONE:
+            self._cache.contradict(entry, source_of(signal.lane))
 
     def _begin(self, way: Way, entry: Entry | None, due: float, signal: PrefillTask | None) -> Acquired:
         """Begin the job of an entry that lacks tokens."""

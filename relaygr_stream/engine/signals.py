@@ -47,6 +47,7 @@ class SignalCounters:
     signal_cancelled: int = 0  # its client cancelled it while it was pinned
     signal_over_footprint: int = 0
     signal_no_room: int = 0
+    signal_outranked: int = 0  # a delegated one, while a signal of the user's lane asked for another sequence
     signal_delegated: int = 0  # of the pinned ones, those on another worker's behalf
     signal_over_delegated: int = 0  # beyond the bytes for those
     tokens_asked: int = 0  # of prefixes that were pinned for the lanes' own users
@@ -89,7 +90,7 @@ class Signals:
         if task.request_key in self._pins:
             self._count("duplicate", task)
         elif task.request_key in self._answered:
-            self._count("ranked", task)
+            self._refuse("ranked", task)
         elif task.expires <= now:
             self._count("expired", task)
         else:
@@ -114,15 +115,15 @@ class Signals:
         if task.lane == DELEGATED_LANE:
             pinned = entry if coverage is Coverage.COVERS else None  # one that is extended may stay beside the new one
             if delegated + self._pins.delegated_more(pinned, self._cache.nbytes(len(task.tokens))) > self._delegated:
-                self._count("over_delegated", task)
+                self._refuse("over_delegated", task)
                 return
         elif self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint + delegated:
             # The trigger's bound comes first, unless waiting rankings hold memory that it does not count.
-            self._count("over_footprint", task)
+            self._refuse("over_footprint", task)
             return
-        got = self._residents.acquire(found, task.user_key, task.tokens, task.due, task)
+        got = self._residents.acquire(found, task.user_key, task.tokens, task.due, task.request_key, task)
         if got.entry is None:
-            self._count("no_room", task)
+            self._refuse("no_room" if got.way == "no_room" else "outranked", task)
             return
         self._count(RESULTS[got.way] if got.whole else "extended", task)
         self._pin(task, got.entry)
@@ -138,6 +139,11 @@ class Signals:
         setattr(self.counters, name, getattr(self.counters, name) + 1)
         if result not in COMPUTED:  # of those, their job tells
             self._tell(task, result)
+
+    def _refuse(self, result: str, task: PrefillTask) -> None:
+        """It gets nothing: its ranking, or its user's next one, begins what it asks for."""
+        self._residents.contradict(task)
+        self._count(result, task)
 
     def _tell(self, task: PrefillTask, result: str) -> None:
         if task.origin is not None:

@@ -101,6 +101,14 @@ class Worker(Section, frozen=True, kw_only=True):
             "largest multiple of this that is in time; 0: never"
         ),
     ] = 0
+    withhold_outcomes: Annotated[
+        bool,
+        doc(
+            "answers and statuses do not tell whether prefix KV were found: outcome `withheld`, no admission, worker, "
+            "length or times of it, no reason of a refusal; metrics, logs and traces do. For fleets whose clients "
+            "must not learn of each other's users"
+        ),
+    ] = False
     status_interval_ms: Annotated[Positive, doc("time between statuses on `worker-status`")] = 250
     drain_ms: Annotated[Positive, doc("on SIGTERM, longest time for accepted requests to complete")] = 10_000
 

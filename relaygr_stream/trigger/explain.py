@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections import defaultdict
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
-from relaygr_stream.bus.ages import stated_age_ms
+from relaygr_stream.bus.ages import AgeBounds, SenderLag, stated_age_ms
 from relaygr_stream.bus.away import Away
 from relaygr_stream.bus.contents import read_back, spans
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.ops.status.overview import LISTEN_S, listening
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.trigger.core import TriggerCore
@@ -43,10 +44,7 @@ from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
-from relaygr_stream.wire.trigger_status import TriggerStatus, read_trigger
-from relaygr_stream.wire.worker_status import MAX_SKEW_S, StatusReader, Tombstone, charge_ms, prefix_bytes
-
-S = TypeVar("S", bound=WorkerStatus | Tombstone | TriggerStatus)
+from relaygr_stream.wire.worker_status import StatusReader, Tombstone, charge_ms, prefix_bytes
 
 #: Seconds to wait for signals after the last event: a signal follows its event within milliseconds.
 SIGNAL_S: Final = 1.0
@@ -153,38 +151,9 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float, away:
 
 
 async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
-    """The newest status of a serving worker on `worker-status`, of any age. Raises BrokerUnavailable, TopicError."""
-    async with aclosing(_newest(settings, lambda record, reader: reader.read(record, fresh=False))) as newest:
-        async for stated in newest:
-            serving = [each for each in stated if isinstance(each, WorkerStatus) and each.state == "serving"]
-            if serving:
-                return serving[-1]
-    return None
+    """The newest status of a serving worker on `worker-status`, of any age. Raises BrokerUnavailable, TopicError.
 
-
-async def running_policy(settings: Settings) -> tuple[Policy, str]:
-    """The policy of the running triggers, and a line that names its source; if none runs, the policy in `settings`.
-
-    Raises BrokerUnavailable, TopicError.
-    """
-    newest = _newest(settings, lambda record, reader: read_trigger(record, reader, fresh=False))
-    stated: list[TriggerStatus] = await anext(newest, [])  # a running trigger states itself every second
-    await newest.aclose()
-    lately_ms = (time.time() - MAX_SKEW_S) * 1e3  # excludes triggers that were killed
-    running = [status for status in stated if status.state == "serving" and status.sent_ms >= lately_ms]
-    if not running:
-        return Policy.of(settings), "no trigger runs there: decided with the settings given here"
-    others = sum(status.policy != running[-1].policy for status in running)
-    differ = f"; {others} others run with other settings" if others else ""
-    return stated_policy(running[-1].policy), f"decided with the settings of {running[-1].name}, which runs{differ}"
-
-
-async def _newest(
-    settings: Settings, read: Callable[[Record, StatusReader], S | None]
-) -> AsyncGenerator[list[S], None]:
-    """What `read` makes of the newest record of each name on `worker-status`, the newest written last.
-
-    By chunks of the log, from its end on (bus/tail.py): each has the names that the ones before had not.
+    By chunks of the log, from its end on (bus/contents.py): each has the names that the ones before had not.
     """
     await verify_topics(settings.kafka)
     topics = load_topics(settings.kafka)
@@ -193,14 +162,35 @@ async def _newest(
     known: set[str] = set()
     async with aclosing(read_back(settings.kafka, topics.worker_status.name)) as chunks:
         async for chunk in chunks:
-            found: dict[str, S] = {}
+            found: dict[str, WorkerStatus | Tombstone] = {}
             for record in chunk:
                 with suppress(DecodeError):
-                    if (status := read(record, reader)) is not None and status.name not in known:
+                    status = reader.read(record, fresh=False)
+                    if status is not None and status.name not in known:
                         found.pop(status.name, None)
                         found[status.name] = status
             known |= found.keys()
-            yield list(found.values())
+            serving = [each for each in found.values() if isinstance(each, WorkerStatus) and each.state == "serving"]
+            if serving:
+                return serving[-1]
+    return None
+
+
+async def running_policy(settings: Settings) -> tuple[Policy, str]:
+    """The policy of the running triggers, and a line that names its source; if none runs, the policy in `settings`.
+
+    Listens for LISTEN_S.
+    Raises BrokerUnavailable, TopicError.
+    """
+    await verify_topics(settings.kafka)
+    async with listening(settings, load_topics(settings.kafka)) as (view, listen):
+        await listen(LISTEN_S)  # excludes triggers that were killed, whatever any clock says
+        running = [status for status in view.living_triggers().values() if status.state == "serving"]
+    if not running:
+        return Policy.of(settings), "no trigger runs there: decided with the settings given here"
+    others = sum(status.policy != running[-1].policy for status in running)
+    differ = f"; {others} others run with other settings" if others else ""
+    return stated_policy(running[-1].policy), f"decided with the settings of {running[-1].name}, which runs{differ}"
 
 
 class Shadow:
@@ -218,6 +208,8 @@ class Shadow:
         for lane, end in ends.items():
             self._core.take_lane(lane, end, now)
         self._start = now
+        lag = SenderLag()
+        self._ages: defaultdict[int, AgeBounds] = defaultdict(lambda: AgeBounds(lag))
         self._rows: list[Explanation] = []
         self._events: dict[str, RequestEvent] = {}
         self._signalled: set[str] = set()
@@ -232,11 +224,11 @@ class Shadow:
             except DecodeError:
                 continue  # the trigger dead-letters it
             if event is not None and self.looking:
-                self._look_at(event, record.lane)
+                self._look_at(event, record.lane, record.offset)
 
-    def _look_at(self, event: RequestEvent, lane: int) -> None:
+    def _look_at(self, event: RequestEvent, lane: int, offset: int) -> None:
         now = time.monotonic()
-        age_ms = max(0.0, stated_age_ms(event.sent_ms) or 0.0)
+        age_ms = self._ages[lane].age(stated_age_ms(event.sent_ms), offset, now).sure_ms
         row, _ = explain(self._core, lane, event, age_ms=age_ms, now_s=now, at_s=now - self._start)
         self._rows.append(row)
         self._events[tenant_key(event.tenant, event.request_id)] = event

@@ -19,6 +19,7 @@ from relaygr_stream.settings.section import LABEL
 from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace, rows_of
 from relaygr_stream.wire.features import FeatureTables, check_rows
 from relaygr_stream.wire.history import HISTORY_VERSION, HistoryReference
+from relaygr_stream.wire.latencies import Counts
 from relaygr_stream.wire.versions import SCHEMA_VERSION
 
 SCORE_DTYPE: Final = np.dtype("<f4")
@@ -33,11 +34,14 @@ Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 #: Where a ranking found the prefix KV: ready in HBM, in DRAM (or being reloaded), in a prefill job, nowhere (full).
-#: truncated: nowhere, and it was ranked with the newest behaviours alone (worker.truncate_min_tokens).
-Outcome = Literal["hbm", "dram", "joined", "full", "truncated"]
-#: Outcomes without prefix KV, and those with.
+#: truncated: nowhere, and it was ranked with the newest behaviours alone (worker.truncate_min_tokens). withheld: the
+#: worker does not tell its clients (worker.withhold_outcomes).
+Outcome = Literal["hbm", "dram", "joined", "full", "truncated", "withheld"]
+#: What a worker knows of its rankings; of these, outcomes without prefix KV, and those with. WITHHELD is neither.
+WITHHELD: Final[Outcome] = "withheld"
+FOUND: Final[tuple[Outcome, ...]] = tuple(outcome for outcome in get_args(Outcome) if outcome != WITHHELD)
 MISSES: Final[frozenset[str | None]] = frozenset({"full", "truncated"})
-HITS: Final[tuple[Outcome, ...]] = tuple(outcome for outcome in get_args(Outcome) if outcome not in MISSES)
+HITS: Final[tuple[Outcome, ...]] = tuple(outcome for outcome in FOUND if outcome not in MISSES)
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
 Mode = Literal["auto", "full"]
 State = Literal["starting", "serving", "draining", "stopped"]
@@ -241,6 +245,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     lag: int = 0  # unread records of its lanes
     delegated_bytes: int = 0  # room for prefix KV that it computes on other workers' behalf
     erased: Annotated[tuple[Id, ...], Meta(max_length=64)] | UnsetType = UNSET  # newest erasures carried out (erase.py)
+    # Rankings with scores since its start, by outcome and by the time from reading the request to its reply.
+    latencies: Annotated[dict[Label, Counts], Meta(max_length=16)] | UnsetType = UNSET
 
     def validate(self) -> None:
         """Does nothing: every value of the right type is a valid status."""

@@ -24,8 +24,8 @@ from relaygr_stream.history.store import HistoryStore, rows_of
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference, digests, row_bytes
+from relaygr_stream.wire.latencies import BOUNDS_S
 from relaygr_stream.wire.messages import tenant_key
-from relaygr_stream.worker.metrics import LATENCY_BUCKETS
 
 #: Pause before a failed read is tried again; it doubles. A restarted store is back in tenths of a second.
 RETRY_S: Final = 0.01
@@ -55,7 +55,7 @@ class HistoryMetrics:
             "relaygr_history_read_seconds",
             "Time of a read of the history store",
             registry=registry,
-            buckets=LATENCY_BUCKETS,
+            buckets=BOUNDS_S,
         )
         self.behaviours = Counter(
             "relaygr_history_behaviours", "Behaviours read from the history store", registry=registry

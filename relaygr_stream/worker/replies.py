@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
+import msgspec
 import structlog
 
 from relaygr_stream.bus.ages import now_ms
@@ -25,7 +26,7 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.telemetry.tracing import TRACE_HEADERS, trace_headers
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.messages import SCORE_DTYPE, ScoreReply, Status, Timings
+from relaygr_stream.wire.messages import SCORE_DTYPE, WITHHELD, ScoreReply, Status, Timings
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_SIGNATURE, Record
 from relaygr_stream.wire.refusals import Reasons
 from relaygr_stream.wire.signature import answer_signature
@@ -46,6 +47,7 @@ MOST_S: Final = 60.0
 REFUSALS_LIMIT: Final = 10_000
 #: Bytes of a key that are kept and logged: an id has 256 characters of up to 4 bytes.
 MAX_ID_BYTES: Final = 1024
+WITHHELD_DETAIL: Final = "the worker's log has the reason, its answers withhold it (worker.withhold_outcomes)"
 #: What an answer has beside scores, their columns' names and the model's version: an id (256 characters of up to
 #: 4 bytes), the worker's name, headers, the record batch's own.
 REST_BYTES: Final = 2048
@@ -56,7 +58,8 @@ class Outbox:
 
     forwarding: finds other workers for rankings that are refused here; None: they are answered `overloaded` at once.
     again: takes a ranking back that could not be passed on to the worker that has its prefix KV.
-    secret: signs answers; empty: they are not signed. background: runs the sending, and learns of a defect in it.
+    secret: signs answers; empty: they are not signed. withhold: answers do not tell what was found. background: runs
+    the sending, and learns of a defect in it.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Outbox:
         secret: str = "",
         reasons: Reasons | None = None,
         keep_letters: bool = False,
+        withhold: bool = False,
     ) -> None:
         self._topics = topics
         self._scores = scores
@@ -87,6 +91,7 @@ class Outbox:
         self._background = background
         self._forwarding = forwarding
         self._secret = secret
+        self._withhold = withhold
         self._under_way: set[asyncio.Task[None]] = set()
         self._refusals: set[asyncio.Task[None]] = set()  # those under way of which `Held` counts no bytes
         self.letters: Final = DeadLetters(
@@ -142,10 +147,10 @@ class Outbox:
                 computed_tokens=measured.computed_tokens,
             ),
         )
-        self._metrics.answer(answer.status, outcome)
-        if answer.status == "ok":
-            self._metrics.ranking_seconds.labels(outcome).observe(now - task.arrived)
-            self._metrics.queued_seconds.observe(queued)
+        if outcome is None:
+            self._metrics.answer(answer.status)
+        else:
+            self._metrics.ranked(outcome, now - task.arrived, queued)
         write = log.debug if answer.status == "ok" else self._limiter.limited(log.warning, answer.status)
         write(
             "answered",
@@ -211,7 +216,7 @@ class Outbox:
             task.cancel()
 
     def _reject(self, origin: Origin, request_id: str, detail: str, *, done: bool, status: Status = "rejected") -> None:
-        self._metrics.answer(status, None)
+        self._metrics.answer(status)
         reply = ScoreReply(
             request_id=request_id,
             status=status,
@@ -250,7 +255,7 @@ class Outbox:
             self._done(origin.record)
 
     async def _deliver(self, origin: Origin, reply: ScoreReply) -> None:
-        value = encode(reply)
+        value = encode(withheld(reply) if self._withhold else reply)
         context = trace_headers(origin.record.headers) if origin.trace is None else origin.trace.headers
         headers = [(HEADER_CORRELATION, origin.correlation), *context]
         if self._secret:
@@ -313,6 +318,25 @@ class Outbox:
             trace.part("forward", now, time.monotonic(), {"relaygr.to_lane": lane})
             trace.end({**ranking_attributes(answer, self._worker), "relaygr.outcome": "forwarded"})
         self._done(record)
+
+
+def withheld(reply: ScoreReply) -> ScoreReply:
+    """The answer without what tells whether prefix KV were found: the outcome, what goes with it, the times of the
+    device, the worker, which another one replaces on a miss, and the reason of a refusal, which may name a forecast.
+
+    A rejection depends on the request alone, and stays as it is.
+    """
+    if reply.status == "rejected":
+        return reply
+    return msgspec.structs.replace(
+        reply,
+        outcome=None if reply.outcome is None else WITHHELD,
+        detail=reply.detail and WITHHELD_DETAIL,
+        worker="",
+        timings=Timings(inbound_ms=reply.timings.inbound_ms),
+        admission="",
+        truncated_to=0,
+    )
 
 
 def check_answers_fit(topics: TopicSet, candidates: int, model: RankingModel) -> None:

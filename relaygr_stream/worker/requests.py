@@ -147,6 +147,7 @@ class Requests:
             settings.relay.answer_secret,
             self._reasons,
             settings.kafka.dead_letter_values,
+            settings.worker.withhold_outcomes,
         )
         self._delegates = Delegates(
             self._reasons,

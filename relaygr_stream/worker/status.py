@@ -36,7 +36,13 @@ from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import State, WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.topic_files import TopicSet
-from relaygr_stream.wire.worker_status import HEADER_INCARNATION, THROTTLED_MS, StatusReader, rising_ms
+from relaygr_stream.wire.worker_status import (
+    DELEGATED_PINNED,
+    HEADER_INCARNATION,
+    THROTTLED_MS,
+    StatusReader,
+    rising_ms,
+)
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.statement import Identity, Statements
@@ -49,6 +55,8 @@ VERSION: Final = version()
 SNAPSHOT_S: Final = 1.0
 #: A last status takes milliseconds; without a broker no one reads it, and stopping must not wait for one.
 ANNOUNCE_S: Final = 1.0
+#: Counters that a status states even where the worker withholds outcomes, beside those of answers by their status.
+TOLD: Final = frozenset({"signals", DELEGATED_PINNED, THROTTLED_MS})
 #: Erasures carried out that a status lists: the command that asked for one waits seconds for it.
 ERASED_STATED: Final = 16
 
@@ -181,9 +189,14 @@ class StatusReporter:
         self._sent_ms = rising_ms(self._sent_ms, now_ms())
         status = self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
         counters = {**status.counters, **self._metrics.answered, THROTTLED_MS: throttled_ms()}
+        latencies = {outcome: tuple(counts) for outcome, counts in self._metrics.latencies.items()}
+        if self._settings.worker.withhold_outcomes:  # two statuses tell by the others what became of the one ranking
+            counters = {name: total for name, total in counters.items() if name in TOLD or name.startswith("answers_")}
+            latencies = {}
         erased = tuple(self._erased) or msgspec.UNSET
         lag = sum(self.lag.values())
-        return msgspec.structs.replace(status, counters=counters, lag=lag, version=VERSION, erased=erased)
+        stated = {"counters": counters, "latencies": latencies or msgspec.UNSET, "erased": erased}
+        return msgspec.structs.replace(status, lag=lag, version=VERSION, **stated)
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics

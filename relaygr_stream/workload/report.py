@@ -25,6 +25,7 @@ OUTCOMES: Final = {
     "joined": "still being computed, joined",
     "full": "nowhere: full inference",
     "truncated": "nowhere: newest behaviours alone",
+    "withheld": "somewhere or nowhere: workers do not tell (worker.withhold_outcomes)",
 }
 #: A word for each outcome that is a hit.
 HIT_WORDS: Final[dict[Outcome, str]] = {"hbm": "ready", "dram": "reloaded", "joined": "joined"}

@@ -28,7 +28,7 @@ from relaygr_lab.bench.populations import Population
 from relaygr_lab.bench.results import DEVICE_WORK, STAGES, Probe, Spread
 from relaygr_lab.bench.statistics import QUANTILE, STAGES_AT_MOST, allowed_bad, passes
 from relaygr_stream.client import Ranking
-from relaygr_stream.wire.messages import MISSES
+from relaygr_stream.wire.messages import HITS
 from relaygr_stream.workload.driver import Result, drive
 from relaygr_stream.workload.items import WorkItem
 from relaygr_stream.workload.quantiles import nearest_rank, quantile
@@ -139,7 +139,7 @@ async def run_probe(
         outcomes=_outcomes(answered),
         announced=len(announced),
         admitted=len(admitted),
-        admitted_hits=sum(done[one].outcome not in (None, *MISSES) for one in admitted),
+        admitted_hits=sum(done[one].outcome in HITS for one in admitted),
         decisions={name: int(total - decisions.get(name, 0)) for name, total in decided.items()},
         others_cores=None if cpu is None or cpu_after is None else cpu_after.others_since(cpu),
         cores_busy=None if cpu is None or cpu_after is None else cpu_after.busy_since(cpu),

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from relaygr_stream.wire.messages import Outcome
+from relaygr_stream.wire.messages import WITHHELD, Outcome
 from relaygr_stream.workload.metrics import DEFAULT_K, Quality
 from relaygr_stream.workload.quantiles import quantile, quantile_name
 from relaygr_stream.workload.report import HIT_WORDS, OUTCOMES, admission_text
@@ -179,7 +179,7 @@ def _counts(result: DemoResult) -> Table:
     table.add_row("  by the relay", f"{len(result.outcomes):,}", "where each found its prefix KV:")
     found: Counter[str] = Counter(result.outcomes)
     for outcome, words in OUTCOMES.items():
-        if outcome == "truncated" and not found[outcome]:  # off by default
+        if outcome in ("truncated", WITHHELD) and not found[outcome]:  # off by default
             continue
         share = _share(found[outcome], len(result.outcomes))
         table.add_row(f"    {outcome}", f"{found[outcome]:,}", f"{share}  {words}")

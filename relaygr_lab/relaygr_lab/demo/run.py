@@ -39,7 +39,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.telemetry.printable import SafeConsole
 from relaygr_stream.wire.codec import decode
-from relaygr_stream.wire.messages import MISSES, PreInferSignal
+from relaygr_stream.wire.messages import HITS, PreInferSignal
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import worker_statuses
@@ -226,7 +226,7 @@ def _result(
 ) -> DemoResult:
     answered = {key: result for key, result in relay.items() if result.outcome is not None}
     admitted = {key for key in relay if key in seen.admitted}
-    hits = {key for key in admitted if key in answered and answered[key].outcome not in MISSES}
+    hits = {key for key in admitted if key in answered and answered[key].outcome in HITS}
     deviations = [
         relative_deviation(mine.scores, other.scores)
         for key, mine in answered.items()

@@ -17,11 +17,11 @@ import numpy.typing as npt
 from relaygr_lab.simulate.fleet import Fleet
 from relaygr_lab.simulate.scenario import Scenario
 from relaygr_stream.trigger.decision import REASONS
-from relaygr_stream.wire.messages import MISSES, Outcome, Status
+from relaygr_stream.wire.messages import FOUND, MISSES, Status
 from relaygr_stream.workload.quantiles import nearest_rank
 
 STATUSES: Final = get_args(Status)
-OUTCOMES: Final = get_args(Outcome)
+OUTCOMES: Final = FOUND
 #: Stands for no status, no outcome or no reason.
 NONE: Final = -1
 #: Batches of workers whose P99s are compared, and the 97.5 % quantile of Student's t with one degree less.

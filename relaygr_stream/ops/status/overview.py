@@ -1,15 +1,19 @@
 """The processes of a fleet: each trigger's and each worker's newest status, and its age.
 
-Reads `worker-status` beside the running processes; joins no group, writes nothing.
+Reads `worker-status` beside the running processes; joins no group, writes nothing. Ages are by the time of receipt, or
+by the brokers' clock, never by a sender's: one clock that is hours off hides nobody.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
+from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import DROP_AFTER_S
@@ -22,15 +26,28 @@ from relaygr_stream.wire.worker_status import StatusReader, Tombstone
 S = TypeVar("S", WorkerStatus, TriggerStatus)
 #: Seconds to listen: within them a live trigger publishes two statuses, a live worker several.
 LISTEN_S: Final = 2.5
+#: Rates and latencies are those of the last so many seconds, or up to twice as many.
+LATELY_S: Final = 10.0
 
 
 @dataclass
 class Seen(Generic[S]):
-    """One process. first, last: its oldest and newest status of one incarnation since this viewer's start."""
+    """One process. first, last: its oldest and newest status of one incarnation that this viewer has read.
+
+    since: one that is LATELY_S to twice that older than `last`, or the first: what happened lately is between these.
+    """
 
     first: S
     last: S
+    since: S
+    mark: S  # the next `since`
     received_s: float | None = None  # when `last` was received, by the monotonic clock; None: written before the start
+    written_ms: int = 0  # when `last` was written, by the broker's clock: Unix time
+
+    @property
+    def ahead_ms(self) -> int:
+        """By how much the process's clock is ahead of the broker's."""
+        return self.last.sent_ms - self.written_ms
 
     def is_recent(self, now_s: float, silence_ms: float) -> bool:
         """Whether its newest status is."""
@@ -43,12 +60,16 @@ class Seen(Generic[S]):
 
 @dataclass
 class Overview:
-    """All processes by name, and the number of refused records by reason, since it is live."""
+    """All processes by name, and the number of refused records by reason, since it is live.
+
+    on_status: also gets each status that is read, and the Unix time in seconds when it was written.
+    """
 
     settings: Settings
     topics: TopicSet
     reader: StatusReader
     clock: Callable[[], float] = time.monotonic
+    on_status: Callable[[WorkerStatus | TriggerStatus, float], None] = lambda _, __: None
     workers: dict[str, Seen[WorkerStatus]] = field(default_factory=dict)
     triggers: dict[str, Seen[TriggerStatus]] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
@@ -56,10 +77,13 @@ class Overview:
 
     def __post_init__(self) -> None:
         self._dropped_s = self.clock()
+        self._newest_ms = 0  # when the newest record was written
+        self._heard_s: float | None = None  # when it was received; None: written before the start
 
     def on_records(self, records: list[Record]) -> None:
         """Apply records in the topic's order."""
         for record in records:
+            self._newest_ms, self._heard_s = record.timestamp_ms, self.clock() if self.live else None
             try:
                 self._apply(record)
             except DecodeError as error:
@@ -73,11 +97,13 @@ class Overview:
 
     def _apply(self, record: Record) -> None:
         received_s = self.clock() if self.live else None
+        written_s = time.time() if self.live else record.timestamp_ms / 1e3
         name = (record.key or b"").decode(errors="replace")
         if kind := kind_of(record.headers):
             trigger = read_trigger(record, self.reader, fresh=self.live)
             if trigger is not None:
-                _put(self.triggers, trigger, received_s, self.reader.most_names)
+                _put(self.triggers, trigger, received_s, record.timestamp_ms, self.reader.most_names)
+                self.on_status(trigger, written_s)
             elif record.value is None and kind == KIND:
                 self.reader.verify(record)
                 self.triggers.pop(name.removeprefix(KEY_PREFIX), None)
@@ -88,7 +114,8 @@ class Overview:
             if known is not None and self.reader.removes(found, known.last):
                 del self.workers[found.name]
         elif found is not None:
-            _put(self.workers, found, received_s, self.reader.most_names)
+            _put(self.workers, found, received_s, record.timestamp_ms, self.reader.most_names)
+            self.on_status(found, written_s)
 
     @property
     def silence_ms(self) -> float:
@@ -107,14 +134,42 @@ class Overview:
 
     def silent(self) -> list[str]:
         """Names of processes that did not stop in order and state nothing, unless they ended long ago."""
-        now, now_ms = self.clock(), time.time() * 1e3
+        now, now_ms = self.clock(), self._brokers_now_ms()
 
         def silent(seen: Seen[S]) -> bool:
-            lately = now_ms - seen.last.sent_ms <= DROP_AFTER_S * 1e3
+            lately = now_ms - seen.written_ms <= DROP_AFTER_S * 1e3
             return lately and seen.last.state != "stopped" and not seen.is_recent(now, self.silence_ms)
 
         workers = [name for name, worker in self.workers.items() if silent(worker)]
         return workers + [KEY_PREFIX + name for name, trigger in self.triggers.items() if silent(trigger)]
+
+    def _brokers_now_ms(self) -> float:
+        """The time by the broker's clock; where nothing was heard since this viewer's start, by ours, or later."""
+        if self._heard_s is None:
+            return max(time.time() * 1e3, self._newest_ms)
+        return self._newest_ms + (self.clock() - self._heard_s) * 1e3
+
+
+@asynccontextmanager
+async def listening(
+    settings: Settings, topics: TopicSet
+) -> AsyncIterator[tuple[Overview, Callable[[float], Coroutine[Any, Any, None]]]]:
+    """An overview that follows `worker-status`, and what listens to it for so many seconds, or until it fails.
+
+    Raises BrokerUnavailable, BrokerError.
+    """
+    reader = StatusReader.of(settings, topics)
+    await reader.prepare()
+    view, name = Overview(settings, topics, reader), topics.worker_status.name
+    async with TopicTail(settings.kafka, name, [0], "recent", view.on_records, pause_s=STATUS_PAUSE_S) as tail:
+        view.live = True
+
+        async def listen(seconds: float) -> None:
+            await asyncio.wait([tail.failed], timeout=seconds)
+            if tail.failed.done():
+                tail.failed.result()
+
+        yield view, listen
 
 
 def _drop_silent(known: dict[str, Seen[S]], now_s: float) -> None:
@@ -124,11 +179,13 @@ def _drop_silent(known: dict[str, Seen[S]], now_s: float) -> None:
             del known[name]
 
 
-def _put(known: dict[str, Seen[S]], status: S, received_s: float | None, most: int) -> None:
+def _put(known: dict[str, Seen[S]], status: S, received_s: float | None, written_ms: int, most: int) -> None:
     before = known.get(status.name)
     if before is None and len(known) >= most:
         del known[min(known, key=lambda name: known[name].received_s or 0.0)]
     if before is None or before.last.incarnation != status.incarnation:
-        known[status.name] = Seen(status, status, received_s)
-    else:
-        before.last, before.received_s = status, received_s
+        known[status.name] = Seen(status, status, status, status, received_s, written_ms)
+        return
+    if status.sent_ms - before.mark.sent_ms >= LATELY_S * 1e3:
+        before.since, before.mark = before.mark, status
+    before.last, before.received_s, before.written_ms = status, received_s, written_ms

@@ -72,11 +72,11 @@ def delegating() -> TriggerStatus:
     return msgspec.structs.replace(plain, policy=msgspec.structs.replace(plain.policy, delegate=True))
 
 
-def record(status: WorkerStatus | TriggerStatus, **changes: Any) -> Record:
+def record(status: WorkerStatus | TriggerStatus, written_ms: int = 0) -> Record:
     if isinstance(status, WorkerStatus):
-        return Record("s", 0, 0, 0, status.name.encode(), encode(status), ())
+        return Record("s", 0, 0, written_ms, status.name.encode(), encode(status), ())
     key = f"trigger/{status.name}".encode()
-    return Record("s", 0, 0, 0, key, encode_trigger(status), (("relaygr-kind", b"trigger"),))
+    return Record("s", 0, 0, written_ms, key, encode_trigger(status), (("relaygr-kind", b"trigger"),))
 
 
 def overview(*statuses: WorkerStatus | TriggerStatus) -> Overview:
@@ -117,15 +117,26 @@ def test_hits_are_those_since_we_look_on() -> None:
 @pytest.mark.parametrize(
     ("statuses", "line"),
     [
-        ([trigger()], "no worker is ready: no request is answered"),
+        (
+            [trigger()],
+            "no worker is ready: no request is answered; start one with `relaygr worker`, or look at its log",
+        ),
         ([worker(state="starting", lanes=range(0)), trigger()], "no worker serves yet"),
-        ([worker()], "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit"),
+        (
+            [worker()],
+            "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit; "
+            "start `relaygr trigger`",
+        ),
         (
             [worker(), trigger(), trigger("t2", group="relaygr.other")],
-            "triggers in 2 groups (relaygr.other, relaygr.trigger): each admits on its own, so bounds are exceeded",
+            "triggers in 2 groups (relaygr.other, relaygr.trigger): each admits on its own, so bounds are exceeded; "
+            "give all one trigger.group",
         ),
         ([worker(), trigger(), trigger("t2", range(2))], "lanes 0–1 are decided by t1 and t2"),
-        ([worker(lanes=range(1, 3)), trigger()], "lanes without an owner: 0, 3; their rankings wait"),
+        (
+            [worker(lanes=range(1, 3)), trigger()],
+            "lanes without an owner: 0, 3; their rankings wait; start workers if this lasts beyond 30 s",
+        ),
         (
             [worker(), worker("w3", range(0)), worker("w2", range(0)), trigger()],
             "w2, w3: no lane, and so no request: 4 lanes are shared by 3 workers; if this lasts, give the topics "
@@ -133,9 +144,13 @@ def test_hits_are_those_since_we_look_on() -> None:
         ),
         (
             [worker(lanes=range(3)), worker("new", range(0)), trigger()],  # the group has not settled yet
-            "lanes without an owner: 3; their rankings wait",
+            "lanes without an owner: 3; their rankings wait; start workers if this lasts beyond 30 s",
         ),
-        ([worker(), trigger(lanes=range(3))], "lanes that no trigger decides for: 3; nothing is pre-inferred there"),
+        (
+            [worker(), trigger(lanes=range(3))],
+            "lanes that no trigger decides for: 3; nothing is pre-inferred there; start a trigger if this lasts "
+            "beyond 30 s",
+        ),
         ([worker(), trigger(version="0.2.0")], "2 versions run: 0.1.0, 0.2.0"),
         ([worker(lanes=range(2)), worker("w2", range(2, 4), model_version="m2"), trigger()], "2 models score: m1, m2"),
         (
@@ -220,23 +235,42 @@ def test_what_a_long_lived_viewer_keeps_is_bounded(monkeypatch: pytest.MonkeyPat
     assert set(view.workers) == {"v7", "v8", "v9"}
 
 
-def test_who_ended_without_a_word_is_named_for_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+HOURS_MS = 2 * 3_600_000
+
+
+@pytest.mark.parametrize("viewer_ms", [-HOURS_MS, 0, HOURS_MS], ids=["viewer behind", "in time", "ahead"])
+@pytest.mark.parametrize("sender_ms", [-HOURS_MS, 0, HOURS_MS], ids=["senders behind", "in time", "ahead"])
+def test_who_ended_without_a_word_is_named_for_ten_minutes(
+    monkeypatch: pytest.MonkeyPatch, sender_ms: int, viewer_ms: int
+) -> None:
+    """By the broker's clock: neither a sender's nor the viewer's hides a silence, or makes one."""
     now_ms = 10**12
-    monkeypatch.setattr("relaygr_stream.ops.status.overview.time.time", lambda: now_ms / 1e3)
+    monkeypatch.setattr("relaygr_stream.ops.status.overview.time.time", lambda: (now_ms + viewer_ms) / 1e3)
     view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader(len(LANES)), clock=lambda: 100.0)
-    ago_ms = now_ms - 1000
-    killed: list[WorkerStatus | TriggerStatus]
-    killed = [worker("w9", range(0), sent_ms=ago_ms), trigger("t9", sent_ms=ago_ms)]
-    long_ago = [worker("w8", range(0), sent_ms=now_ms - 700_000)]
-    stopped = [worker("w7", range(0), sent_ms=now_ms - 1000, state="stopped")]
-    view.on_records([record(status) for status in [*killed, *long_ago, *stopped]])
+
+    def written(ago_ms: int, *statuses: WorkerStatus | TriggerStatus, ahead_ms: int = sender_ms) -> None:
+        sent_ms = now_ms - ago_ms + ahead_ms
+        view.on_records([record(msgspec.structs.replace(each, sent_ms=sent_ms), now_ms - ago_ms) for each in statuses])
+
+    written(700_000, worker("w8", range(0)))
+    written(1000, worker("w9", range(0)), trigger("t9"), worker("w7", range(0), state="stopped"))
     view.live = True
-    fine: list[WorkerStatus | TriggerStatus] = [worker(), trigger(), worker("w6", range(0), state="draining")]
-    view.on_records([record(status) for status in fine])
+    written(0, worker(), trigger(), worker("w6", range(0), state="draining"), ahead_ms=0)
     assert [line.split()[0] for line in oddities(view)] == ["w9", "trigger/t9"]
-    tombstone = Record("s", 0, 0, 0, b"trigger/t9", None, (("relaygr-kind", b"trigger"),))
-    view.on_records([tombstone, Record("s", 0, 0, 0, b"w9", None, ())])
+    tombstone = Record("s", 0, 0, now_ms, b"trigger/t9", None, (("relaygr-kind", b"trigger"),))
+    view.on_records([tombstone, Record("s", 0, 0, now_ms, b"w9", None, ())])
     assert oddities(view) == []
+
+
+@pytest.mark.parametrize("ahead_ms", [-HOURS_MS, HOURS_MS])
+def test_a_process_with_a_clock_that_is_off_is_alive_and_told_of(ahead_ms: int) -> None:
+    view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader(len(LANES)), clock=lambda: 100.0)
+    view.live = True
+    now_ms = 10**12
+    view.on_records([record(worker(sent_ms=now_ms + ahead_ms), now_ms), record(trigger(sent_ms=now_ms - 900), now_ms)])
+    assert list(view.living_workers()) == ["w1"]
+    (line,) = oddities(view)
+    assert line.startswith(f"w1: its clock is 7200 s {'ahead of' if ahead_ms > 0 else 'behind'} the broker's")
 
 
 def test_nobody_is_removed_by_who_has_not_the_secret_or_by_an_old_tombstone() -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.away import Away
 from relaygr_stream.cli.explain_table import as_json, summary
 from relaygr_stream.cli.main import main
@@ -180,7 +181,8 @@ async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_not
 async def test_the_running_triggers_settings_decide_and_without_one_those_given_here(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a trigger shows itself, with what it decided, until it stops in order."""
+    """And a trigger shows itself, with what it decided, until it stops in order: also one whose clock is hours off."""
+    monkeypatch.setattr("relaygr_stream.trigger.statement.now_ms", lambda: now_ms() - 7_200_000)
     monkeypatch.setattr(service, "FINAL_STATUS_S", 20.0)
     monkeypatch.setattr("relaygr_stream.ops.status.overview.LISTEN_S", 6.0)
     here = Settings(kafka=embedded_settings)
@@ -213,10 +215,7 @@ async def test_the_running_triggers_settings_decide_and_without_one_those_given_
         assert "no trigger runs" in (await running_policy(here))[1]
         gone = await asyncio.to_thread(shown)
         assert (gone["triggers"], gone["silent"]) == ([], [])
-        assert (
-            "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit"
-            in gone["odd"]
-        )
+        assert any(line.startswith("no trigger runs: nothing is pre-inferred") for line in gone["odd"])
 
 
 async def test_costs_come_from_a_worker_where_there_is_one(embedded_settings: Kafka, log: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from relaygr_stream.bus.ages import WAY_MS, now_ms
 from relaygr_stream.cli.explain_table import as_table
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import Policy
@@ -42,6 +43,18 @@ def test_a_lane_s_first_event_is_decided_on_alike_whichever_topic_is_read_first(
     assert row.reason == "admitted"
     assert row.signalled
     assert row.level_ms >= TOKENS
+
+
+@pytest.mark.parametrize("ahead_ms", [-7_200_000, 7_200_000])
+def test_a_sender_whose_clock_is_off_is_explained_as_the_trigger_decides(ahead_ms: int) -> None:
+    settings = Settings()
+    directory = OwnerDirectory(silence_ms=10_000)
+    directory.take(worker_status(lane_status(lane=LANE, rate=1000.0)))
+    shadow = Shadow(Policy.of(settings), load_topics(settings.kafka), directory, {LANE: 0})
+    shadow.on_events([record(encode(msgspec.structs.replace(event(TOKENS), sent_ms=now_ms() + ahead_ms)))])
+    (row,) = shadow.explanations()
+    assert row.reason == "admitted"
+    assert row.age_ms <= WAY_MS
 
 
 def test_a_user_s_features_are_a_token_in_the_bytes_of_event_and_signal() -> None:
