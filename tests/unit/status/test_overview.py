@@ -82,7 +82,7 @@ def record(status: WorkerStatus | TriggerStatus, written_ms: int = 0) -> Record:
 def overview(*statuses: WorkerStatus | TriggerStatus) -> Overview:
     view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader(len(LANES)), clock=lambda: 100.0)
     view.live = True
-    view.on_records([record(status) for status in statuses])
+    view.on_records([record(status, status.sent_ms) for status in statuses])
     return view
 
 
