@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +80,23 @@ def same(text: str | None, value: float | None) -> bool:
     return (text in ("", None)) if value is None else bool(text) and float(text or 0) == pytest.approx(value)
 
 
+@asynccontextmanager
+async def dashboard(folder: Path) -> AsyncIterator[str]:
+    """`relaygr dashboard` for the fleet of this folder; its address. Ends in order on Ctrl-C."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "relaygr_stream", "dashboard", "--config", str(folder / "settings.toml"), "--port=0"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        yield (await process.stdout.readline()).decode().split()[0]
+    finally:
+        process.send_signal(signal.SIGINT)
+        out, err = await process.communicate()
+    assert (process.returncode, out, err) == (0, b"", b"stopped\n")
+
+
 async def test_the_page_says_what_the_metrics_say_and_is_live(embedded_settings: Kafka, tmp_path: Path) -> None:
     async with Fleet(embedded_settings, tmp_path) as fleet, browser(tmp_path) as page:
         fleet.use(msgspec.structs.replace(fleet.settings, relay=LONG_LIVED))
@@ -108,6 +129,13 @@ async def test_the_page_says_what_the_metrics_say_and_is_live(embedded_settings:
         assert len(backs) == 2
         assert await page.console() == []
 
+        async with dashboard(tmp_path) as url:
+            await page.go(url)
+            async with asyncio.timeout(60):
+                await shows(page, fleet)  # the log of statuses has what was answered before it started
+            assert await page.console() == []
+
+        await page.go(f"http://127.0.0.1:{port}/")
         fleet.children["w1"].terminate()  # what follows, the page shows without being loaded again
         assert "no worker is ready" in await page.until("return document.querySelector('#odd .urgent')?.textContent")
         fleet.children["gateway"].terminate()

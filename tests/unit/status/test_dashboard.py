@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import html
+import json
 import re
+import socket
 import time
 from typing import Any
 
@@ -12,13 +14,17 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.errors import ConfigError
 from relaygr_stream.ops.dashboard import board as boards
 from relaygr_stream.ops.dashboard.board import HEADERS, Board
 from relaygr_stream.ops.dashboard.charts import lines, nice, stack
 from relaygr_stream.ops.dashboard.history import SLOT_S, SLOTS, History, Slot
 from relaygr_stream.ops.dashboard.page import live
 from relaygr_stream.ops.dashboard.picture import take
+from relaygr_stream.ops.dashboard.server import answer, run_dashboard
 from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.telemetry.pages import Asked
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.trigger_status import TriggerStatus
@@ -236,3 +242,34 @@ def test_areas_lie_upon_each_other() -> None:
 
 def test_slots_that_say_nothing_have_no_mean() -> None:
     assert Slot().mean("busy") is None
+
+
+# ---- without a gateway ----
+
+
+async def asked(path: str, host: str = "localhost:8090", **headers: str) -> tuple[int, dict[str, str], str]:
+    status, found, body = await answer(board_of(), Asked(path, "", {"host": host, **headers}))
+    return int(status[:3]), dict(found), body.decode()
+
+
+async def test_the_dashboard_serves_the_page_its_live_part_and_json() -> None:
+    status, headers, page = await asked("/")
+    assert (status, headers["content-security-policy"]) == (200, HEADERS["content-security-policy"])
+    assert page.startswith("<!doctype html>")
+    assert (await asked("/live"))[2].startswith('<p class="fleet">0 trigger(s), 0 worker(s)')
+    assert json.loads((await asked("/", accept="application/json"))[2])["workers"] == []
+    assert (await asked("/metrics"))[0] == 404
+
+
+@pytest.mark.parametrize("host", ["", "evil.example", "evil.example:8090", "localhost.evil.example:8090", "[::1]:8090"])
+async def test_a_name_from_elsewhere_reads_nothing(host: str) -> None:
+    status, _, text = await asked("/", host)
+    assert (status, "worker" in text) == (421, False)
+
+
+async def test_a_port_that_is_taken_is_named_with_its_option(embedded_settings: Kafka) -> None:
+    await apply_topics(embedded_settings)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*--port"):
+            await run_dashboard(Settings(kafka=embedded_settings), port, print)
