@@ -28,6 +28,7 @@ PARTLY: Final = 4
 #: Commands in modules of their own, which are imported on demand.
 _COMMANDS: Final = {
     "broker": "relaygr_stream.cli.broker:broker_command",
+    "dashboard": "relaygr_stream.cli.dashboard:dashboard_command",
     "dead-letters": "relaygr_stream.cli.dead_letters:dead_letters_command",
     "explain": "relaygr_stream.cli.explain:explain_command",
     "history": "relaygr_stream.cli.history:history_command",
@@ -36,10 +37,6 @@ _COMMANDS: Final = {
     "status": "relaygr_stream.cli.status:status_command",
     "up": "relaygr_stream.cli.up:up_command",
 }
-
-
-#: Former commands and their present names; release 0.1 accepts the former ones with a warning.
-_FORMER: Final = {("publish",): "replay", ("trigger", "explain"): "explain"}
 
 
 class _Group(click.Group):
@@ -65,18 +62,6 @@ class _Group(click.Group):
             return None
         assert isinstance(command, click.Command)
         return command
-
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        for former, now in _FORMER.items():
-            if tuple(args[: len(former)]) == former:
-                old = f"relaygr {' '.join(former)}"
-                click.echo(
-                    f"FutureWarning: `{old}` is now `relaygr {now}`; the next release drops the old name", err=True
-                )
-                args = [now, *args[len(former) :]]
-        return super().resolve_command(context, args)
 
     def main(self, *args: Any, **options: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):

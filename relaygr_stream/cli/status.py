@@ -27,9 +27,10 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
       relaygr status --bootstrap kafka:9092
       relaygr status --bootstrap kafka:9092 --watch
 
-    It listens for some seconds, joins no group and writes nothing. hits: share of rankings that found their prefix KV,
-    while it listened or, without rankings, since the worker's start. lag: unread records of the worker's lanes. Exits 4
-    if a partition has no broker.
+    It listens for some seconds, joins no group and writes nothing. rankings: of the last 10 to 20 seconds, timed from
+    reading a request to its reply; relay: those that found prefix KV. hits: their share, lately or, without
+    rankings, since the worker's start. lag: unread records of the worker's lanes. Exits 4 if a
+    partition has no broker.
     """
     from relaygr_stream.ops.looking import look
     from relaygr_stream.ops.status.overview import LISTEN_S

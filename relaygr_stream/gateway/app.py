@@ -10,7 +10,6 @@ GET    /docs  /openapi.json  /healthz  /readyz
 from __future__ import annotations
 
 import asyncio
-import html
 import re
 import secrets
 import time
@@ -49,11 +48,9 @@ from relaygr_stream.gateway.openapi import document
 from relaygr_stream.gateway.rates import STRANGERS_PART, Rates
 from relaygr_stream.gateway.tokens import Refused, Tokens
 from relaygr_stream.history.store import HistoryStore, looked_up
-from relaygr_stream.ops.status.overview import Overview
-from relaygr_stream.ops.status.table import as_json, render
+from relaygr_stream.ops.dashboard.board import HEADERS, Board
 from relaygr_stream.telemetry.exposition import Exposition
 from relaygr_stream.telemetry.listener import source_of
-from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import with_version
@@ -77,13 +74,13 @@ class Asked(NamedTuple):
 
 
 class Door:
-    """The application. relay: open; view: of the fleet, kept up to date by the caller; store: of histories."""
+    """The application. relay: open; board: of the fleet, kept up to date by the caller; store: of histories."""
 
     def __init__(
         self,
         context: ProcessContext,
         relay: RelayClient,
-        view: Overview,
+        board: Board,
         tokens: Tokens,
         store: HistoryStore | None = None,
     ) -> None:
@@ -93,7 +90,7 @@ class Door:
         self._limits = msgspec.structs.replace(limits, max_body_bytes=most)
         self._store = store
         self._relay = relay
-        self._view = view
+        self._board = board
         self._tokens = tokens
         self._open: Counter[str] = Counter()  # requests by tenant
         self.metrics = Metrics(context.registry)
@@ -108,6 +105,7 @@ class Door:
                 self._api("POST", "/v1/rank", self._rank),
                 self._api("DELETE", "/v1/requests/{request_id:path}", self._cancel),
                 self._page("/", self._fleet, closed=True),
+                self._page("/live", self._live, closed=True),
                 self._page("/metrics", self._scraped, closed=True),
                 self._page("/healthz", lambda _: self._check(context.why_not_live())),
                 self._page("/readyz", lambda _: self._check(context.why_not_ready())),
@@ -265,10 +263,11 @@ class Door:
     async def _fleet(self, http: Request) -> Response:
         """What `relaygr status` shows, as a page; as JSON where that is asked for."""
         if JSON.media in http.headers.get("accept", ""):
-            return Response(as_json(self._view), media_type=JSON.media)
-        # On a thread: rich takes half a millisecond for each worker, and rankings wait for milliseconds of it at most.
-        text = await asyncio.to_thread(render_plain, render(self._view), 100)
-        return Response(_FLEET.format(html.escape(text)), media_type="text/html")
+            return Response(self._board.json(), media_type=JSON.media)
+        return Response(await self._board.page(), media_type="text/html", headers=HEADERS)
+
+    async def _live(self, _: Request) -> Response:
+        return Response(await self._board.live(), media_type="text/html", headers=HEADERS)
 
     def _scraped(self, http: Request) -> Response:
         status, headers, body = self._exposition.page("", http.headers.get("accept", ""), "")
@@ -282,8 +281,3 @@ class Door:
 def _beyond(whose: str, rate: float, wait_s: int) -> Refused:
     detail = f"{whose} asks more often than {rate:g} times a second (gateway.max_rate)"
     return Refused(429, "overloaded", detail, {"retry-after": str(wait_s)})
-
-
-_FLEET: Final = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="5">
-<title>RelayGR Stream</title><style>body{{font:14px monospace;margin:2em}}</style>
-<h1>The fleet</h1><pre>{}</pre><p><a href="docs">API</a> · <a href="metrics">metrics</a></p></html>"""

@@ -14,7 +14,7 @@ from relaygr_stream.gateway.app import Door
 from relaygr_stream.gateway.connections import Connections
 from relaygr_stream.gateway.tokens import Tokens
 from relaygr_stream.history.store import open_store
-from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.ops.dashboard.board import Board
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.topic_files import load_topics
@@ -31,20 +31,20 @@ async def run_gateway(context: ProcessContext) -> None:
     topics = load_topics(settings.kafka)
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
-    view = Overview(settings, topics, reader)
+    board = Board(settings, topics, reader, links='<a href="docs">API</a> <a href="metrics">metrics</a>')
     name = f"gateway-{socket.gethostname()}-{os.getpid()}"
     relay = RelayClient(settings=settings, client_id=name, registry=context.registry)
     status = topics.worker_status.name
-    tail = TopicTail(settings.kafka, status, [0], "recent", view.on_records, pause_s=STATUS_PAUSE_S)
+    tail = TopicTail(settings.kafka, status, [0], "recent", board.view.on_records, pause_s=STATUS_PAUSE_S)
     store = open_store(settings.history) if settings.history.store else None
     async with AsyncExitStack() as stack:
         if store is not None:
             stack.push_async_callback(store.close)
         await stack.enter_async_context(relay)
         await stack.enter_async_context(tail)
-        view.live = True
+        board.view.live = True
         background.watch(tail.failed)
-        door = Door(context, relay, view, tokens, store)
+        door = Door(context, relay, board, tokens, store)
         connections = Connections(door.application, settings.gateway)
         door.metrics.connections.set_function(lambda: connections.count)
         serving = background.start(connections.run())

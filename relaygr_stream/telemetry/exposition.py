@@ -10,6 +10,8 @@ from urllib.parse import parse_qs
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import choose_encoder, gzip_accepted
 
+from relaygr_stream.telemetry.pages import Page
+
 #: Seconds for which a rendered page is answered again. Rendering takes milliseconds of the process's only interpreter.
 FRESH_S: Final = 1.0
 #: Pages with `name[]` rendered in FRESH_S; there are endlessly many. Whole pages are few, so none waits for another.
@@ -17,7 +19,6 @@ MAX_PARTS: Final = 4
 #: Versions of formats that are answered; others of the same format are answered as text 0.0.4.
 VERSIONS: Final = ("0.0.4", "1.0.0")
 
-Page = tuple[str, list[tuple[str, str]], bytes]  # status, headers, body
 _TOO_MANY: Final[Page] = ("429 Too Many Requests", [("Retry-After", "1"), ("Content-Length", "0")], b"")
 
 

@@ -51,7 +51,7 @@ class _Stranger:
 class Listener:
     """Binds the address when it is made, accepts connections while `run` runs. Raises ConfigError if it cannot bind.
 
-    section: of the settings that have host and port.
+    section: of the settings that have host and port. advice: replaces what an error says of these.
 
     serve(connection, known): serves a non-blocking connection whose client has sent something, or closed it, and closes
     it; calls known() once the peer is identified. most: strangers at once. grace_s: a stranger younger than this is not
@@ -67,6 +67,7 @@ class Listener:
         most: int,
         grace_s: float,
         silent_s: float,
+        advice: str = "",
     ) -> None:
         try:
             family, _, _, _, address = socket.getaddrinfo(
@@ -74,9 +75,8 @@ class Listener:
             )[0]
             self._socket = socket.create_server(address[:2], family=family, backlog=BACKLOG)
         except (OSError, OverflowError, UnicodeError) as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error}; set {section}.host and {section}.port (port 0: any free one)"
-            ) from error
+            advice = advice or f"set {section}.host and {section}.port (port 0: any free one)"
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}; {advice}") from error
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self._serve = serve

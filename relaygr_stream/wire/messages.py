@@ -19,6 +19,7 @@ from relaygr_stream.settings.section import LABEL
 from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace
 from relaygr_stream.wire.features import FeatureTables, check_rows
 from relaygr_stream.wire.history import HISTORY_VERSION, HistoryReference
+from relaygr_stream.wire.latencies import Counts
 from relaygr_stream.wire.versions import SCHEMA_VERSION
 
 SCORE_DTYPE: Final = np.dtype("<f4")
@@ -242,6 +243,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     lag: int = 0  # unread records of its lanes
     delegated_bytes: int = 0  # room for prefix KV that it computes on other workers' behalf
     erased: Annotated[tuple[Id, ...], Meta(max_length=64)] | UnsetType = UNSET  # newest erasures carried out (erase.py)
+    # Rankings with scores since its start, by outcome and by the time from reading the request to its reply.
+    latencies: Annotated[dict[Label, Counts], Meta(max_length=16)] | UnsetType = UNSET
 
     def validate(self) -> None:
         """Does nothing: every value of the right type is a valid status."""

@@ -58,6 +58,8 @@ LEAST_NAMES: Final = 1000
 #: The counter of the bytes that are pinned on other workers' behalf now: with WorkerStatus.delegated_bytes, the whole
 #: room for them.
 DELEGATED_PINNED: Final = "delegated_pinned_bytes"
+#: The counter of rankings with scores that the worker answered within its relay.slo_ms of reading them.
+WITHIN_SLO: Final = "within_slo"
 #: The counter of the milliseconds for which brokers have throttled the worker by quotas, since its start.
 THROTTLED_MS: Final = "throttled_ms"
 #: Longest text in a status, in characters: host names have at most 255.

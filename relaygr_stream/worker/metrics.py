@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr_stream.errors import REASONS
+from relaygr_stream.settings.schema import Relay
+from relaygr_stream.wire.latencies import BOUNDS_S
 from relaygr_stream.wire.messages import FOUND
-
-#: Milliseconds to seconds around a tight ranking SLO; 1.5–2× apart, so that a quantile is known within that.
-LATENCY_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2)
+from relaygr_stream.wire.worker_status import WITHIN_SLO
 
 
 class WorkerMetrics:
-    """Prometheus metrics of one worker process."""
+    """Prometheus metrics of one worker process, and what its statuses tell of them. slo_ms: relay.slo_ms."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, slo_ms: float = Relay().slo_ms) -> None:
+        self._slo_s = slo_ms / 1e3
+
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
 
@@ -22,7 +26,7 @@ class WorkerMetrics:
             return Gauge(name, text, labels, registry=registry)
 
         def histogram(name: str, text: str, *labels: str) -> Histogram:
-            return Histogram(name, text, labels, registry=registry, buckets=LATENCY_BUCKETS)
+            return Histogram(name, text, labels, registry=registry, buckets=BOUNDS_S)
 
         self.answers = counter(
             "relaygr_answers", "Answers by status and by where the prefix was found", "status", "outcome"
@@ -31,6 +35,9 @@ class WorkerMetrics:
             "relaygr_ranking_seconds",
             "From reading a ranking request to its reply, the read of its history included; of those with scores",
             "outcome",
+        )
+        self.within_slo = counter(
+            "relaygr_rankings_within_slo", "Of those with scores, the ones within relay.slo_ms of being read"
         )
         self.queued_seconds = histogram(
             "relaygr_ranking_queued_seconds", "Of that, until the device first worked for it"
@@ -116,15 +123,30 @@ class WorkerMetrics:
             self.audits.labels(verdict, "exact")
         for result in ("sent", "late", "alone", "hops", "unsent", "delegate", "delegate_gone"):
             self.forwards.labels(result)
-        self.answered: dict[str, float] = {}  # running totals by status and by outcome, for `worker-status`
+        # For `worker-status`: running totals by status and by outcome, and the latencies as it states them.
+        self.answered: dict[str, float] = {WITHIN_SLO: 0.0}
+        self.latencies: dict[str, list[int]] = {}
         self._totals: dict[tuple[Counter, str | None], float] = {}
 
-    def answer(self, status: str, outcome: str | None) -> None:
-        """An answer leaves; outcome: None without scores."""
-        self.answers.labels(status, outcome or "none").inc()
-        for name in (f"answers_{status}", f"outcome_{outcome}" if outcome else ""):
-            if name:
-                self.answered[name] = self.answered.get(name, 0.0) + 1.0
+    def answer(self, status: str) -> None:
+        """An answer without scores leaves."""
+        self.answers.labels(status, "none").inc()
+        self._count(f"answers_{status}")
+
+    def ranked(self, outcome: str, seconds: float, queued_s: float) -> None:
+        """An answer with scores leaves, so long after its request was read; queued_s: until the device began."""
+        self.answers.labels("ok", outcome).inc()
+        self._count("answers_ok")
+        self._count(f"outcome_{outcome}")
+        self.ranking_seconds.labels(outcome).observe(seconds)
+        self.queued_seconds.observe(queued_s)
+        self.latencies.setdefault(outcome, [0] * (len(BOUNDS_S) + 1))[bisect_left(BOUNDS_S, seconds)] += 1
+        if seconds <= self._slo_s:
+            self.within_slo.inc()
+            self._count(WITHIN_SLO)
+
+    def _count(self, name: str) -> None:
+        self.answered[name] = self.answered.get(name, 0.0) + 1.0
 
     def advance(self, counter: Counter, label: str | None, total: float) -> None:
         """Bring a counter (of one label, or none) up to a running total kept elsewhere."""

@@ -114,7 +114,7 @@ async def made_worker(
     settings, topics = context.settings, load_topics(context.settings.kafka)
     context.set_ready(False, "loading the model")
     check_dead_letters_fit(topics)
-    metrics = WorkerMetrics(context.registry)
+    metrics = WorkerMetrics(context.registry, context.settings.relay.slo_ms)
     context.registry.register(RenewalsCollector())
     audits = AuditReport(settings.worker, metrics)
     device = DeviceThread(asyncio.get_running_loop())

@@ -147,10 +147,10 @@ class Outbox:
                 computed_tokens=measured.computed_tokens,
             ),
         )
-        self._metrics.answer(answer.status, outcome)
-        if answer.status == "ok":
-            self._metrics.ranking_seconds.labels(outcome).observe(now - task.arrived)
-            self._metrics.queued_seconds.observe(queued)
+        if outcome is None:
+            self._metrics.answer(answer.status)
+        else:
+            self._metrics.ranked(outcome, now - task.arrived, queued)
         write = log.debug if answer.status == "ok" else self._limiter.limited(log.warning, answer.status)
         write(
             "answered",
@@ -216,7 +216,7 @@ class Outbox:
             task.cancel()
 
     def _reject(self, origin: Origin, request_id: str, detail: str, *, done: bool, status: Status = "rejected") -> None:
-        self._metrics.answer(status, None)
+        self._metrics.answer(status)
         reply = ScoreReply(
             request_id=request_id,
             status=status,

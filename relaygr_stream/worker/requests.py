@@ -37,7 +37,7 @@ from relaygr_stream.models.api import schema_of
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.tracing import Tracing
-from relaygr_stream.wire.erase import Erase
+from relaygr_stream.wire.erase import Erase, named
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
@@ -46,7 +46,7 @@ from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.worker.delegates import Delegates
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
-from relaygr_stream.worker.histories import Histories, HistoryMetrics, named
+from relaygr_stream.worker.histories import Histories, HistoryMetrics
 from relaygr_stream.worker.intake import Held, Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import Outbox

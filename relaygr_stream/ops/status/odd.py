@@ -3,32 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 from relaygr_stream.bus.away import ranges
 from relaygr_stream.ops.status.overview import Overview, Seen
+from relaygr_stream.ops.status.tally import Tally, lately
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, TriggerStatus
 from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_SKEW_S, THROTTLED_MS, prefix_bytes, usable_costs
 
 MIB = 1 << 20
+#: Fewer rankings have no 99 %.
+JUDGED_FROM: Final = 100
+#: Share of rankings with scores within the SLO below which something is odd: the SLO is one at P99.
+SLO_SHARE: Final = 0.99
+#: A device busier than this makes rankings wait; with fewer hits than that, prefix KV help little.
+BUSY: Final = 0.9
+FEW_HITS: Final = 0.5
+
+
+class Oddity(NamedTuple):
+    """What is odd, and what to do. urgent: requests suffer now."""
+
+    line: str
+    urgent: bool
+
+
+def findings(view: Overview) -> list[Oddity]:
+    """What is odd, what is urgent first."""
+    urgent = [Oddity(line, True) for check in (_unanswered, _slow) for line in check(view)]
+    checks = (_missing, _clocks, _groups, _lanes, _versions, _bounds, _unused, _throttled, _records)
+    return urgent + [Oddity(line, False) for check in checks for line in check(view)]
 
 
 def oddities(view: Overview) -> list[str]:
-    """One line for each oddity."""
-    return [
-        line
-        for check in (_missing, _clocks, _groups, _lanes, _versions, _bounds, _unused, _throttled, _records)
-        for line in check(view)
-    ]
+    """The findings, one line each."""
+    return [each.line for each in findings(view)]
+
+
+def _unanswered(view: Overview) -> Iterator[str]:
+    serving = [status for status in view.living_workers().values() if status.state == "serving"]
+    if not view.living_workers():
+        yield "no worker is ready: no request is answered; start one with `relaygr worker`, or look at its log"
+    elif not serving:
+        yield "no worker serves yet"
+    elif free := set(range(view.topics.lanes)) - {lane.lane for status in serving for lane in status.lanes}:
+        lanes = ranges(free)
+        yield f"lanes without an owner: {lanes}; their rankings wait; start workers if this lasts beyond 30 s"
+
+
+def _slow(view: Overview) -> Iterator[str]:
+    """Rankings lately that had no scores, or had them late. Few tell nothing."""
+    tally, _ = lately(view.workers[name] for name in view.living_workers())
+    if tally.all < JUDGED_FROM:
+        return
+    if tally.errors > tally.all * (1 - SLO_SHARE):
+        reasons = ", ".join(f"{count} {status}" for status, count in tally.refused().items())
+        yield (
+            f"{tally.errors} of the last {tally.all} rankings had no scores ({reasons}); overloaded and "
+            f"deadline_exceeded: add workers; rejected and failed: the workers' logs have the reason"
+        )
+    within = tally.slo_share()
+    late = 0 if within is None else tally.judged - tally.within_slo - tally.errors
+    if late > tally.judged * (1 - SLO_SHARE):
+        yield (
+            f"{late} of the last {tally.judged} rankings took longer than {view.settings.relay.slo_ms:g} ms "
+            f"(relay.slo_ms) on the worker; {_speed_up(view, tally)}"
+        )
+
+
+def _speed_up(view: Overview, tally: Tally) -> str:
+    """What to do about late rankings."""
+    if max(status.busy_share for status in view.living_workers().values()) > BUSY:
+        return "a device is busy: add workers"
+    if (tally.hit_rate() or 0.0) < FEW_HITS:
+        return "few find prefix KV: `relaygr explain --seconds 5` says why"
+    return "a trace of one shows where the time goes (telemetry.traces)"
 
 
 def _missing(view: Overview) -> Iterator[str]:
-    if not view.living_workers():
-        yield "no worker is ready: no request is answered"
-    elif not any(status.state == "serving" for status in view.living_workers().values()):
-        yield "no worker serves yet"
     if not view.living_triggers():
-        yield "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit"
+        yield (
+            "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit; "
+            "start `relaygr trigger`"
+        )
     for name in view.silent():
         yield f"{name} crashed or is cut off: no status; `relaygr status --forget {name}` removes its record"
 
@@ -48,7 +106,10 @@ def _clocks(view: Overview) -> Iterator[str]:
 def _groups(view: Overview) -> Iterator[str]:
     groups = sorted({status.group for status in view.living_triggers().values()})
     if len(groups) > 1:
-        yield f"triggers in {len(groups)} groups ({', '.join(groups)}): each admits on its own, so bounds are exceeded"
+        yield (
+            f"triggers in {len(groups)} groups ({', '.join(groups)}): each admits on its own, so bounds are exceeded; "
+            f"give all one trigger.group"
+        )
     deciding: dict[int, str] = {}
     for name, status in view.living_triggers().items():
         both = [lane for lane in status.lanes if lane in deciding and len(groups) == 1]
@@ -60,16 +121,18 @@ def _groups(view: Overview) -> Iterator[str]:
 def _lanes(view: Overview) -> Iterator[str]:
     lanes = set(range(view.topics.lanes))
     serving = {name: s for name, s in view.living_workers().items() if s.state == "serving"}
-    if serving and (free := lanes - {lane.lane for status in serving.values() for lane in status.lanes}):
-        yield f"lanes without an owner: {ranges(free)}; their rankings wait"
-    elif idle := sorted(name for name, status in serving.items() if not status.lanes):
+    owned = {lane.lane for status in serving.values() for lane in status.lanes}
+    if owned == lanes and (idle := sorted(name for name, status in serving.items() if not status.lanes)):
         yield (
             f"{', '.join(idle)}: no lane, and so no request: {len(lanes)} lanes are shared by {len(serving)} workers; "
             f"if this lasts, give the topics more partitions (kafka.partitions)"
         )
     triggers = view.living_triggers().values()
     if triggers and (free := lanes - {lane for status in triggers for lane in status.lanes}):
-        yield f"lanes that no trigger decides for: {ranges(free)}; nothing is pre-inferred there"
+        yield (
+            f"lanes that no trigger decides for: {ranges(free)}; nothing is pre-inferred there; "
+            f"start a trigger if this lasts beyond 30 s"
+        )
 
 
 def _versions(view: Overview) -> Iterator[str]:

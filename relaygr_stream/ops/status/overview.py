@@ -26,14 +26,21 @@ from relaygr_stream.wire.worker_status import StatusReader, Tombstone
 S = TypeVar("S", WorkerStatus, TriggerStatus)
 #: Seconds to listen: within them a live trigger publishes two statuses, a live worker several.
 LISTEN_S: Final = 2.5
+#: Rates and latencies are those of the last so many seconds, or up to twice as many.
+LATELY_S: Final = 10.0
 
 
 @dataclass
 class Seen(Generic[S]):
-    """One process. first, last: its oldest and newest status of one incarnation since this viewer's start."""
+    """One process. first, last: its oldest and newest status of one incarnation that this viewer has read.
+
+    since: one that is LATELY_S to twice that older than `last`, or the first: what happened lately is between these.
+    """
 
     first: S
     last: S
+    since: S
+    mark: S  # the next `since`
     received_s: float | None = None  # when `last` was received, by the monotonic clock; None: written before the start
     written_ms: int = 0  # when `last` was written, by the broker's clock: Unix time
 
@@ -53,12 +60,16 @@ class Seen(Generic[S]):
 
 @dataclass
 class Overview:
-    """All processes by name, and the number of refused records by reason."""
+    """All processes by name, and the number of refused records by reason.
+
+    on_status: also gets each status that is read, and the Unix time in seconds when it was written.
+    """
 
     settings: Settings
     topics: TopicSet
     reader: StatusReader
     clock: Callable[[], float] = time.monotonic
+    on_status: Callable[[WorkerStatus | TriggerStatus, float], None] = lambda _, __: None
     workers: dict[str, Seen[WorkerStatus]] = field(default_factory=dict)
     triggers: dict[str, Seen[TriggerStatus]] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
@@ -84,11 +95,13 @@ class Overview:
 
     def _apply(self, record: Record) -> None:
         received_s = self.clock() if self.live else None
+        written_s = time.time() if self.live else record.timestamp_ms / 1e3
         name = (record.key or b"").decode(errors="replace")
         if kind := kind_of(record.headers):
             trigger = read_trigger(record, self.reader, fresh=self.live)
             if trigger is not None:
                 _put(self.triggers, trigger, received_s, record.timestamp_ms, self.reader.most_names)
+                self.on_status(trigger, written_s)
             elif record.value is None and kind == KIND:
                 self.reader.verify(record)
                 self.triggers.pop(name.removeprefix(KEY_PREFIX), None)
@@ -100,6 +113,7 @@ class Overview:
                 del self.workers[found.name]
         elif found is not None:
             _put(self.workers, found, received_s, record.timestamp_ms, self.reader.most_names)
+            self.on_status(found, written_s)
 
     @property
     def silence_ms(self) -> float:
@@ -168,6 +182,8 @@ def _put(known: dict[str, Seen[S]], status: S, received_s: float | None, written
     if before is None and len(known) >= most:
         del known[min(known, key=lambda name: known[name].received_s or 0.0)]
     if before is None or before.last.incarnation != status.incarnation:
-        known[status.name] = Seen(status, status, received_s, written_ms)
-    else:
-        before.last, before.received_s, before.written_ms = status, received_s, written_ms
+        known[status.name] = Seen(status, status, status, status, received_s, written_ms)
+        return
+    if status.sent_ms - before.mark.sent_ms >= LATELY_S * 1e3:
+        before.since, before.mark = before.mark, status
+    before.last, before.received_s, before.written_ms = status, received_s, written_ms

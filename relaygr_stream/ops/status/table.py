@@ -10,29 +10,16 @@ from rich.table import Table
 
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview, Seen
+from relaygr_stream.ops.status.tally import KINDS, Tally, lately
 from relaygr_stream.telemetry.printable import listing, printable, printable_json
-from relaygr_stream.wire.messages import HITS, MISSES, WITHHELD, WorkerStatus
+from relaygr_stream.wire.messages import WITHHELD, WorkerStatus
 
 GIB = 1 << 30
 MIB = 1 << 20
 
 
-def hit_rate(status: WorkerStatus, since: WorkerStatus | None = None) -> float | None:
-    """Share of scored rankings that found prefix KV; None: there were none.
-
-    since: an earlier status of the same incarnation, from which to count; None: from the worker's start.
-    """
-    before = since.counters if since is not None and since is not status else {}
-    of = {
-        name: status.counters.get(f"outcome_{name}", 0.0) - before.get(f"outcome_{name}", 0.0)
-        for name in (*HITS, *MISSES)
-    }
-    scored = sum(of.values())
-    return sum(of[name] for name in HITS) / scored if scored > 0 else None
-
-
 def render(view: Overview) -> RenderableType:
-    """Tables of triggers and workers, and the oddities."""
+    """Tables of triggers, rankings and workers, and the oddities."""
     workers, triggers = view.living_workers(), view.living_triggers()
     head = (
         f"{len(triggers)} trigger(s), {len(workers)} worker(s), {view.topics.lanes} lanes at "
@@ -43,7 +30,7 @@ def render(view: Overview) -> RenderableType:
     # What is odd comes before the workers: a screen that is refreshed shows no more than its height.
     parts: list[RenderableType] = [head, lines, ""]
     parts += [_triggers(view), ""] if triggers else []
-    parts += [_workers(view)] if workers else []
+    parts += [_rankings(view), "", _workers(view)] if workers else []
     return Group(*parts)
 
 
@@ -52,21 +39,50 @@ def as_json(view: Overview) -> str:
     workers = []
     for name, status in sorted(view.living_workers().items()):
         plain: dict[str, Any] = msgspec.to_builtins(status)
-        workers.append(
-            {**plain, "hit_rate": hit_rate(status), "hit_rate_now": hit_rate(status, view.workers[name].first)}
-        )
+        tally, rate = lately([view.workers[name]])
+        hits = {"hit_rate": Tally.between(None, status).hit_rate(), "hit_rate_now": tally.hit_rate()}
+        workers.append({**plain, **hits, "rankings": _figures(tally, rate)})
     found = msgspec.json.encode(
         {
             "bootstrap": view.settings.kafka.bootstrap,
             "prefix": view.settings.kafka.prefix,
             "lanes": view.topics.lanes,
             "triggers": [msgspec.to_builtins(status) for _, status in sorted(view.living_triggers().items())],
+            "rankings": _figures(*lately(view.workers[name] for name in view.living_workers())),
             "workers": workers,
             "silent": view.silent(),
             "odd": oddities(view),
         }
     )
     return printable_json(found.decode())
+
+
+def _figures(tally: Tally, rate: float) -> dict[str, Any]:
+    """Rankings lately, for JSON: rates a second, latencies in milliseconds, null where there were none."""
+    return {
+        "per_second": rate,
+        "errors_per_second": rate * tally.errors / tally.all if tally.all else 0.0,
+        "within_slo": tally.slo_share(),
+        **{kind: {"p50_ms": tally.quantile_ms(0.5, kind), "p99_ms": tally.quantile_ms(0.99, kind)} for kind in KINDS},
+    }
+
+
+def _rankings(view: Overview) -> Table:
+    """Of all workers together, lately: those that found prefix KV, those that did not, those without scores."""
+    tally, rate = lately(view.workers[name] for name in view.living_workers())
+    numbers = ("a second", "share", "P50 ms", "P99 ms")
+    table = listing(("rankings", *numbers), numbers=numbers)
+    rows = [(kind, sum(tally.outcomes[each] for each in outcomes)) for kind, outcomes in KINDS.items()]
+    for name, count in (*rows, ("no scores", tally.errors)):
+        share = count / tally.all if tally.all else None
+        quantiles = (tally.quantile_ms(q, name) if name in KINDS else None for q in (0.5, 0.99))
+        milliseconds = ("–" if each is None else f"{each:.1f}" for each in quantiles)
+        table.add_row(name, f"{rate * (share or 0.0):.1f}", _share(share), *milliseconds)
+    within = tally.slo_share()
+    if within is not None:
+        slo_ms = view.settings.relay.slo_ms
+        table.add_row(f"within {slo_ms:g} ms", f"{rate * within:.1f}", _share(within), "", "")
+    return table
 
 
 def _triggers(view: Overview) -> Table:
@@ -97,11 +113,11 @@ def _workers(view: Overview) -> Table:
 
 
 def _hits(seen: Seen[WorkerStatus]) -> str:
-    """The hit rate since this viewer's start; without rankings since then, since the worker's start."""
-    lately = hit_rate(seen.last, seen.first)
-    if lately is None and seen.last.counters.get("answers_ok") and hit_rate(seen.last) is None:
+    """The hit rate lately; without rankings lately, since the worker's start."""
+    now, whole = lately([seen])[0].hit_rate(), Tally.between(None, seen.last)
+    if now is None and whole.hit_rate() is None and whole.answers["ok"]:
         return WITHHELD
-    return _share(hit_rate(seen.last) if lately is None else lately)
+    return _share(whole.hit_rate() if now is None else now)
 
 
 def _share(value: float | None) -> str:

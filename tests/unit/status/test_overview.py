@@ -117,15 +117,26 @@ def test_hits_are_those_since_we_look_on() -> None:
 @pytest.mark.parametrize(
     ("statuses", "line"),
     [
-        ([trigger()], "no worker is ready: no request is answered"),
+        (
+            [trigger()],
+            "no worker is ready: no request is answered; start one with `relaygr worker`, or look at its log",
+        ),
         ([worker(state="starting", lanes=range(0)), trigger()], "no worker serves yet"),
-        ([worker()], "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit"),
+        (
+            [worker()],
+            "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit; "
+            "start `relaygr trigger`",
+        ),
         (
             [worker(), trigger(), trigger("t2", group="relaygr.other")],
-            "triggers in 2 groups (relaygr.other, relaygr.trigger): each admits on its own, so bounds are exceeded",
+            "triggers in 2 groups (relaygr.other, relaygr.trigger): each admits on its own, so bounds are exceeded; "
+            "give all one trigger.group",
         ),
         ([worker(), trigger(), trigger("t2", range(2))], "lanes 0–1 are decided by t1 and t2"),
-        ([worker(lanes=range(1, 3)), trigger()], "lanes without an owner: 0, 3; their rankings wait"),
+        (
+            [worker(lanes=range(1, 3)), trigger()],
+            "lanes without an owner: 0, 3; their rankings wait; start workers if this lasts beyond 30 s",
+        ),
         (
             [worker(), worker("w3", range(0)), worker("w2", range(0)), trigger()],
             "w2, w3: no lane, and so no request: 4 lanes are shared by 3 workers; if this lasts, give the topics "
@@ -133,9 +144,13 @@ def test_hits_are_those_since_we_look_on() -> None:
         ),
         (
             [worker(lanes=range(3)), worker("new", range(0)), trigger()],  # the group has not settled yet
-            "lanes without an owner: 3; their rankings wait",
+            "lanes without an owner: 3; their rankings wait; start workers if this lasts beyond 30 s",
         ),
-        ([worker(), trigger(lanes=range(3))], "lanes that no trigger decides for: 3; nothing is pre-inferred there"),
+        (
+            [worker(), trigger(lanes=range(3))],
+            "lanes that no trigger decides for: 3; nothing is pre-inferred there; start a trigger if this lasts "
+            "beyond 30 s",
+        ),
         ([worker(), trigger(version="0.2.0")], "2 versions run: 0.1.0, 0.2.0"),
         ([worker(lanes=range(2)), worker("w2", range(2, 4), model_version="m2"), trigger()], "2 models score: m1, m2"),
         (

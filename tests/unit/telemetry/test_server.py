@@ -16,7 +16,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.telemetry.server import MAX_CLIENTS, MAX_REQUEST, TelemetryServer
+from relaygr_stream.telemetry.pages import MAX_CLIENTS, MAX_REQUEST
+from relaygr_stream.telemetry.server import TelemetryServer
 from tests.waiting import WITHIN_S
 
 
@@ -215,7 +216,8 @@ def test_an_endless_header_is_hung_up_on(server: TelemetryServer, monkeypatch: p
 OUT_OF_DESCRIPTORS = """
 import http.client, os, resource, socket, time
 from prometheus_client import CollectorRegistry
-from relaygr_stream.telemetry.server import MAX_CLIENTS, MAX_REQUEST, TelemetryServer
+from relaygr_stream.telemetry.pages import MAX_CLIENTS, MAX_REQUEST
+from relaygr_stream.telemetry.server import TelemetryServer
 server = TelemetryServer(CollectorRegistry(), "127.0.0.1", 0, lambda: None, lambda: None)
 server.start()
 client = socket.socket()

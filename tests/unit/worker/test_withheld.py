@@ -43,6 +43,7 @@ async def test_a_hit_and_a_miss_are_answered_alike_and_told_to_the_operator(embe
             assert not reply.worker and not reply.admission
         assert late.status == "deadline_exceeded" and "passed" not in late.detail
         await until(lambda: peer.statuses[-1].counters.get("answers_ok") == 2.0)
+        assert peer.statuses[-1].latencies is msgspec.UNSET
         assert {name for name in peer.statuses[-1].counters if not name.startswith("answers_")} <= {
             "signals", "delegated_pinned_bytes", "throttled_ms",
         }  # fmt: skip
@@ -59,6 +60,9 @@ async def test_by_default_answers_and_statuses_tell_everything(embedded_settings
         reply = await peer.reply(await peer.rank("miss", "u2", 40))
         assert (reply.outcome, reply.worker) == ("full", "w1") and reply.timings.computed_tokens == 40
         await until(lambda: peer.statuses[-1].counters.get("outcome_full") == 1.0)
+        told = peer.statuses[-1]
+        assert {outcome: sum(counts) for outcome, counts in (told.latencies or {}).items()} == {"full": 1}
+        assert told.counters["within_slo"] in (0.0, 1.0)  # whether it was is the machine's speed
 
 
 TELLING = ScoreReply(

@@ -1,0 +1,78 @@
+"""Serves the page to browsers of this machine, without a gateway: joins no group, writes nothing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
+from relaygr_stream.bus.topics import verify_topics
+from relaygr_stream.ops.dashboard.board import HEADERS, Board
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.listener import Known, Listener
+from relaygr_stream.telemetry.pages import (
+    GRACE_S,
+    JSON,
+    MAX_CLIENTS,
+    REQUEST_S,
+    TEXT,
+    Asked,
+    Page,
+    not_found,
+    respond,
+    serve_one,
+)
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.worker_status import StatusReader
+
+HOST: Final = "127.0.0.1"
+PATHS: Final = ("/", "/live")
+_HTML: Final = "text/html; charset=utf-8"
+#: What a browser of this machine asks for, a tunnel's included. A page elsewhere whose name leads here has another
+#: name, and must not read this one (DNS rebinding).
+_HOSTS: Final = ("127.0.0.1", "localhost")
+
+
+async def run_dashboard(settings: Settings, port: int, on_ready: Callable[[str], object]) -> None:
+    """Serve until cancelled. on_ready: gets the address. port: 0 for any free one.
+
+    Raises BrokerUnavailable, TopicError, ConfigError where it cannot listen.
+    """
+    await verify_topics(settings.kafka)
+    topics, background = load_topics(settings.kafka), Background()
+    reader = StatusReader.of(settings, topics)
+    await reader.prepare()
+    board = Board(settings, topics, reader)
+
+    async def serve(connection: socket.socket, _: Known) -> None:
+        await serve_one(connection, lambda asked: answer(board, asked))
+
+    advice = "give another --port (0: any free one)"
+    listener = Listener("dashboard", HOST, port, serve, MAX_CLIENTS, GRACE_S, REQUEST_S, advice)
+    status = topics.worker_status.name
+    try:
+        async with TopicTail(
+            settings.kafka, status, [0], "recent", board.view.on_records, pause_s=STATUS_PAUSE_S
+        ) as tail:
+            board.view.live = True
+            background.watch(tail.failed)
+            on_ready(f"http://{HOST}:{listener.port}/")
+            await background.until(listener.run())
+    finally:
+        listener.close()
+        await background.end()
+
+
+async def answer(board: Board, asked: Asked) -> Page:
+    """The page that a request gets."""
+    if asked.headers.get("host", "").rpartition(":")[0] not in _HOSTS:
+        return respond("421 Misdirected Request", TEXT, f"This is served to {' and '.join(_HOSTS)} only.\n")
+    if asked.path == "/live":
+        return respond("200 OK", _HTML, await board.live(), *HEADERS.items())
+    if asked.path != "/":
+        return not_found(asked.path, PATHS)
+    if JSON in asked.headers.get("accept", ""):
+        return respond("200 OK", JSON, board.json())
+    return respond("200 OK", _HTML, await board.page(), *HEADERS.items())

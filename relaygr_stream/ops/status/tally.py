@@ -1,0 +1,100 @@
+"""What workers answered between two of their statuses: how much, how quickly, from where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from relaygr_stream.ops.status.overview import Seen
+from relaygr_stream.wire.latencies import Counts, quantile_s, since, total
+from relaygr_stream.wire.messages import HITS, WorkerStatus
+from relaygr_stream.wire.worker_status import WITHIN_SLO
+
+#: Outcomes of rankings that found prefix KV, and of those that did not.
+RELAY: Final = "relay"
+FULL: Final = "full"
+KINDS: Final[dict[str, tuple[str, ...]]] = {RELAY: HITS, FULL: ("full", "truncated")}
+
+
+@dataclass
+class Tally:
+    """Counts of answers, of one worker or of several."""
+
+    answers: Counter[str] = field(default_factory=Counter)  # by status
+    outcomes: Counter[str] = field(default_factory=Counter)  # of those with scores: where the prefix KV was found
+    latencies: dict[str, Counts] = field(default_factory=dict)  # as WorkerStatus.latencies
+    within_slo: int = 0
+    judged: int = 0  # answers of workers that tell how many were within the SLO
+
+    @classmethod
+    def between(cls, before: WorkerStatus | None, now: WorkerStatus) -> Self:
+        """What a worker answered between two statuses of one incarnation; before: None for its start."""
+        earlier = before.counters if before is not None else {}
+        grown = {name: max(0, int(count - earlier.get(name, 0.0))) for name, count in now.counters.items()}
+        answers = _named(grown, "answers_")
+        of = before.latencies or {} if before is not None else {}
+        return cls(
+            answers,
+            _named(grown, "outcome_"),
+            {outcome: since(counts, of.get(outcome, ())) for outcome, counts in (now.latencies or {}).items()},
+            grown.get(WITHIN_SLO, 0),
+            answers.total() if WITHIN_SLO in grown else 0,
+        )
+
+    def add(self, other: Tally) -> None:
+        """Count another worker's, or another time's, too."""
+        self.answers.update(other.answers)
+        self.outcomes.update(other.outcomes)
+        for outcome, counts in other.latencies.items():
+            self.latencies[outcome] = total((self.latencies.get(outcome, ()), counts))
+        self.within_slo += other.within_slo
+        self.judged += other.judged
+
+    @property
+    def all(self) -> int:
+        """Answers, with scores and without."""
+        return self.answers.total()
+
+    @property
+    def errors(self) -> int:
+        """Answers without scores."""
+        return self.all - self.answers["ok"]
+
+    def refused(self) -> dict[str, int]:
+        """Answers without scores by status, the most frequent first."""
+        return {status: count for status, count in self.answers.most_common() if status != "ok" and count}
+
+    def quantile_ms(self, share: float, kind: str) -> float | None:
+        """Milliseconds from reading a ranking to its reply; None: no such ranking, or the workers do not tell.
+
+        kind: RELAY, FULL.
+        """
+        found = quantile_s(total(self.latencies.get(outcome, ()) for outcome in KINDS[kind]), share)
+        return None if found is None else found * 1e3
+
+    def hit_rate(self) -> float | None:
+        """Share of scored rankings that found prefix KV; None: there were none."""
+        hits = sum(self.outcomes[name] for name in HITS)
+        scored = hits + sum(self.outcomes[name] for name in KINDS[FULL])
+        return hits / scored if scored else None
+
+    def slo_share(self) -> float | None:
+        """Share of answers that had scores within relay.slo_ms of being read; None: there were none, or unknown."""
+        return self.within_slo / self.judged if self.judged else None
+
+
+def lately(seen: Iterable[Seen[WorkerStatus]]) -> tuple[Tally, float]:
+    """What these workers answered lately, and the rate of all their answers a second."""
+    whole, rate = Tally(), 0.0
+    for worker in seen:
+        tally = Tally.between(worker.since, worker.last)
+        seconds = (worker.last.sent_ms - worker.since.sent_ms) / 1e3
+        whole.add(tally)
+        rate += tally.all / seconds if seconds > 0 else 0.0
+    return whole, rate
+
+
+def _named(counters: dict[str, int], prefix: str) -> Counter[str]:
+    return Counter({name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)})
