@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from relaygr_lab.bench.model import with_bench_model
 from relaygr_lab.simulate.calibrate import Samples, calibrate, extend_features, score_features
 from relaygr_lab.simulate.costs import DeviceCosts
 from relaygr_lab.simulate.fleet import Fleet
@@ -55,7 +56,6 @@ SETTINGS = {
     "relay.slo_ms": "40", "relay.max_prefix_tokens": "2048", "relay.max_suffix_tokens": "16",
     "worker.hbm_bytes": "128MiB", "worker.dram_bytes": "1GiB", "worker.max_ranking_delay_ms": "4",
     "worker.audit_share": "0", "trigger.load_burst_ms": "400",
-    "model.layers": "2", "model.dim": "256", "model.dqk": "64", "model.dv": "64", "model.vocab": "20000",
 }  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--slo", type=Path, help="only: beside `relaygr bench slo`'s report.json")
     parser.add_argument("--costs", type=Path, help="with --slo: calibrated costs (default: calibrate now)")
     chosen = parser.parse_args()
-    settings = load_settings([], SETTINGS).settings
+    settings = with_bench_model(load_settings([], SETTINGS))
     missed = []
     if chosen.slo is not None:
         missed = compare(chosen.slo, chosen.costs, WITHIN)

@@ -23,6 +23,7 @@ from prometheus_client.samples import Sample
 
 from relaygr_stream.errors import RelayError
 from relaygr_stream.settings.files import private_file, write_private
+from relaygr_stream.settings.load import RETIRED
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.section import ENV_PREFIX
 
@@ -138,7 +139,11 @@ def write_settings(file: Path, settings: Settings) -> str:
     """Write all settings as TOML, for children that run with exactly these; returns the file's name for --config."""
     lines = []
     for section, table in msgspec.to_builtins(settings).items():  # JSON's scalars are valid TOML
-        lines += [f"[{section}]", *(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in table.items())]
+        lines.append(f"[{section}]")
+        for name, value in table.items():
+            constant = RETIRED.get(f"{section}.{name}")
+            if constant is None or value != msgspec.to_builtins(constant.default):
+                lines.append(f"{name} = {msgspec.json.encode(value).decode()}")
     write_private(file, "\n".join(lines) + "\n")  # it holds the secrets
     return str(file)
 

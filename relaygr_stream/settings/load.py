@@ -52,36 +52,23 @@ _INJECTED: Final = (
     (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_ADDR$|_SERVICE_HOST$"), re.compile(r"\S+$")),
 )
 
-#: Former names of settings, which release 0.1 accepts with a warning. None: the setting was removed, and its value has
-#: no effect.
-FORMER: Final[Mapping[str, str | None]] = {
-    "history.reads": "history.max_reads",
-    "history.retries": "history.max_retries",
-    "kafka.commit_ms": "kafka.commit_interval_ms",
-    "kafka.heartbeat_ms": "kafka.heartbeat_interval_ms",
-    "kafka.max_poll_ms": "kafka.max_poll_interval_ms",
-    "trigger.risk_fraction": "trigger.risk_share",
-    "trigger.silence_ms": "trigger.max_status_age_ms",
-    "trigger.stale_ms": "trigger.max_event_age_ms",
-    "worker.batch": "worker.max_batch",
-    "worker.crash_limit": "worker.max_crashes",
-    "worker.dram_int8_deviation": None,
-    "worker.dram_storage": None,
-    "worker.lag_tokens": "worker.max_stale_tokens",
-    "worker.queue_limit": "worker.max_queue",
-    "worker.start_nice": None,
-    "worker.status_ms": "worker.status_interval_ms",
-    "worker.waiting_bytes": "worker.max_waiting_bytes",
-    "worker.warm_up": None,
+#: Removed settings, which release 0.1 accepts with a warning and without effect, and why.
+REMOVED: Final[Mapping[str, str]] = {
+    "worker.dram_int8_deviation": "copies in DRAM are exact",
+    "worker.dram_storage": "copies in DRAM are exact",
 }
 
 _UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B)?\s*$", re.IGNORECASE)
 
 
-FIELDS: Final[dict[str, Field]] = fields_of(Settings)
+_EVERY: Final[dict[str, Field]] = fields_of(Settings)
+#: The settings, by key.
+FIELDS: Final = {key: field for key, field in _EVERY.items() if field.description}
+#: What was a setting and is a constant now. Release 0.1 accepts a value with a warning.
+RETIRED: Final = {key: field for key, field in _EVERY.items() if not field.description}
 _BY_ENV: Final = {field.env: field for field in FIELDS.values()}
-_KEY_BY_ENV: Final = {env_name(key): key for key in (*FIELDS, *FORMER)}
+_KEY_BY_ENV: Final = {env_name(key): key for key in (*_EVERY, *REMOVED)}
 
 
 @dataclass(frozen=True)
@@ -125,9 +112,9 @@ def load_settings(
     for former, raw in (flags or {}).items():
         source = f"flag for {former}"
         if raw is not None and (key := _current(former, source)):
-            if FIELDS[key].is_secret:
+            if _EVERY[key].is_secret:
                 raise ConfigError(
-                    f"{source}: every user of this machine can read a command line; set {FIELDS[key].env}, or write "
+                    f"{source}: every user of this machine can read a command line; set {_EVERY[key].env}, or write "
                     f"the secret into a file that others cannot read"
                 )
             merged[key] = _checked(key, raw, source)
@@ -176,7 +163,7 @@ def _of_environment(environ: Mapping[str, str]) -> Iterable[Value]:
         elif name not in _KEY_BY_ENV:
             raise ConfigError(f"environment {name}: no such setting{_did_you_mean(name, _BY_ENV)}")
         elif key := _current(_KEY_BY_ENV[name], f"environment {name}"):
-            given = environ[name].strip(MARK).rstrip() if FIELDS[key].is_secret else environ[name]  # as from a file
+            given = environ[name].strip(MARK).rstrip() if _EVERY[key].is_secret else environ[name]  # as from a file
             yield _checked(key, given, f"environment {name}")
 
 
@@ -245,15 +232,26 @@ def _read_file(file: str | Path) -> Iterable[tuple[str, Any, str]]:
 
 
 def _current(key: str, source: str) -> str | None:
-    """The current name of a setting; None for one that was removed. Warns of former names; raises ConfigError."""
-    if key in FORMER:
-        now = FORMER[key]
-        hint = f"is now `{now}`; the next release drops the old name" if now else "was removed and has no effect"
-        warnings.warn(f"{source}: `{key}` {hint}", FutureWarning, stacklevel=3)
-        return now
-    if key not in FIELDS:
+    """The key; None for a setting that was removed. Warns of removed and retired ones; raises ConfigError."""
+    if key in REMOVED:
+        _warn(f"{source}: `{key}` was removed and has no effect: {REMOVED[key]}")
+        return None
+    if key in RETIRED:
+        _warn(f"{source}: `{key}` is no setting from the next release on: {replacement_of(key)}")
+    elif key not in FIELDS:
         raise ConfigError(f"{source}: no setting `{key}`{_did_you_mean(key, FIELDS)}")
     return key
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=4)
+
+
+def replacement_of(key: str) -> str:
+    """What a retired setting is replaced by, as its warning and the documentation have it."""
+    if key.startswith("model."):
+        return "config.json in the folder that `model.checkpoint` names says it; `relaygr model random` writes one"
+    return f"it is always {msgspec.json.encode(RETIRED[key].default).decode()}"
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -262,7 +260,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _checked(key: str, raw: Any, source: str) -> Value:
-    field = FIELDS[key]
+    field = _EVERY[key]
     _refuse_invisible(field, raw, source)
     value = raw
     if isinstance(raw, str) and field.is_bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from relaygr_lab.processes import servable
 
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.children import probe, write_settings
@@ -50,7 +51,9 @@ class Up:
 @contextlib.asynccontextmanager
 async def up(kafka: Kafka, folder: Path, *arguments: str) -> AsyncIterator[Up]:
     await apply_topics(kafka)
-    config = write_settings(folder / "settings.toml", msgspec.structs.replace(TEST_SETTINGS, kafka=kafka))
+    config = write_settings(
+        folder / "settings.toml", servable(msgspec.structs.replace(TEST_SETTINGS, kafka=kafka), folder)
+    )
     with (folder / "up.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "relaygr_stream", "up", "--config", config, *arguments),
