@@ -22,7 +22,7 @@ from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.gateway.metrics import Metrics as GatewayMetrics
 from relaygr_stream.handover.desk import HandoverMetrics
-from relaygr_stream.settings.load import FORMER
+from relaygr_stream.settings.load import REMOVED, RETIRED, replacement_of
 from relaygr_stream.telemetry.loopwatch import LoopWatch
 from relaygr_stream.telemetry.otlp import SpanCounts
 from relaygr_stream.telemetry.process import _describe
@@ -53,9 +53,10 @@ def settings_tables() -> str:
 
 
 def former_settings() -> str:
-    """Former names of settings, and what they are now."""
-    rows = [f"| `{former}` | {f'`{now}`' if now else 'gone'} |" for former, now in sorted(FORMER.items())]
-    return "\n".join(["| former name | now |", "| --- | --- |", *rows])
+    """Former settings, and what is in their place."""
+    former = {key: replacement_of(key) for key in RETIRED} | {key: f"no effect: {why}" for key, why in REMOVED.items()}
+    rows = [f"| `{key}` | {now} |" for key, now in sorted(former.items())]
+    return "\n".join(["| former setting | now |", "| --- | --- |", *rows])
 
 
 def metric_tables() -> str:

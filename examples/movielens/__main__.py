@@ -141,10 +141,7 @@ async def serve(report: Report, users: Sequence[History], out: Path, longest: in
 
 def model_check(out: Path, items: int, longest: int) -> bool:
     """`relaygr model check` on the checkpoint; prints its table. Returns whether every property holds."""
-    settings = {
-        "model.checkpoint": out, "relay.max_prefix_tokens": longest, "relay.max_candidates": items,
-        "model.vocab": items,
-    }  # fmt: skip
+    settings = {"model.checkpoint": out, "relay.max_prefix_tokens": longest, "relay.max_candidates": items}
     flags = [text for name, value in settings.items() for text in ("--set", f"{name}={value}")]
     step("relaygr model check " + " ".join(flags))
     return (

@@ -25,6 +25,7 @@ from typing import cast
 import httptools
 import msgspec
 import numpy as np
+from relaygr_lab.processes import servable
 from targets import end
 
 from relaygr_stream.bus.topics import apply_topics
@@ -178,7 +179,7 @@ async def measure(kafka: Kafka, rounds: int, seconds: float, folder: Path) -> tu
         gateway=Gateway(port=port),
     )
     await apply_topics(kafka)
-    config = write_settings(folder / "settings.toml", settings)
+    config = write_settings(folder / "settings.toml", servable(settings, folder))
     children = [Child(name, [name, "--config", config], folder) for name in ("worker", "gateway")]
     found: Found = {arm: [] for arm in ARMS}
     try:

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 from msgspec import UNSET
+from relaygr_lab.processes import servable
 from targets import end
 from trigger_rate import Mix, Rate, measure_rates
 
@@ -149,7 +150,7 @@ async def rankings(requests: int, missed: list[str]) -> None:
                 history=store,
                 client=Client(timeout_ms=20_000, hedge_ms=0),
             )
-            config = write_settings(folder / "settings.toml", settings)
+            config = write_settings(folder / "settings.toml", servable(settings, folder))
             children = [Child(each, (each, "--config", config), folder) for each in ("trigger", "worker")]
             try:
                 await asyncio.gather(*(child.wait_ready() for child in children))

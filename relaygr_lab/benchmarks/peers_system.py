@@ -36,6 +36,7 @@ from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Model
 from relaygr_stream.workload.quantiles import nearest_rank
 
 VLLM: Final = Path(__file__).with_name("peers_vllm.py")
@@ -66,10 +67,11 @@ async def over_bus(client: RelayClient, prefix: int, candidates: int, seconds: f
 def configured(options: argparse.Namespace) -> Settings:
     """The transformer in a worker of one thread, and a client that takes its time."""
     flags = {
-        "model.factory": "relaygr_stream.models.transformer:make", "model.layers": 8, "model.dim": 256,
-        "model.heads": 4, "model.dqk": 64, "model.dv": 64, "worker.dtype": options.dtype, "client.hedge_ms": 0,
+        "worker.dtype": options.dtype, "client.hedge_ms": 0,
     }  # fmt: skip
-    return load_settings(files=["cpu"], flags=flags).settings
+    factory = "relaygr_stream.models.transformer:make"
+    model = Model(factory=factory, layers=8, dim=256, heads=4, dqk=64, dv=64)
+    return msgspec.structs.replace(load_settings(files=["cpu"], flags=flags).settings, model=model)
 
 
 async def measure(options: argparse.Namespace, vllm: PeerProcess, folder: Path) -> list[Result]:

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from relaygr_lab.bench.model import with_bench_model
 from relaygr_lab.simulate.calibrate import Samples, calibrate, extend_features, score_features
 from relaygr_lab.simulate.costs import DeviceCosts
 from relaygr_lab.simulate.fleet import Fleet
@@ -40,6 +41,7 @@ from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.worker.core import WorkerCore
 from relaygr_stream.worker.device import Submitted, take_turn
 from relaygr_stream.worker.statement import Identity, Statements
 from relaygr_stream.workload.traffic import Traffic
@@ -55,15 +57,14 @@ SETTINGS = {
     "relay.slo_ms": "40", "relay.max_prefix_tokens": "2048", "relay.max_suffix_tokens": "16",
     "worker.hbm_bytes": "128MiB", "worker.dram_bytes": "1GiB", "worker.max_ranking_delay_ms": "4",
     "worker.audit_share": "0", "trigger.load_burst_ms": "400",
-    "model.layers": "2", "model.dim": "256", "model.dqk": "64", "model.dv": "64", "model.vocab": "20000",
 }  # fmt: skip
 
 
 class LiveWorker:
     """The real core and model, stepped by the live timeline; stands where a SimulatedWorker does."""
 
-    def __init__(self, name: str, settings: Settings, on_answers: Callable[[list[Answer], float], None]) -> None:
-        self.name, self.alive, self.most_pinned, self.most_held = name, True, 0, 0
+    def __init__(self, core: WorkerCore, settings: Settings, on_answers: Callable[[list[Answer], float], None]) -> None:
+        self.core, self.name, self.alive, self.most_pinned, self.most_held = core, core.name, True, 0, 0
         self.busy_s = 0.0
         self._on_answers = on_answers
         self._inbox: deque[Submitted] = deque()
@@ -143,9 +144,9 @@ class LiveFleet(Fleet):
         self._live.workers = self.workers  # type: ignore[assignment]
         self.live_worker = self._live.workers[0]
 
-    def _make_worker(self, name: str, seed: int) -> SimulatedWorker:
+    def _make_worker(self, core: WorkerCore, seed: int) -> SimulatedWorker:
         del seed  # nothing is drawn here
-        return LiveWorker(name, self._settings, partial(self._answered, name))  # type: ignore[return-value]
+        return LiveWorker(core, self._settings, partial(self._answered, core.name))  # type: ignore[return-value]
 
     def _tokens(self, length: int) -> Tokens:
         return Tokens(self._histories[:, :length])
@@ -237,7 +238,7 @@ def main() -> None:
     parser.add_argument("--slo", type=Path, help="only: beside `relaygr bench slo`'s report.json")
     parser.add_argument("--costs", type=Path, help="with --slo: calibrated costs (default: calibrate now)")
     chosen = parser.parse_args()
-    settings = load_settings([], SETTINGS).settings
+    settings = with_bench_model(load_settings([], SETTINGS))
     missed = []
     if chosen.slo is not None:
         missed = compare(chosen.slo, chosen.costs, WITHIN)

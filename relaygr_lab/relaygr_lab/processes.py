@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from relaygr_stream.ops.brokers.distribution import NodePlan
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.ops.children import Child, write_settings
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Model
 
 LANES_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.05
@@ -38,6 +40,21 @@ async def cluster(
         yield msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka)), name
 
 
+def servable(settings: Settings, folder: Path) -> Settings:
+    """The settings for processes, which take no shape: a model with random weights is written to a folder."""
+    model = settings.model
+    if model.checkpoint or msgspec.structs.replace(model, factory="", path="") == Model():
+        return settings
+    from relaygr_stream.models.loading import save_random  # noqa: PLC0415 - imports torch
+
+    shape = hashlib.sha256(msgspec.json.encode(model)).hexdigest()[:8]
+    if (saved := folder / f"model-{shape}" / "config.json").exists():
+        model = Model(factory=model.factory, path=model.path, checkpoint=str(saved.parent))
+    else:
+        model = save_random(model, saved.parent)
+    return msgspec.structs.replace(settings, model=model)
+
+
 def start_relay(
     settings: Settings,
     folder: Path,
@@ -55,7 +72,7 @@ def start_relay(
         raise ConfigError(
             "worker.withhold_outcomes is set: demo and benches count hits by the answers; unset it for them"
         )
-    config = write_settings(folder / f"{trigger}.toml", settings)
+    config = write_settings(folder / f"{trigger}.toml", servable(settings, folder))
     common = ("--config", config, "--set", "telemetry.log_format=console", *options)
     return [
         Child(trigger, ("trigger", *common), folder, module),

@@ -31,8 +31,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 SHOWN: Final = 5
 
 
+def _named(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    if value == "":  # a variable that is not set, most likely: other users would be erased, or overwritten
+        raise click.BadParameter("is empty: name a tenant, or leave it out for that of client.tenant")
+    return value
+
+
 def _tenant_option(words: str) -> Callable[[F], F]:
-    return click.option("--tenant", metavar="NAME", help=f"{words}  [client.tenant]")
+    return click.option("--tenant", metavar="NAME", callback=_named, help=f"{words}  [client.tenant]")
 
 
 def _tenant(settings: Settings, given: str | None) -> str:
@@ -144,15 +150,21 @@ def show(settings: Settings, user: str, tenant: str | None, last: int) -> None:
 @history_command.command()
 @click.argument("user")
 @_tenant_option("The user's tenant.")
-@click.option("--wait", default=15.0, show_default=True, type=click.FloatRange(0), help="Seconds to wait for workers.")
+@click.option(
+    "--wait",
+    default=15.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds to wait for workers and triggers.",
+)
 @settings_options
 def erase(settings: Settings, user: str, tenant: str | None, wait: float) -> None:
-    """Remove a user: the history store, every worker's memory, the dead letters that name the user.
+    """Remove a user: the history store, every worker's and trigger's memory, the dead letters that name the user.
 
-    First stop asking for the user: a message that comes later brings prefix KV back. Workers confirm in their statuses.
-    Says which topics' retention still holds messages of the user. Exits 1 if the store failed, a worker did not
-    confirm, or dead letters are left, 4 if a partition has no broker; run it again then. Run one at a time: two at once
-    may write each other's dead letters anew.
+    First stop asking for the user: a message that comes later brings prefix KV back. Workers and triggers confirm in
+    their statuses. Says which topics' retention still holds messages of the user. Exits 1 if the store failed, a worker
+    or trigger did not confirm, or dead letters are left, 4 if a partition has no broker; run it again then. Run one at
+    a time: two at once may write each other's dead letters anew.
     """
     from relaygr_stream.errors import HistoryUnavailable
     from relaygr_stream.ops.erase import erase_from_fleet, retained
@@ -176,13 +188,18 @@ def erase(settings: Settings, user: str, tenant: str | None, wait: float) -> Non
 
     done = asyncio.run(run())
     if done.unasked:
-        click.echo(f"workers: could not be asked: {done.unasked}", err=True)
-    click.echo(f"workers: {len(done.confirmed)} have dropped the user")
-    for name in done.unconfirmed:
-        click.echo(f"worker {printable(name)}: did not confirm within {wait:g} s; it may be older, or busy", err=True)
+        click.echo(f"workers and triggers: could not be asked: {done.unasked}", err=True)
+    for kind, confirmed, unconfirmed in (
+        ("worker", done.confirmed, done.unconfirmed),
+        ("trigger", done.triggers, done.triggers_unconfirmed),
+    ):
+        click.echo(f"{kind}s: {len(confirmed)} have dropped the user")
+        for name in unconfirmed:
+            text = f"did not confirm within {wait:g} s; it may be older, busy, or have another handover.secret"
+            click.echo(f"{kind} {printable(name)}: {text}", err=True)
     if done.unread:
         click.echo(
-            f"workers: {done.unread} statuses are not believed here: their workers may have refused, too. Compare "
+            f"{done.unread} statuses are not believed here: their senders may have refused, too. Compare "
             f"handover.secret, and this host's clock, with theirs",
             err=True,
         )

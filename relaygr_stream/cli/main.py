@@ -39,12 +39,8 @@ _COMMANDS: Final = {
 }
 
 
-#: Former commands and their present names; release 0.1 accepts the former ones with a warning.
-_FORMER: Final = {("publish",): "replay", ("trigger", "explain"): "explain"}
-
-
 class _Group(click.Group):
-    """Imports commands on demand; prints this package's errors as one line on stderr, with exit code 1."""
+    """Imports commands on demand; prints this package's errors as one line on stderr."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted({*super().list_commands(context), *_COMMANDS, *entry_points(group=_ENTRY_POINTS).names})
@@ -66,18 +62,6 @@ class _Group(click.Group):
             return None
         assert isinstance(command, click.Command)
         return command
-
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        for former, now in _FORMER.items():
-            if tuple(args[: len(former)]) == former:
-                old = f"relaygr {' '.join(former)}"
-                click.echo(
-                    f"FutureWarning: `{old}` is now `relaygr {now}`; the next release drops the old name", err=True
-                )
-                args = [now, *args[len(former) :]]
-        return super().resolve_command(context, args)
 
     def main(self, *args: Any, **options: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
@@ -102,8 +86,11 @@ class _Group(click.Group):
         except (KeyboardInterrupt, Interrupted) as interrupt:
             stopped("stopped", *interrupt.args)
         except RelayError as error:
+            from relaygr_stream.telemetry.process import error_code
+
             self._print_error(error)
-            context.exit(PARTLY if isinstance(error, PartitionsAway) else 1)
+            partly = isinstance(error, PartitionsAway)
+            context.exit(PARTLY if partly else error_code(error, context.invoked_subcommand or ""))
         return result
 
     def _print_error(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""`relaygr model check`, `relaygr model conformance` and `relaygr model import`."""
+"""`relaygr model check`, `conformance`, `import` and `random`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from msgspec.structs import replace
 from relaygr_stream.cli.options import settings_options
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.settings.worker import Kernels
+from relaygr_stream.settings.worker import Kernels, Model
 
 #: As in models/dlrm/config.py, which imports torch.
 TIMES = ("query", "constant", "gap")
 POSITIONS = ("end", "start", "none")
+COUNT, NATURAL = click.IntRange(1), click.IntRange(0)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @click.group(name="model")
 def model_command() -> None:
-    """Check and import models."""
+    """Check, import and make models."""
 
 
 @model_command.command()
@@ -125,13 +126,59 @@ def import_dlrm_hstu(checkpoint: Path, out: Path, tasks: str, **choices: Any) ->
     click.echo(f"{out}: {describe(made)}")
 
 
+@model_command.command(name="random")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--layers", type=click.IntRange(1, 4096), default=4, help="STU layers.")
+@click.option("--dim", type=COUNT, default=128, help="Embedding width D.")
+@click.option("--heads", type=COUNT, default=4, help="Attention heads H.")
+@click.option("--dqk", type=COUNT, default=32, help="Query/key width per head.")
+@click.option("--dv", type=COUNT, default=32, help="Value width per head.")
+@click.option("--vocab", type=COUNT, default=100_000, help="Items with a row of their own: ids from 0 to below this.")
+@click.option(
+    "--oov-rows", type=NATURAL, default=0, help="Rows shared, by hash, by other ids; 0: those modulo --vocab."
+)
+@click.option("--max-positions", type=COUNT, default=8192, help="Position rows; later positions share the last row.")
+@click.option("--scale-tokens", type=COUNT, default=1024, help="N of the attention scale 1/N.")
+@click.option(
+    "--contextual-seq-len",
+    type=NATURAL,
+    default=0,
+    help="First tokens that attend to the whole prefix; requires an empty suffix.",
+)
+@click.option("--max-attn-len", type=NATURAL, default=0, help="Tokens attend this many tokens back; 0: no limit.")
+@click.option("--relative-positions", type=NATURAL, default=0, help="Distances of positions that bias attention.")
+@click.option("--relative-times", type=click.IntRange(0, 128), default=0, help="Buckets of times that bias attention.")
+@click.option("--group-norm", is_flag=True, help="Normalise attention outputs per head instead of over all heads.")
+@click.option("--tasks", default="click,like", help="Names of the score columns, separated by commas.")
+@click.option("--seed", type=int, default=7, help="Seed of the weights.")
+def random_command(folder: Path, tasks: str, **shape: Any) -> None:
+    """Write an HSTU with random weights to FOLDER, a new folder for model.checkpoint: it ranks as chance does.
+
+    \b
+    Example:
+      relaygr model random --layers 8 --dim 256 --dqk 64 --dv 64 models/random
+      relaygr worker --set model.checkpoint=models/random
+    """
+    from relaygr_stream.models.devices import select_device
+
+    if (folder / "config.json").exists():
+        raise ConfigError(f"{folder}: has a model; name a new folder")
+    select_device("cpu")
+    from relaygr_stream.models.loading import save_random
+
+    names = tuple(name.strip() for name in tasks.split(",")) if tasks.strip() else ()
+    try:
+        save_random(Model(tasks=names, **shape), folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    click.echo(f"{folder}: an HSTU with random weights of seed {shape['seed']}")
+
+
 @model_command.command(name="check")
 @click.argument("factory", default="")
 @click.option("--device", help="cpu, cuda[:N] or npu[:N]; short for --set worker.device=…")
 @click.option("--dtype", help="float32, bfloat16 or float16; short for --set worker.dtype=…")
-@click.option(
-    "--seed", default=0, show_default=True, help="Seed of the random requests; model.seed is that of the weights."
-)
+@click.option("--seed", default=0, show_default=True, help="Seed of the random requests.")
 @settings_options
 def model_check(settings: Settings, factory: str, device: str | None, dtype: str | None, seed: int) -> None:
     """Check that a model keeps the protocol and that its relayed scores equal full inference.

@@ -95,7 +95,7 @@ GENERATOR_FLAGS = (
 @click.option(
     "--items",
     type=int,
-    help="Generated items. [those of the packaged model; with another one 50000, at most model.vocab]",
+    help="Generated items. [those of the packaged model; with another one 50000, at most its vocabulary]",
 )
 @click.option("--item-exponent", type=float, help="Zipf exponent over items. [0.25 for the packaged model, else 1.0]")
 @config_options
@@ -171,7 +171,9 @@ def build_options(settings: Settings, flags: dict[str, Any]) -> PublishOptions:
             shape["items"] = max(packaged_items(), 2 * shape.get("candidates", 0))
             shape["item_exponent"] = ITEM_EXPONENT
         else:
-            shape["items"] = min(50_000, settings.model.vocab)
+            from relaygr_stream.models.loading import config_of
+
+            shape["items"] = min(50_000, config_of(settings.model).vocab)
         shape["length"] = min(GeneratorOptions.length, settings.relay.max_prefix_tokens / 2)
         source = GeneratorOptions(features=features, **(shape | taken(flags, *GENERATOR_FLAGS)))
     return PublishOptions(

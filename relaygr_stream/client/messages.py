@@ -180,7 +180,7 @@ class MessageClient:
         """Score the request's candidates; sets its `sent_ms` and `timeout_ms`. `Request.rank` does this for you.
 
         timeout: seconds; None: client.timeout_ms. within: the request's span. Raises DeadlineExceeded (no answer in
-        time, or the worker answers that it is too late), Overloaded (the worker refuses, or client.max_in_flight calls
+        time, or the worker answers that it is too late), Overloaded (the worker refuses, or too many calls
         are in flight), Rejected (invalid, too large, or beyond a limit, which it names), WorkerFailed,
         BrokerUnavailable or BrokerError (not sent), LanesChanged (the cluster has another number of lanes than the
         settings), TopicError (the partition that this client's answers came on exists no more), RequestError (the
@@ -240,7 +240,7 @@ class MessageClient:
         _check_times(request)
         most = self._settings.client.max_in_flight
         if len(self._answers) >= most:
-            raise Overloaded(f"{most} calls are under way (client.max_in_flight)")
+            raise Overloaded(f"{most} calls are under way")
         reply = await self._ask(connection, request, message)
         return ranking_of(reply, request.candidates, time.perf_counter() - started)
 

@@ -74,7 +74,7 @@ async def read_body(http: Request, kind: type[B], limits: Gateway, relay: Relay)
                 else:
                     return decoded(data, form, kind, relay)
     except TimeoutError:
-        took = f"the body did not come within {limits.read_ms:g} ms (gateway.read_ms)"
+        took = f"the body did not come within {limits.read_ms:g} ms"
         raise Refused(408, "slow", took) from None
     except NOT_DECODED as error:
         raise Refused(400, "malformed", str(error)[:500] or type(error).__name__, close=False) from error

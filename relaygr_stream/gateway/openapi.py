@@ -12,7 +12,7 @@ from relaygr_stream.gateway.messages import FORMATS, Announce, Announced, Proble
 PROBLEMS: Final = {
     "400": "the request is wrong: `detail` says what; do not send it again",
     "401": "no valid bearer token",
-    "408": "the body came too slowly (gateway.read_ms)",
+    "408": "the body came too slowly",
     "413": "the body is larger than gateway.max_body_bytes",
     "415": "neither JSON nor MessagePack, or compressed",
     "429": "overloaded: after `Retry-After` seconds, or fall back",

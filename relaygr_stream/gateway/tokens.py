@@ -47,6 +47,11 @@ class Tokens:
                     f"gateway.tokens: entry {number} has more than one colon, so where its token begins is open: "
                     f"neither tenant nor token may have one"
                 )
+            if not tenant:
+                raise ConfigError(
+                    f"gateway.tokens: entry {number} names no tenant before its colon; for requests of client.tenant "
+                    f"alone, leave gateway.tokens empty"
+                )
             if not re.search(LABEL.pattern or "", tenant) or len(tenant) > (LABEL.max_length or 0):
                 raise ConfigError(
                     f"gateway.tokens: the tenant of entry {number} has more than {LABEL.max_length} characters, or "

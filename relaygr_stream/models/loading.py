@@ -6,7 +6,6 @@ import importlib
 import math
 import os
 import sys
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -252,27 +251,48 @@ def load_model(
 
 
 def check_tasks(tasks: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the score columns in `model.tasks`. Raises ConfigError for none, an empty or a repeated one."""
+    """The names of the score columns. Raises ConfigError for none, an empty or a repeated one."""
     if not tasks or not all(tasks):
-        raise ConfigError(f"`model.tasks` = {list(tasks)}: write one or more names")
+        raise ConfigError(f"`tasks` = {list(tasks)}: write one or more names")
     if len(set(tasks)) != len(tasks):
-        raise ConfigError(f"`model.tasks` = {list(tasks)}: a name stands there twice; name each score column once")
+        raise ConfigError(f"`tasks` = {list(tasks)}: a name stands there twice; name each score column once")
     return tasks
 
 
-def _random(model: settings.Model) -> HSTUModel:
+def config_of(model: settings.Model) -> HSTUConfig | DlrmConfig:
+    """The shape of the model that the settings name: of their checkpoint, else of random weights.
+
+    A factory's own shape is not known: it may take this one. Raises ModelError for a checkpoint without a readable
+    config.json, ConfigError for a shape that cannot be.
+    """
+    if model.checkpoint:
+        return read_config(checkpoint_folder(model.checkpoint))
     try:
-        config = _config(model)
+        return _random_config(model)
     except ValueError as error:
-        raise ConfigError(f"[model]: {error}") from error
+        raise ConfigError(f"a model with random weights: {error}") from error
+
+
+def save_random(model: settings.Model, folder: Path) -> settings.Model:
+    """Write a model with random weights of this shape to `folder`; returns the settings of processes that serve it.
+
+    Raises ConfigError for a shape that cannot be, or too large a model.
+    """
+    save_checkpoint(_random(model), folder)
+    return settings.Model(factory=model.factory, path=model.path, checkpoint=str(folder))
+
+
+def _random(model: settings.Model) -> HSTUModel:
+    config = config_of(msgspec.structs.replace(model, checkpoint=""))
+    assert isinstance(config, HSTUConfig)
     try:
         return random_model(config, model.seed)
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:  # torch's words for too much memory
         why = str(error).partition("\n")[0] or type(error).__name__
-        raise ModelError(f"a model of the size in [model] cannot be made: {why}") from error
+        raise ModelError(f"a model of this size cannot be made: {why}") from error
 
 
-def _config(model: settings.Model) -> HSTUConfig:
+def _random_config(model: settings.Model) -> HSTUConfig:
     return HSTUConfig(
         layers=model.layers,
         dim=model.dim,
@@ -296,7 +316,7 @@ def _refuse_suffix_with_contextual(built_in: BuiltIn, model: settings.Model, rel
     """Raise ConfigError if contextual tokens meet suffixes: the contextual tokens would change with every suffix."""
     contextual = built_in.config.contextual_seq_len
     if contextual and relay.max_suffix_tokens:
-        where = f"in {model.checkpoint}" if model.checkpoint else "`model.contextual_seq_len`"
+        where = f"in {model.checkpoint}" if model.checkpoint else "of random weights"
         raise ConfigError(
             f"contextual_seq_len = {contextual} ({where}) clashes with `relay.max_suffix_tokens` = "
             f"{relay.max_suffix_tokens}: contextual tokens see the whole history, so it must all be in the prefix; "
@@ -318,7 +338,6 @@ def _refuse_overflow(built_in: BuiltIn, model: settings.Model, dtype: torch.dtyp
 def _from_factory(model: settings.Model, device: torch.device, dtype: torch.dtype) -> RankingModel:
     _add_folders(model.path)
     made = _call(_find_factory(model.factory), model, device, dtype)
-    accept_former_names(type(made))
     problem = _contract_problem(made)
     if problem:
         raise ModelError(f"`model.factory` = {model.factory!r} returned a {type(made).__name__}, but {problem}")
@@ -371,23 +390,6 @@ def _call(factory: Callable[..., Any], model: settings.Model, device: torch.devi
             f"`model.factory` = {model.factory!r} failed with {type(error).__name__}: {error}; "
             f"it is called with (settings.Model, torch.device, torch.dtype)"
         ) from error
-
-
-#: Former → present method names of the model protocol. Release 0.1 accepts the former ones.
-FORMER_METHODS: Final = {"extend": "prefill", "extend_in_steps": "prefill_in_steps"}
-
-
-def accept_former_names(kind: type) -> None:
-    """Add the present name of each method that the class defines under a former name; warns with FutureWarning."""
-    for former, name in FORMER_METHODS.items():
-        definers = [each for each in kind.__mro__ if former in vars(each) or name in vars(each)]
-        if definers and name not in vars(definers[0]):
-            warnings.warn(
-                f"{kind.__name__}.{former} is now called {name}; the former name works for this release only",
-                FutureWarning,
-                stacklevel=2,
-            )
-            setattr(kind, name, getattr(kind, former))
 
 
 def _contract_problem(made: object) -> str:

@@ -24,7 +24,7 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
 from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.models.loading import check_tasks, draw_weights
+from relaygr_stream.models.loading import config_of, draw_weights
 
 #: Rows computed together: their scores over 4,096 tokens and 4 heads are 16 MiB in float32.
 BLOCK_ROWS: Final = 256
@@ -104,26 +104,25 @@ class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make(model: settings.Model, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The factory: a model with the shape, tasks and seed of the settings. Raises as `shape_of`."""
+    """The factory: a model with random weights, of the shape that the settings name. Raises as `shape_of`."""
     return Transformer(TransformerConfig(**shape_of(model)), model.seed, device, dtype)
 
 
 def shape_of(model: settings.Model) -> dict[str, Any]:
-    """The fields of TransformerConfig in the settings.
+    """The fields of TransformerConfig in the config.json of `model.checkpoint`, or of the default shape.
 
-    Raises ConfigError for settings of the built-in HSTU that a transformer does not have.
+    Raises ConfigError for fields of the built-in HSTU that a transformer does not have.
     """
-    for name, without in (
-        ("checkpoint", ""), ("contextual_seq_len", 0), ("max_attn_len", 0), ("group_norm", False), ("oov_rows", 0),
-        ("relative_positions", 0), ("relative_times", 0),
+    config = config_of(model)
+    for name in (
+        "contextual_seq_len", "max_attn_len", "group_norm", "oov_rows", "relative_positions", "relative_times"
     ):  # fmt: skip
-        if getattr(model, name) != without:
+        if value := getattr(config, name):
             raise ConfigError(
-                f"`model.{name}` = {getattr(model, name)!r} is a setting of the built-in HSTU, and `model.factory` = "
-                f"{model.factory!r} does not have it: leave it out"
+                f"`{name}` = {value!r} is of the built-in HSTU, and `model.factory` = {model.factory!r} does not have "
+                f"it: leave it out of {model.checkpoint or 'the shape'}"
             )
-    shape = {name: getattr(model, name) for name in TransformerConfig.__struct_fields__ if name != "tasks"}
-    return {**shape, "tasks": check_tasks(model.tasks)}
+    return {name: getattr(config, name) for name in TransformerConfig.__struct_fields__}
 
 
 class TransformerLayer(nn.Module):

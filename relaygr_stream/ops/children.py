@@ -23,6 +23,7 @@ from prometheus_client.samples import Sample
 
 from relaygr_stream.errors import RelayError
 from relaygr_stream.settings.files import private_file, write_private
+from relaygr_stream.settings.load import RETIRED
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.section import ENV_PREFIX
 
@@ -138,7 +139,11 @@ def write_settings(file: Path, settings: Settings) -> str:
     """Write all settings as TOML, for children that run with exactly these; returns the file's name for --config."""
     lines = []
     for section, table in msgspec.to_builtins(settings).items():  # JSON's scalars are valid TOML
-        lines += [f"[{section}]", *(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in table.items())]
+        lines.append(f"[{section}]")
+        for name, value in table.items():
+            constant = RETIRED.get(f"{section}.{name}")
+            if constant is None or value != msgspec.to_builtins(constant.default):
+                lines.append(f"{name} = {msgspec.json.encode(value).decode()}")
     write_private(file, "\n".join(lines) + "\n")  # it holds the secrets
     return str(file)
 
@@ -162,10 +167,11 @@ def end_with_parent() -> None:
 
 @dataclass(frozen=True)
 class Probed:
-    """An answer. status: the HTTP status; 0: no answer, and body holds the error."""
+    """An answer. status: the HTTP status; 0: no answer, and body holds the error. refused: nothing listens there."""
 
     status: int
     body: str
+    refused: bool = False
 
     @property
     def ok(self) -> bool:
@@ -189,6 +195,7 @@ def probe(port: int, path: str, host: str = "127.0.0.1") -> Probed:
         answer = connection.getresponse()
         return Probed(answer.status, answer.read(MAX_BODY).decode("utf-8", "replace"))
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return Probed(0, f"does not answer ({str(error) or type(error).__name__})")
+        reason = f"does not answer ({str(error) or type(error).__name__})"
+        return Probed(0, reason, isinstance(error, ConnectionRefusedError))
     finally:
         connection.close()

@@ -1,6 +1,6 @@
-"""Removes a user everywhere: the history store, both tiers of every worker, the dead letters that name the user.
+"""Removes a user everywhere: the history store, both tiers of every worker, the triggers' memory, the dead letters.
 
-    store ─► every worker (wire/erase.py), until each has said so ─► dead letters ─► what the lanes' logs still hold
+    store ─► workers and triggers (wire/erase.py), until each has said so ─► dead letters ─► what the logs still hold
 
 In this order: a worker that reads the history once more finds none.
 """
@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgpack
 
@@ -25,26 +25,29 @@ from relaygr_stream.bus.topic_check import TopicRow
 from relaygr_stream.bus.topics import delete_before, verify_topics
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.settings.schema import Kafka, Settings
-from relaygr_stream.wire.erase import KEY_PREFIX, KIND, Erase, encode_erase, user_mark
+from relaygr_stream.wire.erase import KEY_PREFIX, KIND, Erase, encode_erase
 from relaygr_stream.wire.messages import WorkerStatus, tenant_key
 from relaygr_stream.wire.records import HEADER_KIND, HEADER_REASON, HEADER_REPLAY_OF, Record
 from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.trigger_status import TriggerStatus, read_trigger
 from relaygr_stream.wire.worker_status import StatusReader
 
 #: Statuses that a living worker has sent by then, and after which the fleet counts as known.
 PERIODS: Final = 4
-#: Least time to listen for workers, in seconds: a tail that wakes late, a busy broker.
-LISTEN_S: Final = 2.0
+#: Least time to listen, in seconds: a trigger states itself once a second; a tail that wakes late, a busy broker.
+LISTEN_S: Final = 3.0
 
 
 @dataclass
 class Erased:
-    """What was done. unconfirmed: living workers that did not say so in time; unread: how many of their statuses this
-    process does not believe; unasked: why no worker was asked; letters_left: why letters are left; away: partitions of
-    dead letters that no broker serves."""
+    """What was done. confirmed, triggers: workers and triggers that said so; …unconfirmed: living ones that did not say
+    so in time; unread: how many of their statuses this process does not believe; unasked: why none was asked;
+    letters_left: why letters are left; away: partitions of dead letters that no broker serves."""
 
     confirmed: list[str] = field(default_factory=list)
     unconfirmed: list[str] = field(default_factory=list)
+    triggers: list[str] = field(default_factory=list)
+    triggers_unconfirmed: list[str] = field(default_factory=list)
     unread: int = 0
     unasked: str = ""
     letters: int = 0
@@ -54,18 +57,19 @@ class Erased:
     @property
     def complete(self) -> bool:
         """Whether nothing is left but what the logs hold."""
-        return not (self.unconfirmed or self.unread or self.unasked or self.letters_left or self.away)
+        unsaid = self.unconfirmed or self.triggers_unconfirmed or self.unread or self.unasked
+        return not (unsaid or self.letters_left or self.away)
 
 
 async def erase_from_fleet(settings: Settings, user_id: str, tenant: str, wait_s: float) -> Erased:
-    """Have every worker drop the user, then remove the dead letters. wait_s: how long to wait for the workers.
+    """Have every worker and trigger drop the user, then remove the dead letters. wait_s: how long to wait for them.
 
     Raises BrokerError, TopicError, ConfigError.
     """
     rows = {row.topic.name: row for row in await verify_topics(settings.kafka)}
     done = Erased()
     try:
-        await _ask_workers(settings, tenant_key(tenant, user_id), wait_s, done)
+        await _ask(settings, tenant_key(tenant, user_id), wait_s, done)
     except BrokerError as error:  # dead letters can be removed all the same
         done.unasked = str(error)
     try:
@@ -75,27 +79,28 @@ async def erase_from_fleet(settings: Settings, user_id: str, tenant: str, wait_s
     return done
 
 
-async def _ask_workers(settings: Settings, user_key: str, wait_s: float, done: Erased) -> None:
+async def _ask(settings: Settings, user_key: str, wait_s: float, done: Erased) -> None:
     topics = load_topics(settings.kafka)
     reader, topic = StatusReader.of(settings, topics), topics.worker_status.name
     await reader.prepare()
-    living: dict[str, WorkerStatus] = {}
-    confirmed: set[tuple[str, int]] = set()  # by name and incarnation; later statuses may list others in its place
+    living: dict[_Asked, WorkerStatus | TriggerStatus] = {}
+    confirmed: set[tuple[_Asked, int]] = set()  # with its incarnation; later statuses may list others in its place
     erase_id = secrets.token_hex(16)
 
     def on_records(records: list[Record]) -> None:
         for record in records:
             try:
-                status = reader.read(record)
+                status = reader.read(record) or read_trigger(record, reader)
             except DecodeError:
                 done.unread += 1
                 continue
-            if isinstance(status, WorkerStatus):
-                living[status.name] = status
+            if isinstance(status, WorkerStatus | TriggerStatus):
+                asked = _Asked(isinstance(status, TriggerStatus), status.name)
+                living[asked] = status
                 if erase_id in (status.erased or ()):
-                    confirmed.add((status.name, status.incarnation))
+                    confirmed.add((asked, status.incarnation))
                 if status.state == "stopped":
-                    del living[status.name]
+                    del living[asked]
 
     key = (KEY_PREFIX + erase_id).encode()
     kind = [(HEADER_KIND, KIND.encode())]
@@ -104,10 +109,10 @@ async def _ask_workers(settings: Settings, user_key: str, wait_s: float, done: E
         signed = kind if reader.signer is None else reader.signer.sign(topic, key, value, kind)
         await producer.send_and_wait(topic, value, key=key, headers=signed)
 
-    def has_confirmed(status: WorkerStatus) -> bool:
-        return (status.name, status.incarnation) in confirmed
+    def unconfirmed() -> set[_Asked]:
+        return {asked for asked, status in living.items() if (asked, status.incarnation) not in confirmed}
 
-    erase = Erase(id=erase_id, user=user_mark(erase_id, user_key), sent_ms=now_ms())
+    erase = Erase.request(erase_id, user_key, now_ms(), reader)
     async with (
         TopicTail(settings.kafka, topic, [0], "latest", on_records),
         Producer(settings.kafka, client_id="relaygr-erase") as producer,
@@ -116,12 +121,19 @@ async def _ask_workers(settings: Settings, user_key: str, wait_s: float, done: E
         known = max(LISTEN_S, PERIODS * settings.worker.status_interval_ms / 1e3)
         started = time.monotonic()
         while (waited := time.monotonic() - started) < max(wait_s, known):
-            if waited >= known and all(map(has_confirmed, living.values())):
+            if waited >= known and not unconfirmed():
                 break
             await asyncio.sleep(0.05)
         await send(producer, None)
-    done.confirmed = sorted(name for name, status in living.items() if has_confirmed(status))
-    done.unconfirmed = sorted(living.keys() - set(done.confirmed))
+    left = unconfirmed()
+    for asked in sorted(living):
+        lists = (done.confirmed, done.triggers), (done.unconfirmed, done.triggers_unconfirmed)
+        lists[asked in left][asked.trigger].append(asked.name)
+
+
+class _Asked(NamedTuple):
+    trigger: bool  # else a worker
+    name: str
 
 
 # ---- dead letters ----

@@ -37,7 +37,7 @@ def look(kafka: Kafka, work: Coroutine[Any, Any, T], listens_s: float = 0.0) -> 
             await asyncio.wait({task}, timeout=CLOSE_S)
         raise BrokerUnavailable(
             f"no answer from the brokers at {kafka.bootstrap} within {limit_s:g} s: they take connections, and answer "
-            f"late or not at all; look at their logs and quotas, or raise kafka.request_timeout_ms"
+            f"late or not at all; look at their logs and quotas"
         )
 
     return asyncio.run(bounded())

@@ -16,7 +16,7 @@ import unicodedata
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,15 @@ log = logging.getLogger(__name__)  # settings are loaded before logging is set u
 ENV_CONFIG: Final = "RELAYGR_CONFIG"
 #: The packaged checkpoint of a trained model, for `model.checkpoint`.
 PACKAGED_MODEL: Final = "demo"
+#: Most settings that a hint names.
+MOST_HINTS: Final = 3
+#: How TOML looks, and files that are mistaken for it, by their suffix.
+TOML_LIKE: Final = 'the line [kafka], and below it bootstrap = "kafka:9092"'
+_OTHER_FORMATS: Final = {
+    ".yaml": "a YAML file, ",
+    ".yml": "a YAML file, ",
+    ".json": "a JSON file, ",
+}
 #: Suffix of a secret's variable: the variable then names a file that holds the value.
 ENV_FILE: Final = "_FILE"
 #: A status may be late by half of its interval, through a busy loop and a broker, and its worker is not silent yet.
@@ -52,36 +61,23 @@ _INJECTED: Final = (
     (re.compile(r"_PORT_\d+_(TCP|UDP|SCTP)_ADDR$|_SERVICE_HOST$"), re.compile(r"\S+$")),
 )
 
-#: Former names of settings, which release 0.1 accepts with a warning. None: the setting was removed, and its value has
-#: no effect.
-FORMER: Final[Mapping[str, str | None]] = {
-    "history.reads": "history.max_reads",
-    "history.retries": "history.max_retries",
-    "kafka.commit_ms": "kafka.commit_interval_ms",
-    "kafka.heartbeat_ms": "kafka.heartbeat_interval_ms",
-    "kafka.max_poll_ms": "kafka.max_poll_interval_ms",
-    "trigger.risk_fraction": "trigger.risk_share",
-    "trigger.silence_ms": "trigger.max_status_age_ms",
-    "trigger.stale_ms": "trigger.max_event_age_ms",
-    "worker.batch": "worker.max_batch",
-    "worker.crash_limit": "worker.max_crashes",
-    "worker.dram_int8_deviation": None,
-    "worker.dram_storage": None,
-    "worker.lag_tokens": "worker.max_stale_tokens",
-    "worker.queue_limit": "worker.max_queue",
-    "worker.start_nice": None,
-    "worker.status_ms": "worker.status_interval_ms",
-    "worker.waiting_bytes": "worker.max_waiting_bytes",
-    "worker.warm_up": None,
+#: Removed settings, which release 0.1 accepts with a warning and without effect, and why.
+REMOVED: Final[Mapping[str, str]] = {
+    "worker.dram_int8_deviation": "copies in DRAM are exact",
+    "worker.dram_storage": "copies in DRAM are exact",
 }
 
 _UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B)?\s*$", re.IGNORECASE)
 
 
-FIELDS: Final[dict[str, Field]] = fields_of(Settings)
+_EVERY: Final[dict[str, Field]] = fields_of(Settings)
+#: The settings, by key.
+FIELDS: Final = {key: field for key, field in _EVERY.items() if field.description}
+#: What was a setting and is a constant now. Release 0.1 accepts a value with a warning.
+RETIRED: Final = {key: field for key, field in _EVERY.items() if not field.description}
 _BY_ENV: Final = {field.env: field for field in FIELDS.values()}
-_KEY_BY_ENV: Final = {env_name(key): key for key in (*FIELDS, *FORMER)}
+_KEY_BY_ENV: Final = {env_name(key): key for key in (*_EVERY, *REMOVED)}
 
 
 @dataclass(frozen=True)
@@ -125,9 +121,9 @@ def load_settings(
     for former, raw in (flags or {}).items():
         source = f"flag for {former}"
         if raw is not None and (key := _current(former, source)):
-            if FIELDS[key].is_secret:
+            if _EVERY[key].is_secret:
                 raise ConfigError(
-                    f"{source}: every user of this machine can read a command line; set {FIELDS[key].env}, or write "
+                    f"{source}: every user of this machine can read a command line; set {_EVERY[key].env}, or write "
                     f"the secret into a file that others cannot read"
                 )
             merged[key] = _checked(key, raw, source)
@@ -176,7 +172,7 @@ def _of_environment(environ: Mapping[str, str]) -> Iterable[Value]:
         elif name not in _KEY_BY_ENV:
             raise ConfigError(f"environment {name}: no such setting{_did_you_mean(name, _BY_ENV)}")
         elif key := _current(_KEY_BY_ENV[name], f"environment {name}"):
-            given = environ[name].strip(MARK).rstrip() if FIELDS[key].is_secret else environ[name]  # as from a file
+            given = environ[name].strip(MARK).rstrip() if _EVERY[key].is_secret else environ[name]  # as from a file
             yield _checked(key, given, f"environment {name}")
 
 
@@ -236,7 +232,8 @@ def _read_file(file: str | Path) -> Iterable[tuple[str, Any, str]]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except (UnicodeError, RecursionError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        found = _OTHER_FORMATS.get(path.suffix.lower(), "")
+        raise ConfigError(f"{path}: {found}not TOML: {error}; write {TOML_LIKE}") from error
     for section, table in tables.items():
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: `{section}` stands outside any section; write it under [section]")
@@ -245,24 +242,53 @@ def _read_file(file: str | Path) -> Iterable[tuple[str, Any, str]]:
 
 
 def _current(key: str, source: str) -> str | None:
-    """The current name of a setting; None for one that was removed. Warns of former names; raises ConfigError."""
-    if key in FORMER:
-        now = FORMER[key]
-        hint = f"is now `{now}`; the next release drops the old name" if now else "was removed and has no effect"
-        warnings.warn(f"{source}: `{key}` {hint}", FutureWarning, stacklevel=3)
-        return now
-    if key not in FIELDS:
+    """The key; None for a setting that was removed. Warns of removed and retired ones; raises ConfigError."""
+    if key in REMOVED:
+        _warn(f"{source}: `{key}` was removed and has no effect: {REMOVED[key]}")
+        return None
+    if key in RETIRED:
+        _warn(f"{source}: `{key}` is no setting from the next release on: {replacement_of(key)}")
+    elif key not in FIELDS:
         raise ConfigError(f"{source}: no setting `{key}`{_did_you_mean(key, FIELDS)}")
     return key
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=4)
+
+
+def replacement_of(key: str) -> str:
+    """What a retired setting is replaced by, as its warning and the documentation have it."""
+    if key.startswith("model."):
+        return "config.json in the folder that `model.checkpoint` names says it; `relaygr model random` writes one"
+    return f"it is always {msgspec.json.encode(RETIRED[key].default).decode()}"
+
+
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name, list(known), n=1)
-    return f"; did you mean `{close[0]}`?" if close else "; `relaygr config show` lists them"
+    """A hint at the settings meant: the few that begin like this (worker.hbm_bytes for worker.hbm), or a near one."""
+    known = list(known)
+    close = [each for each in known if each.startswith(name)]
+    if not 0 < len(close) <= MOST_HINTS:
+        # By the name in its section: the section before it would make any two of its settings alike.
+        by_name: dict[str, list[str]] = {}
+        for each in known:
+            for text in {_in_section(each), each}:
+                by_name.setdefault(text, []).append(each)
+        near = get_close_matches(_in_section(name), by_name, n=1, cutoff=0.7)
+        close = [max(by_name[text], key=lambda each: SequenceMatcher(a=each, b=name).ratio()) for text in near]
+    hint = ", ".join(f"`{each}`" for each in close)
+    return f"; did you mean {hint}?" if close else "; `relaygr config show` lists them"
+
+
+def _in_section(name: str) -> str:
+    """hbm_bytes of worker.hbm_bytes, HBM_BYTES of RELAYGR_WORKER_HBM_BYTES; without a section, the name."""
+    bare = name.removeprefix(ENV_PREFIX)
+    section, _, rest = bare.partition("_" if bare.isupper() else ".")
+    return rest if section.lower() in Settings.__struct_fields__ else bare
 
 
 def _checked(key: str, raw: Any, source: str) -> Value:
-    field = FIELDS[key]
+    field = _EVERY[key]
     _refuse_invisible(field, raw, source)
     value = raw
     if isinstance(raw, str) and field.is_bytes:

@@ -27,19 +27,12 @@ class Kafka(Section, frozen=True, kw_only=True):
         doc("dead letters keep the whole message, history included, for `replay`; otherwise its size and SHA-256"),
     ] = False
     replication: Annotated[int, Meta(ge=0, le=9), doc("replicas of each topic; 0: as in the topic files")] = 0
-    fetch_max_wait_ms: Annotated[
-        int,
-        Meta(ge=1, le=10_000),
-        doc("longest wait of a fetch of lanes; a lane that moves waits for it; 12 at most at an embedded broker"),
-    ] = 50
-    tail_max_wait_ms: Annotated[
-        int,
-        Meta(ge=1, le=10_000),
-        doc("longest fetch of `scores` and `worker-status`; 12 at most at an embedded broker"),
-    ] = 500
-    heartbeat_interval_ms: Annotated[
-        Positive, doc("time between heartbeats of group members; moved lanes wait for the next one")
-    ] = 250
+    # Longest wait of a fetch of lanes: a lane that moves waits for it, beside a heartbeat. 20 idle fetches a second.
+    fetch_max_wait_ms: Annotated[int, Meta(ge=1, le=10_000)] = 50
+    # Longest fetch of `scores` and `worker-status`, whose partitions do not move: 2 idle fetches a second.
+    tail_max_wait_ms: Annotated[int, Meta(ge=1, le=10_000)] = 500
+    # Moved lanes wait for the next heartbeat; a 24th of the session, so that one lost is no lost member.
+    heartbeat_interval_ms: Positive = 250
     session_timeout_ms: Annotated[
         Positive, doc("a crashed member's lanes move after this; brokers bound the value")
     ] = 6000
@@ -48,8 +41,10 @@ class Kafka(Section, frozen=True, kw_only=True):
         Meta(ge=1000),  # an idle device thread shows itself every 250 ms
         doc("a worker whose device makes no progress for this long ends; a process that reads nothing loses its lanes"),
     ] = 10_000
-    commit_interval_ms: Annotated[Positive, doc("time between commits of offsets")] = 1000
-    request_timeout_ms: Annotated[Positive, doc("timeout of a request to a broker")] = 10_000
+    # What was read since the last commit is read again after a crash: a second of a lane's records.
+    commit_interval_ms: Positive = 1000
+    # A broker that is silent for 20 of the longest fetches is gone.
+    request_timeout_ms: Positive = 10_000
     security_protocol: Annotated[
         Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"], doc("protocol of the brokers' listeners")
     ] = "PLAINTEXT"
@@ -79,11 +74,9 @@ class Relay(Section, frozen=True, kw_only=True):
     max_prefix_tokens: Annotated[Positive, doc("longest prefix; a longer one is refused")] = 4096
     max_suffix_tokens: Annotated[int, Meta(ge=0), doc("longest suffix; a longer one is refused")] = 256
     max_candidates: Annotated[Positive, doc("most candidates in a request")] = 2048
-    averaging: Annotated[
-        float,
-        Meta(gt=0, le=1e3),
-        doc("multiplies the times over which load (1 s), reuse (10 s) and demand (30 s) are averaged"),
-    ] = 1.0
+    # Multiplies the times over which load (1 s), reuse (10 s) and demand (30 s) are averaged. The laboratory's fleet,
+    # whose times are all stretched, has another.
+    averaging: Annotated[float, Meta(gt=0, le=1e3)] = 1.0
     answer_secret: Annotated[
         SharedSecret,
         doc("signs answers; clients that have it drop unsigned ones; 16 characters or more; empty: unsigned"),
@@ -118,7 +111,8 @@ class Trigger(Section, frozen=True, kw_only=True):
         doc("a request is at risk if predicted full inference and its owner's queue exceed this share of the SLO"),
     ] = 0.05
     max_event_age_ms: Annotated[Ms, doc("an event older than this is not admitted")] = 1000.0
-    max_status_age_ms: Annotated[Ms, doc("no admissions for an owner whose status is older than this")] = 3000.0
+    # No admissions for an owner whose status is older: twice the time after which clients take a worker for silent.
+    max_status_age_ms: Ms = 3000.0
     load_burst_ms: Annotated[Ms, doc("most device time that a lane may request at once")] = 100.0
     delegate: Annotated[
         bool,
@@ -132,10 +126,10 @@ class Client(Section, frozen=True, kw_only=True):
     """The client, in a recommendation service."""
 
     timeout_ms: Annotated[Ms, doc("default timeout of rank(); in a worker, that of requests which state none")] = 1000.0
-    reply_partition: Annotated[
-        int, Meta(ge=-1), doc("partition of `scores` for this client's answers; -1: chosen at random")
-    ] = -1
-    max_in_flight: Annotated[Positive, doc("most concurrent rank() calls; further ones raise Overloaded")] = 10_000
+    # Partition of `scores` for this client's answers; -1: chosen at random, so that clients spread over the brokers.
+    reply_partition: Annotated[int, Meta(ge=-1)] = -1
+    # Most concurrent rank() calls; further ones raise Overloaded. A second of 10,000 requests/s: no client sends more.
+    max_in_flight: Positive = 10_000
     hedge_ms: Annotated[
         float,
         Meta(ge=0, le=3.6e6),
@@ -144,17 +138,12 @@ class Client(Section, frozen=True, kw_only=True):
             "also sent to another worker; 0: never"
         ),
     ] = 200.0
-    announce_linger_ms: Annotated[
-        float, Meta(ge=0, le=1000), doc("a request event waits this long for others, to be sent in one batch")
-    ] = 10.0
+    # A request event waits this long for others, to be sent in one batch: a small part of the retrieval stage.
+    announce_linger_ms: Annotated[float, Meta(ge=0, le=1000)] = 10.0
     tenant: Annotated[str, LABEL, doc("tenant of requests that do not state one")] = ""
-    silence_ms: Annotated[
-        Ms,
-        doc(
-            "if a lane's owner has stated nothing for this long, requests go to another worker at once; a worker "
-            "forwards and hands over to no peer that is silent for so long"
-        ),
-    ] = 1500.0
+    # If a lane's owner has stated nothing for this long, requests go to another worker at once; a worker forwards and
+    # hands over to no peer that is silent for so long. Six times worker.status_interval_ms: a busy loop may miss some.
+    silence_ms: Ms = 1500.0
 
 
 class History(Section, frozen=True, kw_only=True):
@@ -176,10 +165,10 @@ class History(Section, frozen=True, kw_only=True):
     )
     prefix: Annotated[str, Meta(max_length=64), doc("prefix of the keys in Redis")] = "relaygr:history:"
     timeout_ms: Annotated[Ms, doc("timeout of one call of the store, connecting included")] = 100.0
-    max_retries: Annotated[
-        int, Meta(ge=0, le=10), doc("a failed read is tried so many times more, within the ranking's deadline")
-    ] = 2
-    max_reads: Annotated[Positive, doc("most reads of a worker at a time; further ones wait")] = 32
+    # A failed read is tried so many times more, within the ranking's deadline: for a closed connection, and once more.
+    max_retries: Annotated[int, Meta(ge=0, le=10)] = 2
+    # Most reads of a worker at a time; further ones wait. At 1 ms a read 32,000 a second, more than a device ranks.
+    max_reads: Positive = 32
     cache_bytes: Annotated[
         int,
         Meta(ge=0, extra=BYTES),
@@ -234,10 +223,10 @@ class Gateway(Section, frozen=True, kw_only=True):
             "one more for each KiB. An address without a valid token has a tenth"
         ),
     ] = 1000.0
-    read_ms: Annotated[
-        Ms, doc("time for a client to send a request's head, then its body, and to take up the answer")
-    ] = 5000.0
-    drain_ms: Annotated[Positive, doc("on SIGTERM, longest time for accepted requests to complete")] = 10_000
+    # Time for a client to send a request's head, then its body, and to take up the answer: 100 kB at 160 kbit/s.
+    read_ms: Ms = 5000.0
+    # On SIGTERM, longest time for accepted requests to complete: as worker.drain_ms.
+    drain_ms: Positive = 10_000
 
 
 class Telemetry(Section, frozen=True, kw_only=True):
@@ -252,11 +241,8 @@ class Telemetry(Section, frozen=True, kw_only=True):
     host: Annotated[str, doc("address of /metrics, /healthz, /readyz")] = "127.0.0.1"
     port: Annotated[Port, doc("port of /metrics, /healthz, /readyz; 0: any free one, logged at start")] = 0
     port_file: Annotated[str, doc("file that receives the chosen port, for supervisors; empty: none")] = ""
-    stall_ms: Annotated[
-        float,
-        Meta(ge=500, le=3.6e6),  # an idle loop shows itself every 100 ms
-        doc("/healthz fails when the event loop has not run for this long"),
-    ] = 10_000.0
+    # /healthz fails when the event loop has not run for this long: a hundred times as long as an idle loop takes.
+    stall_ms: Annotated[float, Meta(ge=500, le=3.6e6)] = 10_000.0
     traces: Annotated[
         bool,
         doc("make spans of requests and export them by OTLP, as the variables OTEL_… say; needs the extra `otel`"),

@@ -35,7 +35,11 @@ Ms = Annotated[float, Meta(gt=0, le=3.6e6)]
 
 
 def doc(text: str) -> Meta:
-    """The meaning of a setting, for its table and help texts."""
+    """The meaning of a setting, for its table and help texts.
+
+    A field of a section without it is no setting but a constant, with its derivation beside it. Its value can be given
+    to the constructor: tests are quicker with other times, and the laboratory stretches them.
+    """
     return Meta(description=text)
 
 
@@ -61,7 +65,7 @@ class Field:
     key: str  # "section.name"
     kind: Any
     default: Any
-    description: str
+    description: str  # "": no setting, but a constant that tests and the laboratory vary
     is_bytes: bool
     is_secret: bool
     is_list: bool  # of text

@@ -65,16 +65,11 @@ class Worker(Section, frozen=True, kw_only=True):
     audit_share: Annotated[
         Share, doc("share of rankings answered from prefix KV that are scored again in full, in idle time")
     ] = 0.01
-    reply_ms: Annotated[
-        float, Meta(ge=0, le=1e4), doc("time reserved before a ranking's deadline for the answer's way to its client")
-    ] = 5.0
-    max_queue: Annotated[
-        Positive,
-        doc(
-            "most waiting ranking requests; a further one is forwarded, takes the place of one of the client that has "
-            "the most, or is answered `overloaded`"
-        ),
-    ] = 2048
+    # Time before a ranking's deadline for the answer's way to its client: a batch of the producer and a fetch.
+    reply_ms: Annotated[float, Meta(ge=0, le=1e4)] = 5.0
+    # Most waiting ranking requests; a further one is forwarded, takes the place of one of the client that has the most,
+    # or is answered `overloaded`. 20 s of work for a device that takes 10 ms each: deadlines end a queue before.
+    max_queue: Positive = 2048
     max_waiting_bytes: Annotated[
         int,
         Meta(ge=1 << 20, extra=BYTES),
@@ -84,12 +79,11 @@ class Worker(Section, frozen=True, kw_only=True):
             "9 s of work for a device that takes 10 ms each"
         ),
     ] = 256 << 20
-    max_crashes: Annotated[
-        int, Meta(ge=2, le=100), doc("a ranking is answered `failed`, not run, after this many workers ended at it")
-    ] = 3
-    max_timeout_ms: Annotated[
-        Ms, doc("longest time that a ranking waits here, even if its sender's timeout is longer")
-    ] = 60_000.0
+    # A ranking is answered `failed`, not run, after this many workers ended at it. Two may be chance: a deployment
+    # stops two workers that have it, one after the other.
+    max_crashes: Annotated[int, Meta(ge=2, le=100)] = 3
+    # Longest time that a ranking waits here, even if its sender's timeout is longer: no caller waits a minute.
+    max_timeout_ms: Ms = 60_000.0
     forward: Annotated[
         bool, doc("forward rankings that would be late here to a worker that is in time, instead of refusing them")
     ] = True
@@ -109,7 +103,8 @@ class Worker(Section, frozen=True, kw_only=True):
             "must not learn of each other's users"
         ),
     ] = False
-    status_interval_ms: Annotated[Positive, doc("time between statuses on `worker-status`")] = 250
+    # Time between statuses on `worker-status`: the age of what triggers, clients and peers decide by.
+    status_interval_ms: Positive = 250
     drain_ms: Annotated[Positive, doc("on SIGTERM, longest time for accepted requests to complete")] = 10_000
 
 
@@ -155,7 +150,10 @@ class Handover(Section, frozen=True, kw_only=True):
 
 
 class Model(Section, frozen=True, kw_only=True):
-    """The model: a user's own factory, a checkpoint, or an HSTU of this shape with random weights."""
+    """The model: a user's own factory, a checkpoint, or an HSTU with random weights.
+
+    The shape is that of an HSTU with random weights, for tests and measurements.
+    """
 
     factory: Annotated[str, doc("module:factory of a user's own model; empty: the built-in HSTU")] = ""
     path: Annotated[
@@ -164,31 +162,23 @@ class Model(Section, frozen=True, kw_only=True):
     checkpoint: Annotated[
         str,
         doc(
-            "folder with config.json and model.safetensors, or a packaged one (demo); empty: random weights, but "
-            "`relaygr up` takes demo where nothing in [model] is set"
+            "folder with config.json and model.safetensors, or a packaged one (demo); empty: a small HSTU with random "
+            "weights, but `relaygr up` takes demo where nothing in [model] is set"
         ),
     ] = ""
-    seed: Annotated[int, doc("seed of random weights")] = 7
-    layers: Annotated[int, Meta(ge=1, le=4096), doc("STU layers")] = 4
-    dim: Annotated[Positive, doc("embedding width D")] = 128
-    heads: Annotated[Positive, doc("attention heads H")] = 4
-    dqk: Annotated[Positive, doc("query/key width per head")] = 32
-    dv: Annotated[Positive, doc("value width per head")] = 32
-    vocab: Annotated[Positive, doc("items with a row of their own: ids from 0 to below this")] = 100_000
-    oov_rows: Annotated[
-        int, Meta(ge=0), doc("rows shared, by hash, by all other item ids; 0: they count modulo model.vocab")
-    ] = 0
-    max_positions: Annotated[Positive, doc("rows of the position table; later positions share the last row")] = 8192
-    scale_tokens: Annotated[Positive, doc("N of the attention scale 1/N; a constant of the model")] = 1024
-    contextual_seq_len: Annotated[
-        int, Meta(ge=0), doc("number of first tokens that attend to the whole prefix; requires an empty suffix")
-    ] = 0
-    max_attn_len: Annotated[int, Meta(ge=0), doc("tokens attend at most this many tokens back; 0: no limit")] = 0
-    relative_positions: Annotated[
-        int, Meta(ge=0), doc("distances of positions that bias attention, each with a weight a layer; 0: no such bias")
-    ] = 0
-    relative_times: Annotated[
-        int, Meta(ge=0, le=128), doc("buckets of times between tokens that bias attention; 0: no such bias")
-    ] = 0
-    group_norm: Annotated[bool, doc("normalise attention outputs per head instead of over all heads")] = False
-    tasks: Annotated[tuple[str, ...], doc("names of the score columns")] = ("click", "like")
+    seed: int = 7  # of random weights
+    layers: Annotated[int, Meta(ge=1, le=4096)] = 4
+    dim: Positive = 128
+    heads: Positive = 4
+    dqk: Positive = 32
+    dv: Positive = 32
+    vocab: Positive = 100_000
+    oov_rows: Annotated[int, Meta(ge=0)] = 0
+    max_positions: Positive = 8192
+    scale_tokens: Positive = 1024
+    contextual_seq_len: Annotated[int, Meta(ge=0)] = 0
+    max_attn_len: Annotated[int, Meta(ge=0)] = 0
+    relative_positions: Annotated[int, Meta(ge=0)] = 0
+    relative_times: Annotated[int, Meta(ge=0, le=128)] = 0
+    group_norm: bool = False
+    tasks: tuple[str, ...] = ("click", "like")

@@ -10,7 +10,7 @@ of them. The trigger process (lane.py, outbox.py), the simulator, `relaygr expla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Final, NamedTuple
 
 from relaygr_stream.errors import BrokerUnavailable, MessageTooLarge
@@ -122,6 +122,19 @@ class TriggerCore:
             sum(ledger.budget for ledger in ledgers),
             sum(ledger.on_hold for ledger in ledgers),
         )
+
+    # ---- users ----
+
+    def users(self) -> list[str]:
+        """Those of whom something is remembered (tenant_key)."""
+        return [*self.loads.users, *(user for state in self._lanes.values() for user in state.users)]
+
+    def forget(self, users: Set[str]) -> None:
+        """Drop what is remembered of these users (tenant_key)."""
+        for user in users:
+            self.loads.forget(user)
+        for state in self._lanes.values():
+            state.forget(users)
 
     # ---- events ----
 

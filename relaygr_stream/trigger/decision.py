@@ -7,8 +7,9 @@ admitted request. Nothing here waits.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Set
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, get_args
+from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 import msgspec
 
@@ -88,6 +89,11 @@ class Decision(msgspec.Struct, frozen=True):  # made for every event; a frozen d
         return self.reason == "admitted"
 
 
+class _Admitted(NamedTuple):
+    at_s: float
+    user: str  # tenant_key
+
+
 class LaneState:
     """What decisions on one lane's events depend on: the policy, its owner, its bounds, its recent requests.
 
@@ -115,7 +121,7 @@ class LaneState:
         self._loads = OwnerLoads(policy.averaging) if loads is None else loads
         self._owner_bucket: LoadBucket | None = None
         self.costs: CostModel = FALLBACK_COSTS  # the owner's, if they are usable
-        self._recent: OrderedDict[str, float] = OrderedDict()  # tenant_key of request id → when admitted
+        self._recent: OrderedDict[str, _Admitted] = OrderedDict()  # by tenant_key of request id
         self._stated: Claim | None = None  # the newest that any owner made
 
     def observe(self, claim: Claim | None, now_s: float) -> None:
@@ -162,8 +168,18 @@ class LaneState:
 
     def admitted_recently(self, request: str, now_s: float) -> bool:
         """Whether this request (tenant_key of its id) was admitted within the life window."""
-        at_s = self._recent.get(request)
-        return at_s is not None and now_s - at_s <= self.policy.life_ms / 1e3
+        admitted = self._recent.get(request)
+        return admitted is not None and now_s - admitted.at_s <= self.policy.life_ms / 1e3
+
+    @property
+    def users(self) -> list[str]:
+        """Whose requests were admitted lately (tenant_key)."""
+        return [admitted.user for admitted in self._recent.values()]
+
+    def forget(self, users: Set[str]) -> None:
+        """Drop the recent requests of these users (tenant_key): a repeated event of theirs counts as a new one."""
+        for request in [request for request, admitted in self._recent.items() if admitted.user in users]:
+            del self._recent[request]
 
     def admit(self, event: RequestEvent, decision: Decision, now_s: float) -> Pending:
         """Book an admitted request; returns the ledger's entry for its signal."""
@@ -181,11 +197,12 @@ class LaneState:
         self._loads.sent(place.worker, now_s).add(decision.cost_ms, decision.nbytes, now_s)
 
     def _note(self, event: RequestEvent, kept: KeptAt, now_s: float) -> None:
-        self._loads.remember(tenant_key(event.tenant, event.user_id), kept)
-        while self._recent and now_s - next(iter(self._recent.values())) > self.policy.life_ms / 1e3:
+        user = tenant_key(event.tenant, event.user_id)
+        self._loads.remember(user, kept)
+        while self._recent and now_s - next(iter(self._recent.values())).at_s > self.policy.life_ms / 1e3:
             self._recent.popitem(last=False)
         request = tenant_key(event.tenant, event.request_id)
-        self._recent[request] = now_s
+        self._recent[request] = _Admitted(now_s, user)
         self._recent.move_to_end(request)
 
 

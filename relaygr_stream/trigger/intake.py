@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
 import structlog
 
 from relaygr_stream.bus.dead_letter import DeadLetters
@@ -13,9 +14,10 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.wire.behaviours import check_times
 from relaygr_stream.wire.codec import decode_record
-from relaygr_stream.wire.messages import RequestEvent, RequestEventInPlace
+from relaygr_stream.wire.messages import Id, Label, RequestEvent, RequestEventInPlace, tenant_key
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.topic_files import TopicSet, lane_of
+from relaygr_stream.wire.versions import NOT_DECODED
 
 log = structlog.get_logger(__name__)
 limited: Final = LogLimiter().limited
@@ -50,6 +52,23 @@ class EventIntake:
         limited(log.warning, error.reason)(
             "event unreadable", lane=record.lane, offset=record.offset, outcome=error.reason, detail=error.detail
         )
+
+
+class _Who(msgspec.Struct):
+    user_id: Id
+    tenant: Label = ""
+
+
+_who = msgspec.msgpack.Decoder(_Who)
+
+
+def user_of(record: Record) -> str:
+    """Whom an event is about (tenant_key): as it says, or its key where it cannot be read. Builds no arrays."""
+    try:
+        who = _who.decode(record.value or b"")
+    except NOT_DECODED:
+        return (record.key or b"").decode(errors="replace")
+    return tenant_key(who.tenant, who.user_id)
 
 
 def read_event(shape: type[RequestEvent], record: Record, topics: TopicSet) -> RequestEvent | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -18,9 +19,10 @@ from relaygr_stream.errors import BrokerError
 from relaygr_stream.telemetry.background import endless
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.core import Effect, Skip, TriggerCore
-from relaygr_stream.trigger.intake import EventIntake
+from relaygr_stream.trigger.intake import EventIntake, user_of
 from relaygr_stream.trigger.metrics import TriggerTelemetry
 from relaygr_stream.trigger.outbox import Outbox, Sending, described
+from relaygr_stream.wire.erase import named
 from relaygr_stream.wire.messages import RequestEvent
 from relaygr_stream.wire.records import Record, held_bytes
 
@@ -73,6 +75,20 @@ class LaneTrigger:
             if self._intake.read(record) is not None:
                 self._telemetry.metrics.decided("stale", 0.0)
                 self._intake.done(record)
+
+    async def erase(self, names: Callable[[str], bool]) -> None:
+        """Complete the waiting events of a user undecided. names(tenant_key): whether it is."""
+        waiting = list(self._events)
+        whose = [user_of(record) for _, record in waiting]
+        found = await named(whose, names)
+        gone = {record.offset for user, (_, record) in zip(whose, waiting, strict=True) if user in found}
+        for _ in range(len(self._events)):
+            read_s, record = self._events.popleft()
+            if record.offset in gone:
+                self.backlog_bytes -= held_bytes(record)
+                self._intake.done(record)
+            else:
+                self._events.append((read_s, record))
 
     def sample_age(self, end: LogEnd) -> None:
         """Apply the end of the lane's event log, as just answered by a broker."""

@@ -30,8 +30,10 @@ MOST_SENT: Final = 4096
 #: Device time of a returning user's signal where its prefix KV are kept, as a share of that of the whole prefix: a few
 #: new behaviours beside hundreds, and a fixed time. An assumption: workers state averages over all users.
 NEW_SHARE: Final = 0.1
-#: Users of whom it is remembered where their last signal went: about as many prefix KV as a fleet's tiers hold; 40 MB.
+#: Users of whom it is remembered where their last signal went: about as many prefix KV as a fleet's tiers hold; 60 MB.
 MOST_USERS: Final = 200_000
+#: Characters of their keys together, which a sender chooses, of up to 4 bytes each: 100 a user.
+MOST_CHARACTERS: Final = 100 * MOST_USERS
 
 
 class LoadBucket:
@@ -140,7 +142,8 @@ class OwnerLoads:
         self._buckets: dict[str, LoadBucket] = {}
         self._counts: dict[str, int] = {}
         self._sent: dict[str, SentLately] = {}
-        self._kept: OrderedDict[int, KeptAt] = OrderedDict()
+        self._kept: OrderedDict[str, KeptAt] = OrderedDict()  # by tenant_key: who is erased must be found
+        self._characters = 0  # of its keys
 
     def observe(self, lane: int, owner: str, ms_per_s: float, now_s: float) -> LoadBucket:
         """Note a lane's owner and the rate it grants; returns the owner's bucket."""
@@ -179,7 +182,7 @@ class OwnerLoads:
 
     def kept(self, user: str) -> KeptAt | None:
         """Where the last signal of a user (tenant_key) went; None: that is not remembered."""
-        return self._kept.get(hash(user))
+        return self._kept.get(user)
 
     def expected_ms(self, user: str, worker: str, incarnation: int, whole_ms: float) -> float:
         """Device time of a user's signal there, where the whole prefix takes whole_ms."""
@@ -188,11 +191,21 @@ class OwnerLoads:
 
     def remember(self, user: str, kept: KeptAt) -> None:
         """Note where a user's signal goes."""
-        key = hash(user)  # two users with one hash cost one miss
-        self._kept[key] = kept
-        self._kept.move_to_end(key)
-        if len(self._kept) > MOST_USERS:
-            self._kept.popitem(last=False)
+        self.forget(user)
+        self._kept[user] = kept
+        self._characters += len(user)
+        while len(self._kept) > MOST_USERS or self._characters > MOST_CHARACTERS:
+            self._characters -= len(self._kept.popitem(last=False)[0])
+
+    @property
+    def users(self) -> list[str]:
+        """Those of whom something is remembered (tenant_key)."""
+        return list(self._kept)
+
+    def forget(self, user: str) -> None:
+        """Drop what is remembered of a user (tenant_key)."""
+        if self._kept.pop(user, None) is not None:
+            self._characters -= len(user)
 
 
 def stated_wait_ms(owner: Claim, now_s: float) -> float:

@@ -19,6 +19,7 @@ import structlog
 from relaygr_stream.bus.ages import AgeBounds, LogEnds, SenderLag
 from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
+from relaygr_stream.bus.erasures import Erasures
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import NO_LEADER, Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
@@ -37,6 +38,7 @@ from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.metrics import TriggerMetrics, TriggerTelemetry
 from relaygr_stream.trigger.outbox import SENDING_S, Outbox, RefusalNotices
 from relaygr_stream.trigger.statement import NeverAtRisk, Stated, Statements
+from relaygr_stream.wire.erase import Erase, named
 from relaygr_stream.wire.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
@@ -98,25 +100,21 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         tracing = await stack.enter_async_context(tracing_of(settings.telemetry, "trigger", context.registry))
         producer = await _enter(stack, Producer(settings.kafka, client_id=member, max_bytes=max_bytes))
         ends = await _enter(stack, LogEnds(settings.kafka, member))
-        # From the end: a status written before this start may be of any age (wire/fleet.py).
-        status, take = topics.worker_status, owners.on_records
-        tail = TopicTail(settings.kafka, status.name, [0], "latest", take, pause_s=STATUS_PAUSE_S)
-        await _enter(stack, tail)
         stack.push_async_callback(background.end)
         telemetry = TriggerTelemetry(metrics, tracing, log_decisions=settings.telemetry.log_level == "debug")
         core = trigger_core(settings, topics, owners, producer, decide)
         lanes = TriggerLanes(settings, member, core, Connections(topics, producer, ends), telemetry, background)
-        consumer, dead_letters = lanes.consumer, lanes.dead_letters
+        consumer = lanes.consumer
         counts = PartitionCounts(topics, producer, also=[topics.worker_status])
-        stack.callback(dead_letters.close)
-        context.conditions += [dead_letters.why_not_taken, counts.why_not_ready]
-        statements = Statements(
-            settings,
-            status.name,
-            member,
-            producer,
-            reader,
-            lanes.stated,
+        stack.callback(lanes.dead_letters.close)
+        context.conditions += [lanes.dead_letters.why_not_taken, counts.why_not_ready]
+        erasures = Erasures(reader, background, lanes.erase, metrics.statuses_unsigned.inc)
+        status = topics.worker_status.name
+        statements = Statements(settings, status, member, producer, reader, lanes.stated, erasures)
+        # From the end: a status written before this start may be of any age (wire/fleet.py).
+        tail = await _enter(
+            stack,
+            TopicTail(settings.kafka, status, [0], "latest", partial(_take, owners, erasures), pause_s=STATUS_PAUSE_S),
         )
         # Wait until every live worker has stated itself, so that the first events find their lanes' owners.
         await asyncio.sleep(STATUS_PERIODS * settings.worker.status_interval_ms / 1000)
@@ -142,6 +140,11 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(FINAL_STATUS_S):
                 await statements.publish_stopped()
+
+
+def _take(owners: OwnerDirectory, erasures: Erasures, records: list[Record]) -> None:
+    owners.on_records(records)
+    erasures.on_records(records)
 
 
 async def _enter(stack: AsyncExitStack, client: C) -> C:
@@ -225,6 +228,13 @@ class TriggerLanes:
         """What this trigger's status says of its lanes now."""
         on_hold = self._core.bounds().on_hold
         return Stated(tuple(sorted(self._lanes)), self._telemetry.metrics.decisions, self._backlog, on_hold)
+
+    async def erase(self, erase: Erase) -> None:
+        """Drop a user: waiting events, recent requests, where the prefix KV are. Signals that are sent stay so."""
+        for lane in list(self._lanes.values()):
+            await lane.erase(erase.names)
+        self._core.forget(await named(self._core.users(), erase.names))
+        log.info("a user was erased", erase=erase.id)
 
     async def tell_owners(self) -> None:
         """Hand what owners are to be told to the producer now, as far as brokers take it soon."""

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.erasures import Erasures
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.throttling import throttled_ms
 from relaygr_stream.errors import BrokerError
@@ -41,7 +42,10 @@ class Stated(NamedTuple):
 
 
 class Statements:
-    """Publishes statuses on a topic, in the trigger's name. stated: returns the current values."""
+    """Publishes statuses on a topic, in the trigger's name. stated: returns the current values.
+
+    erasures: stated at once when one is carried out.
+    """
 
     def __init__(
         self,
@@ -51,11 +55,14 @@ class Statements:
         producer: Producer,
         reader: StatusReader,
         stated: Callable[[], Stated],
+        erasures: Erasures,
     ) -> None:
         self._group = settings.kafka.prefix + settings.trigger.group
         self._policy = policy_status(Policy.of(settings))
         self._topic, self._name, self._producer, self._reader = topic, name, producer, reader
         self._stated = stated
+        self._erasures = erasures
+        erasures.publish = self.publish
         self._started_ms = self._sent_ms = now_ms()
 
     async def publish(self, state: str = "serving") -> None:
@@ -77,6 +84,7 @@ class Statements:
             backlog=stated.backlog,
             lanes_on_hold=stated.on_hold,
             throttled_ms=throttled_ms(),
+            erased=self._erasures.stated,
         )
         await self._send(encode_trigger(status))
 

@@ -65,6 +65,10 @@ class Signer:
         for secret in self._verified:
             purpose_key(secret, PURPOSE)
 
+    def keys(self, purpose: str) -> tuple[bytes, ...]:
+        """The keys of this purpose (purpose_key): of the secret that it signs with, then of the accepted one."""
+        return tuple(purpose_key(secret, purpose) for secret in self._verified)
+
     @classmethod
     def of(cls, handover: Handover) -> Signer | None:
         """A signer, or None if there is no secret: records are then neither signed nor verified.

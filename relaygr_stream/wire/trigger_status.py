@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.messages import Finite, Id, Label, LeastVersion, UnixMillis
@@ -57,6 +57,7 @@ class TriggerStatus(msgspec.Struct, frozen=True, kw_only=True):
     backlog: Count = 0  # events read and not yet decided
     lanes_on_hold: Count = 0
     throttled_ms: Finite = 0.0  # for which brokers have throttled it by quotas, since its start
+    erased: Annotated[tuple[Id, ...], Meta(max_length=64)] | UnsetType = UNSET  # as of a worker
 
 
 _decoder = VersionedDecoder(TriggerStatus, min_v=1)

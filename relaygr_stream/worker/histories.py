@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Final
@@ -23,6 +23,7 @@ from relaygr_stream.history.packed import joined
 from relaygr_stream.history.store import HistoryStore, rows_of
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.erase import named
 from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference, digests, row_bytes
 from relaygr_stream.wire.latencies import BOUNDS_S
 from relaygr_stream.wire.messages import tenant_key
@@ -31,8 +32,6 @@ from relaygr_stream.wire.messages import tenant_key
 RETRY_S: Final = 0.01
 #: Python's objects around a kept history.
 OBJECT_BYTES: Final = 1024
-#: Users compared with one to erase before the loop goes on: a hash of each, 0.3 ms.
-NAMES_AT_ONCE: Final = 256
 #: Digests remembered of a kept history: those of two references.
 MAX_DIGESTS: Final = 2 * MAX_POSITIONS
 
@@ -228,15 +227,6 @@ class Histories:
         if kept is not None:
             self._bytes -= kept.nbytes
             self._metrics.bytes.set(self._bytes)
-
-
-async def named(users: Sequence[str], names: Callable[[str], bool]) -> set[str]:
-    """Those whom `names` names; the loop goes on after each NAMES_AT_ONCE of them."""
-    found: set[str] = set()
-    for start in range(0, len(users), NAMES_AT_ONCE):
-        found.update(filter(names, users[start : start + NAMES_AT_ONCE]))
-        await asyncio.sleep(0)
-    return found
 
 
 def _digest(behaviours: Behaviours) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
@@ -16,6 +15,7 @@ import structlog
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.aiokafka_compat import end
+from relaygr_stream.bus.erasures import Erasures
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
@@ -30,11 +30,10 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.telemetry.process import version
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.erase import KIND as ERASE
-from relaygr_stream.wire.erase import Erase, read_erase
+from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import State, WorkerStatus
-from relaygr_stream.wire.records import Record, kind_of
+from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.worker_status import (
     DELEGATED_PINNED,
@@ -57,8 +56,6 @@ SNAPSHOT_S: Final = 1.0
 ANNOUNCE_S: Final = 1.0
 #: Counters that a status states even where the worker withholds outcomes, beside those of answers by their status.
 TOLD: Final = frozenset({"signals", DELEGATED_PINNED, THROTTLED_MS})
-#: Erasures carried out that a status lists: the command that asked for one waits seconds for it.
-ERASED_STATED: Final = 16
 
 
 class StatusReporter:
@@ -91,8 +88,6 @@ class StatusReporter:
         self._peers = peers
         self._handover = handover
         self._fetching = fetching
-        self._on_erase = on_erase
-        self._erased: deque[str] = deque(maxlen=ERASED_STATED)
         self._topics = topics
         self._name = name
         self._incarnation = 0  # until the statuses that were there before us are read
@@ -100,6 +95,8 @@ class StatusReporter:
         self._sent_ms = 0
         self.lag: dict[str, int] = {}  # by topic: records of our lanes not yet read
         self._reader = StatusReader.of(settings, topics)
+        self._erasures = Erasures(self._reader, background, on_erase, metrics.statuses_unsigned.inc)
+        self._erasures.publish = self.publish_now
         self._host = host
         self._device = device
         self._metrics = metrics
@@ -193,7 +190,7 @@ class StatusReporter:
         if self._settings.worker.withhold_outcomes:  # two statuses tell by the others what became of the one ranking
             counters = {name: total for name, total in counters.items() if name in TOLD or name.startswith("answers_")}
             latencies = {}
-        erased = tuple(self._erased) or msgspec.UNSET
+        erased = self._erasures.stated
         lag = sum(self.lag.values())
         stated = {"counters": counters, "latencies": latencies or msgspec.UNSET, "erased": erased}
         return msgspec.structs.replace(status, lag=lag, version=VERSION, **stated)
@@ -236,31 +233,12 @@ class StatusReporter:
         metrics.lag.labels("unread").set(sum(self.lag.values()))
         metrics.lag.labels("uncommitted").set(self._consumer.uncommitted)
 
-    def _take_erase(self, record: Record) -> None:
-        try:
-            erase = read_erase(record, self._reader)
-        except DecodeError as error:
-            self._metrics.statuses_unsigned.inc()
-            limited(log.warning, "erase")("a request to erase a user is refused", detail=str(error))
-            return
-        if erase is not None:
-            self._background.start(self._carry_out(erase))
-
-    async def _carry_out(self, erase: Erase) -> None:
-        try:
-            await self._on_erase(erase)
-        except DeviceError:  # the process ends, and what it held with it
-            return
-        self._erased.append(erase.id)
-        await self.publish_now()
-
     def _on_statuses(self, records: list[Record]) -> None:
         """Two processes of one name: the later incarnation serves, the earlier gives way once it does."""
         if self._incarnation:  # what was there before us may be of any age
             self._peers.on_records(records)
+            self._erasures.on_records(records)
         for record in records:
-            if self._incarnation and kind_of(record.headers) == ERASE:  # one from before us: we have nothing yet
-                self._take_erase(record)
             if record.key != self._name.encode():
                 continue
             try:

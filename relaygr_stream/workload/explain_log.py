@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from relaygr_stream.engine.budgets import Demand, LaneBudgets, LaneShares
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.core import Signal, TriggerCore
@@ -23,11 +25,8 @@ from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.wire.worker_status import prefix_bytes
 from relaygr_stream.workload.items import WorkItem
 
-#: Tokens of an allocation unit of a worker's tiers, and bytes of a token's time, as in cache/tiers.py and models/kv.py,
-#: which import torch. This command does not load it.
+#: Tokens of an allocation unit of a worker's tiers, as in cache/tiers.py, which imports torch.
 GRANULE_TOKENS: Final = 64
-TIME_BYTES: Final = 8
-BYTES_OF: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Retention of the signal logs for the ledgers; no owner has a successor here, so any value does.
 KEEP_S: Final = 60.0
 
@@ -45,10 +44,17 @@ class Fleet:
 
 
 def built_in_bytes_per_token(settings: Settings) -> int:
-    """K and V of one token of the built-in model, all layers, and its time where the model compares times, in bytes."""
+    """K and V of one token of the built-in model, all layers, and its time where the model compares times, in bytes.
+
+    Raises as `config_of`.
+    """
+    import torch  # noqa: PLC0415
+
+    from relaygr_stream.models.loading import config_of  # noqa: PLC0415 - imports torch
+
     model = settings.model
-    kv_bytes = model.layers * model.heads * (model.dqk + model.dv) * BYTES_OF[settings.worker.dtype]
-    return kv_bytes + (TIME_BYTES if model.relative_times else 0)
+    config = config_of(msgspec.structs.replace(model, checkpoint="") if model.factory else model)
+    return config.layout(getattr(torch, settings.worker.dtype)).bytes_per_token
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import structlog
 
@@ -221,17 +221,13 @@ def _check_bounds(shape: ReplayOptions | GeneratorOptions, settings: Settings) -
 
 def _model_notes(largest_item: int, settings: Settings) -> list[str]:
     """Notes on the model in these settings; the workers may have other settings."""
-    from relaygr_stream.models.loading import checkpoint_folder, read_config  # noqa: PLC0415 - imports torch
+    from relaygr_stream.models.loading import checkpoint_folder, config_of  # noqa: PLC0415 - imports torch
 
     model, notes = settings.model, []
-    shape: Any = model
-    if model.checkpoint and not model.factory and checkpoint_folder(model.checkpoint).is_dir():
-        shape = read_config(checkpoint_folder(model.checkpoint))  # the worker's shape, whatever the settings say
-    if not model.factory and largest_item >= shape.vocab:
+    known = not model.factory and (not model.checkpoint or checkpoint_folder(model.checkpoint).is_dir())
+    if known and largest_item >= (shape := config_of(model)).vocab:
         taken = f"in {shape.oov_rows} rows by hash" if shape.oov_rows else "modulo it"
-        notes.append(
-            f"item ids go up to {largest_item}; the model takes those from model.vocab = {shape.vocab} on {taken}"
-        )
+        notes.append(f"item ids go up to {largest_item}; the model takes those from vocab = {shape.vocab} on {taken}")
     if not model.factory and not model.checkpoint:
         notes.append(
             "these settings have no model.checkpoint; without one in the workers' settings, weights are random and "

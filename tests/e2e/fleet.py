@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+from relaygr_lab.processes import servable
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
@@ -73,7 +74,7 @@ class Fleet:
     def use(self, settings: Settings) -> None:
         """What processes started from now on run with."""
         self.settings = settings
-        write_settings(self._config, settings)
+        write_settings(self._config, servable(settings, self._folder))
 
     def start(self, command: str, name: str, *changes: str, worker_name: str | None = None) -> Child:
         """Start a process without waiting for it. changes: KEY=VALUE, settings that differ from the fleet's."""

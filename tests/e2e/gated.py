@@ -57,6 +57,6 @@ class Gated:
 def gated(model: Model, device: torch.device, dtype: torch.dtype) -> RankingModel:
     """The model of the settings behind the gate, in a process that takes its time to count its predecessors' ends."""
     crashes.NOTE_S = 20.0  # type: ignore[misc]  # Final; beside others, Kafka may need more than its second
-    built_in = Model(layers=model.layers, dim=model.dim, heads=model.heads, dqk=model.dqk, dv=model.dv)
+    built_in = Model(checkpoint=model.checkpoint)
     made: Any = Gated(load_model(built_in, Relay(), device=device, dtype=dtype))
     return made  # type: ignore[no-any-return]

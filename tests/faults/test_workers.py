@@ -16,6 +16,7 @@ from prometheus_client.samples import Sample
 
 from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.client import exchange, messages
+from relaygr_stream.models.loading import save_random
 from relaygr_stream.ops.children import Child
 from tests.e2e.test_relay import co_owned
 from tests.faults.cluster import ThreeBrokers, relay_topics
@@ -113,9 +114,10 @@ async def test_the_model_is_swapped(cluster: ThreeBrokers, tmp_path: Path) -> No
     async with scene(cluster, relay_on(cluster), tmp_path, "w1", "w2", one_model=False) as stage:
         model = stage.fleet.settings.model
         old = Truth(stage.fleet.settings)
+        other = save_random(msgspec.structs.replace(model, seed=8), tmp_path / "seed-8")
         stage.begins()
         for name in ("n1", "n2"):
-            stage.fleet.start("worker", name, "model.seed=8")
+            stage.fleet.start("worker", name, f"model.checkpoint={other.checkpoint}")
         await stage.fleet.ready("n1", "n2")
         await stage.owned("w1", "w2", "n1", "n2")
         await stage.load.answered(40)

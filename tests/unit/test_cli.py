@@ -34,25 +34,6 @@ def test_another_one_is_a_usage_error() -> None:
     assert "wroker" in result.output
 
 
-@pytest.mark.parametrize(
-    ("former", "now", "arguments"),
-    [
-        (["publish"], "replay", ["--generate", "--requests", "-1"]),
-        (["trigger", "explain"], "explain", ["--only", "no-such-reason"]),
-    ],
-)
-def test_a_former_command_does_what_its_new_name_does_and_warns_in_one_line(
-    former: list[str], now: str, arguments: list[str]
-) -> None:
-    old = CliRunner().invoke(main, [*former, *arguments])
-    new = CliRunner().invoke(main, [now, *arguments])
-    warning, _, rest = old.stderr.partition("\n")
-    said = f"FutureWarning: `relaygr {' '.join(former)}` is now `relaygr {now}`; the next release drops the old name"
-    assert warning == said
-    assert (old.exit_code, old.stdout, rest) == (new.exit_code, new.stdout, new.stderr)
-    assert new.exit_code == 2
-
-
 def test_a_command_is_a_command_or_a_group_and_not_both() -> None:
     def check(command: click.Command) -> None:
         if isinstance(command, click.Group):

@@ -323,7 +323,7 @@ async def test_more_calls_than_allowed_are_overload(embedded_settings: Kafka) ->
         peer.hold = True
         calls = [asyncio.create_task(relay.rank(request(number), timeout=PATIENCE_S)) for number in range(5)]
         await until(lambda: len(peer.held) == 5)
-        with pytest.raises(Overloaded, match=r"5 calls are under way \(client.max_in_flight\)"):
+        with pytest.raises(Overloaded, match=r"5 calls are under way"):
             await relay.rank(request(6))
         peer.release()
         await asyncio.gather(*calls)

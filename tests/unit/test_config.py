@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings.load import FIELDS, FORMER, Config, injected_names, load_settings, profile_path
+from relaygr_stream.settings.load import FIELDS, REMOVED, RETIRED, Config, injected_names, load_settings, profile_path
 from relaygr_stream.settings.schema import Settings
 
 
@@ -82,6 +82,13 @@ def test_sizes_may_have_units(text: str, number: int, tmp_path: Path) -> None:
             {"RELAYGR_RELAY_SLO": "1"},
             "environment RELAYGR_RELAY_SLO: no such setting; did you mean `RELAYGR_RELAY_SLO_MS`?",
         ),
+        ({"RELAYGR_WORKER_HBM": "1GiB"}, "did you mean `RELAYGR_WORKER_HBM_BYTES`?"),
+        ({"RELAYGR_WORKER_DRAM": "1GiB"}, "did you mean `RELAYGR_WORKER_DRAM_BYTES`"),
+        ({"RELAYGR_HBM_BYTES": "1GiB"}, "did you mean `RELAYGR_WORKER_HBM_BYTES`?"),
+        ({"RELAYGR_TRIGGER_HBM_BYTES": "1GiB"}, "did you mean `RELAYGR_WORKER_HBM_BYTES`?"),
+        ({"RELAYGR_KAFKA_SERVERS": "k:1"}, "no such setting; `relaygr config show` lists them"),
+        ({"RELAYGR_WORKER_HBM_BYTE": "1GiB"}, "did you mean `RELAYGR_WORKER_HBM_BYTES`?"),
+        ({"RELAYGR_WORKER_XYZZY": "1"}, "no such setting; `relaygr config show` lists them"),
         ({"RELAYGR_RELAY_SLO_MS": "fast"}, "environment RELAYGR_RELAY_SLO_MS: `relay.slo_ms` = 'fast'"),
         ({"RELAYGR_RELAY_SLO_MS": "0"}, "`relay.slo_ms` = '0'"),
         ({"RELAYGR_RELAY_SLO_MS": "nan"}, "`relay.slo_ms` = 'nan'"),
@@ -119,6 +126,23 @@ def test_a_mistake_in_a_file_names_file_and_key(text: str, message: str, tmp_pat
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load_settings([path], environ={})
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "kafka:\n  bootstrap: kafka:9092\n", "a.yaml: a YAML file, not TOML: "),
+        ("a.yml", "kafka: {bootstrap: kafka}\n", "a.yml: a YAML file, not TOML: "),
+        ("a.json", '{"kafka": {}}', "a.json: a JSON file, not TOML: "),
+        ("a.conf", "kafka:\n  bootstrap: kafka:9092\n", "a.conf: not TOML: "),
+    ],
+)
+def test_a_file_of_another_format_is_called_one(name: str, text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        load_settings([path], environ={})
+    assert 'write the line [kafka], and below it bootstrap = "kafka:9092"' in str(caught.value)
 
 
 def test_a_mistake_in_a_flag_names_it() -> None:
@@ -169,6 +193,7 @@ def test_an_unknown_profile_lists_those_there_are(tmp_path: Path, monkeypatch: p
         ({"worker.hbm_bytes": "9" * 400}, "a number of 400 digits is no size"),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_settings_with_which_nothing_would_work_are_refused(flags: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         load_settings([], flags, {})
@@ -217,48 +242,60 @@ def test_what_only_resembles_that_is_still_a_mistake(name: str, value: str) -> N
 
 
 @pytest.mark.parametrize("given", ["file", "environment", "flag"])
-def test_a_former_name_is_taken_with_a_warning(given: str, tmp_path: Path) -> None:
+def test_former_settings_are_accepted_with_a_warning_that_names_what_replaces_them(given: str, tmp_path: Path) -> None:
     file = tmp_path / "old.toml"
-    file.write_text("[worker]\nlag_tokens = 5\nstart_nice = 3\n" if given == "file" else "", encoding="utf-8")
-    environ = {"RELAYGR_WORKER_LAG_TOKENS": "5", "RELAYGR_WORKER_START_NICE": "3"} if given == "environment" else {}
-    flags = {"worker.lag_tokens": "5", "worker.start_nice": "3"} if given == "flag" else {}
+    old = '[kafka]\ncommit_interval_ms = 5\n[worker]\ndram_storage = "int8"\n[model]\nlayers = 3\n'
+    file.write_text(old if given == "file" else "", encoding="utf-8")
+    flags = {"kafka.commit_interval_ms": "5", "worker.dram_storage": "int8", "model.layers": "3"}
+    environ = {f"RELAYGR_{key.replace('.', '_').upper()}": value for key, value in flags.items()}
     with pytest.warns(FutureWarning) as warned:
-        assert load_settings([file], flags, environ).settings.worker.max_stale_tokens == 5
+        loaded = load_settings(
+            [file], flags if given == "flag" else {}, environ if given == "environment" else {}
+        ).settings
+    assert (loaded.kafka.commit_interval_ms, loaded.model.layers) == (5, 3)
     said = " ".join(str(each.message) for each in warned)
-    assert "`worker.lag_tokens` is now `worker.max_stale_tokens`" in said
-    assert "`worker.start_nice` was removed" in said
+    assert "`kafka.commit_interval_ms` is no setting from the next release on: it is always 1000" in said
+    assert "`worker.dram_storage` was removed and has no effect: copies in DRAM are exact" in said
+    assert "`model.layers` is no setting from the next release on: config.json in the folder" in said
+    assert "`relaygr model random` writes one" in said
 
 
-@pytest.mark.parametrize("former", [name for name, now in FORMER.items() if now is not None])
-def test_each_former_name_sets_a_setting_that_there_is(former: str) -> None:
-    now = FIELDS[FORMER[former] or ""]
-    assert former not in FIELDS
-    with pytest.warns(FutureWarning, match=re.escape(f"`{former}` is now `{now.key}`")):
-        loaded = load_settings([], {former: str(now.default)}, {})
-    assert {value.field.key: value.source for value in loaded.values}[now.key] == f"flag for {former}"
+@pytest.mark.parametrize("key", sorted(RETIRED))
+def test_each_former_setting_warns_and_is_checked(key: str) -> None:
+    default = RETIRED[key].default
+    given = ",".join(default) if isinstance(default, tuple) else str(default).lower()
+    with pytest.warns(FutureWarning, match=re.escape(f"`{key}` is no setting from the next release on")):
+        loaded = load_settings([], {key: given}, {})
+    assert loaded.settings == Settings()
+    assert key not in FIELDS
+    assert key not in REMOVED
+    if key != "model.tasks":
+        with pytest.warns(FutureWarning), pytest.raises(ConfigError, match=re.escape(f"`{key}`")):
+            load_settings([], {key: "many"}, {})
+
+
+def test_the_operators_settings_are_few() -> None:
+    assert len(FIELDS) <= 92
 
 
 @pytest.mark.parametrize(
-    ("given", "tasks"), [("click , buy", ("click", "buy")), ("click,", ("click", "")), (" ", ()), ("one", ("one",))]
+    ("given", "networks"), [("a , b", ("a", "b")), ("a,", ("a", "")), (" ", ()), ("one", ("one",))]
 )
 @pytest.mark.parametrize("by", ["environment", "flag", "file"])
-def test_a_list_may_be_given_as_text_with_commas(by: str, given: str, tasks: tuple[str, ...], tmp_path: Path) -> None:
-    file = tmp_path / "tasks.toml"
-    file.write_text(f'[model]\ntasks = "{given}"\n' if by == "file" else "", encoding="utf-8")
-    environ = {"RELAYGR_MODEL_TASKS": given} if by == "environment" else {}
-    loaded = load_settings([file], {"model.tasks": given} if by == "flag" else {}, environ)
-    assert loaded.settings.model.tasks == tasks
+def test_a_list_may_be_given_as_text_with_commas(
+    by: str, given: str, networks: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "list.toml"
+    file.write_text(f'[handover]\nnetworks = "{given}"\n' if by == "file" else "", encoding="utf-8")
+    environ = {"RELAYGR_HANDOVER_NETWORKS": given} if by == "environment" else {}
+    loaded = load_settings([file], {"handover.networks": given} if by == "flag" else {}, environ)
+    assert loaded.settings.handover.networks == networks
 
 
 def test_a_list_is_a_list_in_a_file_and_holds_text_alone(tmp_path: Path) -> None:
-    file = tmp_path / "tasks.toml"
-    file.write_text('[model]\ntasks = ["a, b", "c"]\n', encoding="utf-8")
-    assert load_settings([file], {}, {}).settings.model.tasks == ("a, b", "c")
-    file.write_text("[model]\ntasks = [1]\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"`model\.tasks` = \[1\]"):
+    file = tmp_path / "list.toml"
+    file.write_text('[handover]\nnetworks = ["a, b", "c"]\n', encoding="utf-8")
+    assert load_settings([file], {}, {}).settings.handover.networks == ("a, b", "c")
+    file.write_text("[handover]\nnetworks = [1]\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"`handover\.networks` = \[1\]"):
         load_settings([file], {}, {})
-
-
-def test_a_value_under_a_former_name_is_checked() -> None:
-    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match=r"worker\.max_stale_tokens"):
-        load_settings([], {"worker.lag_tokens": "many"}, {})

@@ -53,6 +53,17 @@ def test_every_file_and_test_named_exists(page: str) -> None:
         assert test in TESTS, f"{page}: there is no {test}"
 
 
+def test_everything_that_nobody_can_do_has_a_test() -> None:
+    table = PAGES["docs/reference/security.md"].partition("| who | can | cannot, because |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table.splitlines()[2:]]
+    assert len(rows) > 10
+    for row in rows:
+        who, cannot = row[0], "" if len(row) < 3 else row[2]
+        outside = re.sub(r"\([^()]*\)", lambda aside: aside[0].replace(";", ","), cannot)
+        for claim in filter(None, outside.split(";")):
+            assert "`tests/" in claim, f"{who}: no test shows that it cannot {claim.strip()}"
+
+
 def test_every_row_of_the_fault_table_names_a_test() -> None:
     table = PAGES[RELIABILITY].partition("| fault | outcome | tests |")[2].partition("\n\n")[0]
     rows = table.splitlines()[2:]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.models.loading import load_model
+from relaygr_stream.models.loading import load_model, save_random
 from relaygr_stream.ops import children
 from relaygr_stream.ops import supervisor as supervised
 from relaygr_stream.settings.schema import Relay
@@ -57,8 +57,8 @@ def test_a_model_is_found_by_the_setting_alone(trap: Path) -> None:
     (trap / "my_model.py").write_text("from relaygr_stream.models.transformer import make")
     for early in ("click", "msgspec", "tomllib"):
         Path(f"{early}.py").touch()
-    sizes = ("model.layers=1", "model.dim=16", "model.max_positions=200", *(f"relay.max_{each}" for each in LIMITS))
-    shape = [f"--set={size}" for size in sizes]
+    save_random(Model(layers=1, dim=16, max_positions=200), trap / "shape")
+    shape = ["--set=model.checkpoint=shape", *(f"--set=relay.max_{each}" for each in LIMITS)]
     found = relaygr("model", "check", "my_model:make", "--set=model.path=.", *shape)
     assert "version transformer-" in found, found
     assert "imported ./torch.py" not in found

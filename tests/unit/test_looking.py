@@ -54,6 +54,7 @@ def test_what_the_work_returns_or_raises_is_passed_on() -> None:
     [["status"], ["topics", "verify"], ["topics", "show"], ["dead-letters", "list"], ["explain", "--seconds", "1"]],
     ids=" ".join,
 )
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # a constant from the next release on
 def test_a_mute_broker_holds_up_no_command(command: list[str], mute: str) -> None:
     timeout_ms = 500
     options = ["--bootstrap", mute, "--set", f"kafka.request_timeout_ms={timeout_ms}"]

@@ -28,7 +28,7 @@ from relaygr_stream.wire.messages import (
     Timings,
     WorkerStatus,
 )
-from relaygr_stream.wire.versions import MAX_DETAIL, SCHEMA_VERSION
+from relaygr_stream.wire.versions import MAX_DETAIL, READ_VERSION, SCHEMA_VERSION
 
 KINDS: list[Any] = [RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus]
 
@@ -267,9 +267,9 @@ def test_an_oversized_message_is_not_decoded() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version", [0, 3, -1, 2**63])
+@pytest.mark.parametrize("version", [0, READ_VERSION + 1, -1, 2**63])
 def test_another_version_says_so_whatever_its_shape(kind: Any, version: int) -> None:
-    with pytest.raises(DecodeError, match=f"schema version {version}, .*this program reads 2") as caught:
+    with pytest.raises(DecodeError, match=f"schema version {version}, .*this program reads {READ_VERSION}") as caught:
         decode(kind, msgpack.packb({"v": version, "prefix": "of another shape"}))
     assert caught.value.reason == "unknown_version"
 
@@ -378,3 +378,14 @@ def test_a_detail_does_not_carry_the_message() -> None:
     with pytest.raises(DecodeError) as refused:
         decode(ScoreReply, msgpack.packb({"request_id": "r", "status": "x" * 100_000}))
     assert len(refused.value.detail) <= MAX_DETAIL
+
+
+@pytest.mark.parametrize(
+    ("arrays", "counts"),
+    [(([1, 2], [1], [1, 2]), "2 items, 1 actions and 2 times"), (([], [1], []), "0 items, 1 actions and 0 times")],
+)
+def test_arrays_of_several_lengths_are_told_in_rows(arrays: tuple[Any, Any, Any], counts: str) -> None:
+    with pytest.raises(ValueError, match=f"got {counts}"):
+        Behaviours.of(*arrays)
+    with pytest.raises(ValueError, match=r"got 6 bytes of items \(4 each\), 1 actions and 1 times"):
+        Behaviours(bytes(6), bytes(1), bytes(8)).checked(ValueError)

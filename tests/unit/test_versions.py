@@ -27,7 +27,7 @@ from relaygr_stream.wire.messages import (
     WorkerStatus,
 )
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.versions import RESERVED_FIELDS
+from relaygr_stream.wire.versions import READ_VERSION, RESERVED_FIELDS
 
 #: <release>.json: what that release writes; next.json: what one after this may write. Never edited, only added to.
 WIRE = Path(__file__).parents[1] / "data" / "wire"
@@ -97,9 +97,10 @@ ONE_EACH = [
         ({"v": 2, "min_v": 1}, True),
         ({"v": 99, "min_v": 1}, True),
         ({"v": 2, "min_v": 2}, True),
-        ({"v": 3, "min_v": 2}, True),
-        ({"v": 3, "min_v": 3}, False),
-        ({"v": 1, "min_v": 3}, False),
+        ({"v": READ_VERSION + 1, "min_v": 2}, True),
+        ({"v": READ_VERSION, "min_v": READ_VERSION}, True),
+        ({"v": READ_VERSION + 1, "min_v": READ_VERSION + 1}, False),
+        ({"v": 1, "min_v": READ_VERSION + 1}, False),
         ({"v": 0}, False),
         ({"v": 0, "min_v": 1}, False),
         ({"v": -1, "min_v": 1}, False),
@@ -119,9 +120,9 @@ def test_the_least_version_decides_who_reads(about: str, versions: dict[str, int
 @pytest.mark.parametrize("about", ONE_EACH[:4])
 def test_without_a_least_version_a_later_message_is_for_later_readers_but_a_status_for_all(about: str) -> None:
     with pytest.raises(DecodeError) as refused:
-        decode(*changed(about, v=3))
+        decode(*changed(about, v=READ_VERSION + 1))
     assert refused.value.reason == "unknown_version"
-    assert decode(*changed(ONE_EACH[4], v=3)).v == 3
+    assert decode(*changed(ONE_EACH[4], v=READ_VERSION + 1)).v == READ_VERSION + 1
 
 
 @given(st.text(max_size=64).filter(lambda name: name not in {"ok", "deadline_exceeded", "overloaded", "rejected"}))

@@ -83,7 +83,7 @@ def _conditions(bench: Bench, command: str) -> dict[str, Any]:
     note = f", {bench.about['note']}" if bench.about.get("note") else ""
     samples = options.samples
     arrivals = "Poisson arrivals" if options.arrivals is None else f"times of {options.arrivals.describe()}"
-    shape = f"HSTU, {model.layers} layers, D {model.dim}, {model.heads} heads of {model.dqk}"
+    shape = f"HSTU, {model.layers} layers, D {model.dim}, {model.heads} heads of {model.dqk}, random weights"
     device = bench.about.get("device", worker.device)
     words = {
         "model": f"{model.factory or model.checkpoint or shape}, {worker.dtype}{note}",

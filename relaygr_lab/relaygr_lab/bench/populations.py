@@ -17,9 +17,11 @@ import numpy as np
 
 from relaygr_lab.bench.capacity import most_rate
 from relaygr_lab.bench.cells import World
+from relaygr_lab.bench.model import BENCH_MODEL
 from relaygr_lab.bench.modes import FULL, RELAY, Mode
 from relaygr_lab.bench.options import SloOptions
 from relaygr_lab.bench.pipeline import Pipeline
+from relaygr_lab.demo.traffic import known_items
 from relaygr_stream.client import RelayClient
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent
 from relaygr_stream.wire.topic_files import lane_of
@@ -153,7 +155,7 @@ class Populations:
             growth=options.growth,
             tide=options.tide,
             arrivals=options.arrivals,
-            items=self._pipeline.settings.model.vocab,
+            items=min(BENCH_MODEL.vocab, known_items(self._pipeline.settings.model)),
             suffix=options.suffix,
             candidates=options.candidates,
             max_prefix=self._pipeline.settings.relay.max_prefix_tokens,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from relaygr_lab.bench.model import with_bench_model
 from relaygr_lab.bench.options import PRESETS
 from relaygr_stream.cli.options import check_cluster, head_start, parse_flags, source_options, traffic_options
 from relaygr_stream.settings.files import check_writable
@@ -107,7 +108,7 @@ def slo_command(
     """
     check_cluster(flags["broker"], bootstrap)
     overrides = {"kafka.bootstrap": bootstrap, "worker.device": device, "relay.slo_ms": slo}
-    settings = load_settings([f"slo-{preset}", *files], {**overrides, **parse_flags(assignments)}).settings
+    settings = with_bench_model(load_settings([f"slo-{preset}", *files], {**overrides, **parse_flags(assignments)}))
     if flags["length"] is None:
         flags["length"] = _unit_length(costs, settings.relay.slo_ms)
     options = build_options(preset, private=bootstrap is None, flags=flags)
@@ -169,7 +170,8 @@ def paper_command(
       relaygr bench paper --costs h100 --out out/h100
     """
     settings, engine = (
-        load_settings([profile, *files], parse_flags(assignments)).settings for profile in ("fleet", "slo-quick")
+        with_bench_model(load_settings([profile, *files], parse_flags(assignments)))
+        for profile in ("fleet", "slo-quick")
     )
     out = out or Path("out/paper-quick" if quick else "out/paper")
     for name in ("report.json", "report.html"):

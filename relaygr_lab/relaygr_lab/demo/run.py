@@ -31,7 +31,7 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.models.api import relative_deviation
-from relaygr_stream.models.loading import checkpoint_folder, read_config
+from relaygr_stream.models.loading import config_of
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import BrokerKind
 from relaygr_stream.ops.children import Child, stop_all
@@ -292,7 +292,5 @@ def _shape(model: Model) -> str:
     """The model in words."""
     if model.factory:
         return model.factory
-    if not model.checkpoint:
-        return f"HSTU, {model.layers} layers, D {model.dim}"
-    config = read_config(checkpoint_folder(model.checkpoint))
-    return f"HSTU, {config.layers} layers, D {config.dim}, checkpoint {model.checkpoint}"
+    config, named = config_of(model), f", checkpoint {model.checkpoint}" if model.checkpoint else ""
+    return f"HSTU, {config.layers} layers, D {config.dim}{named}"

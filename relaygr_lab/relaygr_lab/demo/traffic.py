@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from relaygr_stream.history.store import WritableStore
-from relaygr_stream.models.loading import checkpoint_folder, read_config
+from relaygr_stream.models.loading import checkpoint_folder, config_of, read_config
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.wire.behaviours import Behaviours
@@ -89,9 +89,7 @@ async def by_reference(items: Iterable[WorkItem], store: WritableStore) -> list[
 
 def known_items(model: Model) -> int:
     """The number of items with a row of their own. Raises ModelError for a checkpoint without a readable config."""
-    if model.factory or not model.checkpoint:
-        return model.vocab
-    return read_config(checkpoint_folder(model.checkpoint)).vocab
+    return config_of(msgspec.structs.replace(model, checkpoint="") if model.factory else model).vocab
 
 
 def features_of(model: Model) -> FeatureSchema:

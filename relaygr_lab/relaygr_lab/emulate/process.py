@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
@@ -68,12 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML file with settings")
     parser.add_argument("--set", action="append", default=[], dest="assignments", metavar="SECTION.KEY=VALUE")
     parser.add_argument("--policy", choices=POLICIES, default="relay", help="what replaces the relay's policy")
+    parser.add_argument("--averaging", type=float, default=1.0, help="factor of the times over which is averaged")
     given = parser.parse_args(arguments)
     try:
         flags = dict(each.split("=", 1) for each in given.assignments)
         settings: Settings = load_settings(given.config, flags).settings
     except (RelayError, ValueError) as error:
         parser.error(str(error))
+    settings = replace(settings, relay=replace(settings.relay, averaging=given.averaging))
     if given.role == "trigger":
         return run_process("trigger", settings, partial(run_trigger, decide=decider(given.policy)))
     return run_process("worker", settings, partial(run_emulated_worker, policy=given.policy))

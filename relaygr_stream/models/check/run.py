@@ -14,7 +14,7 @@ from relaygr_stream.errors import ConfigError, ModelError, RelayError
 from relaygr_stream.models.api import RankingModel
 from relaygr_stream.models.check.probe import Bounds, Failed, Probe
 from relaygr_stream.models.check.registry import PROPERTIES, Property
-from relaygr_stream.models.loading import load_model
+from relaygr_stream.models.loading import config_of, load_model
 from relaygr_stream.settings.schema import Settings
 
 Verdict = Literal["passed", "FAILED", "not applicable", "not run"]
@@ -39,7 +39,10 @@ def probe_for(settings: Settings, device: torch.device, dtype: torch.dtype, seed
     Raises ConfigError if the model cannot be made in float32, which half precision is compared with.
     """
     relay = settings.relay
-    if settings.model.contextual_seq_len and relay.max_suffix_tokens:
+    model = settings.model
+    # A factory's own shape is not known: it is asked for ids as those of random weights.
+    shape = config_of(replace(model, checkpoint="") if model.factory else model)
+    if shape.contextual_seq_len and relay.max_suffix_tokens:
         relay = replace(relay, max_suffix_tokens=0)  # a worker requires this setting for such a model
 
     kernels = settings.worker.kernels
@@ -54,7 +57,7 @@ def probe_for(settings: Settings, device: torch.device, dtype: torch.dtype, seed
         return load_model(settings.model, relay, device=device, dtype=wanted)
 
     bounds = Bounds(
-        relay.max_prefix_tokens, relay.max_suffix_tokens, relay.max_candidates, settings.model.vocab,
+        relay.max_prefix_tokens, relay.max_suffix_tokens, relay.max_candidates, shape.vocab,
         min(settings.worker.max_stale_tokens, relay.max_prefix_tokens - 1),
     )  # fmt: skip
     try:

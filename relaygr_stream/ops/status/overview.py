@@ -60,7 +60,7 @@ class Seen(Generic[S]):
 
 @dataclass
 class Overview:
-    """All processes by name, and the number of refused records by reason.
+    """All processes by name, and the number of refused records by reason, since it is live.
 
     on_status: also gets each status that is read, and the Unix time in seconds when it was written.
     """
@@ -87,6 +87,8 @@ class Overview:
             try:
                 self._apply(record)
             except DecodeError as error:
+                if not self.live:
+                    continue  # its sender may have gone long ago
                 self.refused[error.reason] = self.refused.get(error.reason, 0) + 1
         if self.clock() - self._dropped_s > DROP_AFTER_S:
             self._dropped_s = self.clock()

@@ -19,6 +19,7 @@ from relaygr_stream.models.hstu_model import HSTUConfig
 from relaygr_stream.models.loading import random_model, save_checkpoint
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Model
 from relaygr_stream.wire.codec import check_features, decode, encode
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 from relaygr_stream.wire.history import HistoryReference
@@ -63,7 +64,7 @@ def test_generated_requests_stay_within_the_checkpoints_items_and_the_same_seed_
 
 
 def test_the_last_phase_asks_the_same_with_the_newest_behaviours_only() -> None:
-    settings = load_settings(["demo"], {"model.checkpoint": "", "model.vocab": "1000"}).settings
+    settings = msgspec.structs.replace(load_settings(["demo"]).settings, model=Model(vocab=1000))
     requests = requests_of(settings, None, seconds=5, rate=4, seed=3)
     assert len(requests.newest) == len(requests.measured) > 0
     for item, short in zip(requests.measured, requests.newest, strict=True):
@@ -85,7 +86,7 @@ def test_the_shortest_run_has_a_request(seed: int) -> None:
 
 @pytest.mark.parametrize("columns", [False, True], ids=["ids", "features"])
 async def test_requests_by_reference_name_the_histories_that_they_carried(tmp_path: Path, columns: bool) -> None:
-    settings = load_settings(["demo"], {"model.checkpoint": "", "model.vocab": "1000"}).settings
+    settings = msgspec.structs.replace(load_settings(["demo"]).settings, model=Model(vocab=1000))
     measured = requests_of(settings, None, seconds=20, rate=4, seed=3).measured
     if columns:
         schema = FeatureSchema((FeatureColumn(name="dwell_s", of="behaviour", dtype="float32"),))

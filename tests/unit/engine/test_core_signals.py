@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from relaygr_stream.engine.commands import Cancel, LanesLost
-from tests.unit.engine.worlds import GRANULE_BYTES, MAX_TOKENS, World, history, world
+from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, history, world
 
 
 def stopped() -> float:
@@ -234,3 +235,18 @@ def test_a_job_nobody_wants_holds_no_memory_while_the_device_is_busy(end: Callab
         assert len(w.scheduler.rankings)
         assert w.cache.find("u1", history(1, 150))[0] is None
         assert ended(w) == {"flight_starved": 1}
+
+
+def test_a_ranking_waits_for_the_slice_that_runs_however_many_signals_came() -> None:
+    """Who writes `pre-infer` decides how many that are: no trigger's budget binds it."""
+    with world(hbm=40, limits=replace(LIMITS, pinned_bytes=30 * GRANULE_BYTES)) as w:
+        w.signal("mine", 1, 64)
+        w.settle()
+        for user in range(2, 12):
+            w.signal(f"r{user}", user, MAX_TOKENS)
+        w.step()  # a slice of one of theirs
+        w.rank("mine", 1, 64)
+        w.step()
+        assert w.outcome("mine") == "hbm"
+        assert w.scheduler.signals.counters.signal_computed > 2
+        w.settle()

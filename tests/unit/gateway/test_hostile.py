@@ -358,6 +358,8 @@ async def test_without_a_valid_token_nothing_is_done(embedded_settings: Kafka, s
         (Gateway(tokens=f"shop:more:{TOKEN}"), "entry 1 has more than one colon"),
         (Gateway(tokens=f"library:{OTHER} shop:{TOKEN}:{TOKEN}"), "entry 2 has more than one colon"),
         (Gateway(tokens=f"shop:{TOKEN}é"), "printable ASCII"),
+        (Gateway(tokens=f":{TOKEN}"), "entry 1 names no tenant"),
+        (Gateway(tokens=f"shop:{TOKEN}, :{OTHER}"), "entry 2 names no tenant"),
     ],
 )
 def test_tokens_that_are_none_are_refused_without_being_shown(settings: Gateway, named: str) -> None:

@@ -191,6 +191,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"candidates": "AAA="}, "candidates must be m ≥ 1"),
     ({"mode": "fast"}, "$.mode"),
     ({"request_id": 7}, "$.request_id"),
+    ({"tenant": "library"}, "tenant"),
 ]
 
 

@@ -111,7 +111,7 @@ def test_who_names_no_tenant_means_that_of_the_settings_as_clients_and_workers_d
     assert run(store, "append", log(tmp_path / "b.csv", "ann,6,1,2000000001"), settings=shop).exit_code == 0
     assert len(read(store, "ann", "shop")[1]) == 2
     assert "2 behaviours" in run(store, "show", "ann", settings=shop).output
-    assert run(store, "show", "ann", "--tenant", "", settings=shop).exit_code == 1
+    assert run(store, "show", "ann", settings=("client.tenant=",)).exit_code == 1
 
 
 @pytest.mark.parametrize(
@@ -130,3 +130,11 @@ def test_what_cannot_be_done_is_said(
     done = run(store, *arguments, settings=settings)
     assert done.exit_code == 1
     assert said in done.output
+
+
+@pytest.mark.parametrize("command", ["import", "append", "show", "erase"])
+def test_an_empty_tenant_is_refused(store: Path, tmp_path: Path, command: str) -> None:
+    """A script whose variable is not set would erase another tenant's user."""
+    about = log(tmp_path / "a.csv", "ann,5,1,2000000000") if command in ("import", "append") else "ann"
+    done = run(store, command, about, "--tenant", "")
+    assert done.exit_code == 2 and "is empty: name a tenant" in done.output

@@ -24,7 +24,7 @@ from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.settings.worker import Handover
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.erase import KEY_PREFIX, KIND, Erase, encode_erase, read_erase, user_mark
+from relaygr_stream.wire.erase import KEY_PREFIX, KEYED_VERSION, KIND, Erase, encode_erase, read_erase, user_mark
 from relaygr_stream.wire.messages import RequestEvent, tenant_key
 from relaygr_stream.wire.records import (
     HEADER_KIND,
@@ -171,20 +171,50 @@ def test_the_device_thread_compares_only_who_came_since_all_were_compared() -> N
 def test_a_request_to_erase_is_signed_fresh_and_names_nobody_in_clear() -> None:
     signer = Signer(SECRET)
     reader = StatusReader(signer=signer)
-    asked = Erase(id="0" * 32, user=user_mark("0" * 32, "ann"), sent_ms=now_ms())
+    asked = Erase.request("0" * 32, "ann", now_ms(), reader)
 
     def record(erase: Erase, signed: bool = True) -> Record:
         key, value, headers = (KEY_PREFIX + erase.id).encode(), encode_erase(erase), [(HEADER_KIND, KIND.encode())]
         headers = signer.sign("t", key, value, headers) if signed else headers
         return Record("t", 0, 0, 0, key, value, tuple(headers))
 
-    assert read_erase(record(asked), reader) == asked
-    assert asked.names("ann")
-    assert not asked.names("bob")
+    read = read_erase(record(asked), reader)
+    assert read is not None
+    assert read.names("ann")
+    assert not read.names("bob")
     assert b"ann" not in encode_erase(asked)
+    assert user_mark(asked.id, "ann") != asked.user, "whoever reads the record could try user ids"
+    earlier = read_erase(record(Erase(id="1" * 32, user=user_mark("1" * 32, "ann"), sent_ms=now_ms())), reader)
+    assert earlier is not None and earlier.names("ann") and not earlier.names("bob"), "an earlier command asks so"
     for forged in (record(asked, signed=False), record(msgspec.structs.replace(asked, sent_ms=now_ms() - 120_000))):
         with pytest.raises(DecodeError, match="unsigned"):
             read_erase(forged, reader)
+
+
+def keyed(secret: str, user: str = "ann") -> Record:
+    """A request by a command that has this secret."""
+    reader = StatusReader(signer=Signer(secret))
+    assert reader.signer is not None
+    erase = Erase.request("0" * 32, user, now_ms(), reader)
+    key, value, headers = (KEY_PREFIX + erase.id).encode(), encode_erase(erase), [(HEADER_KIND, KIND.encode())]
+    return Record("t", 0, 0, 0, key, value, tuple(reader.signer.sign("t", key, value, headers)))
+
+
+def test_while_the_secret_is_changed_both_name_the_user() -> None:
+    other = "another secret of the fleet"
+    for signer in (Signer(SECRET, other), Signer(other, SECRET)):
+        for secret in (SECRET, other):
+            read = read_erase(keyed(secret), StatusReader(signer=signer))
+            assert read is not None and read.names("ann") and not read.names("bob")
+
+
+def test_who_cannot_know_the_user_refuses_instead_of_confirming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without the secret, and a release that would compare another hash."""
+    with pytest.raises(DecodeError, match="has not"):
+        read_erase(keyed(SECRET), StatusReader())
+    monkeypatch.setattr("relaygr_stream.wire.versions.READ_VERSION", KEYED_VERSION - 1)
+    with pytest.raises(DecodeError, match="unknown_version"):
+        read_erase(keyed(SECRET), StatusReader(signer=Signer(SECRET)))
 
 
 async def test_a_worker_that_has_confirmed_has_confirmed_whatever_it_states_later(
@@ -260,6 +290,7 @@ async def test_the_command_says_what_it_did_and_what_the_logs_hold(embedded_sett
         assert done.exit_code == 0, done.output
         assert "history store: erased" in done.output
         assert "workers: 0 have dropped the user" in done.output
+        assert "triggers: 0 have dropped the user" in done.output
         assert "ranking: up to" in done.output
     assert await store.reference("ann") is None
     await store.close()

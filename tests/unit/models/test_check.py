@@ -23,7 +23,7 @@ from relaygr_stream.models.check import properties, run
 from relaygr_stream.models.check.probe import Bounds, Deviations, Measure, Probe
 from relaygr_stream.models.check.registry import PROPERTIES
 from relaygr_stream.models.check.run import check_model, probe_for, run_properties
-from relaygr_stream.models.loading import load_model
+from relaygr_stream.models.loading import load_model, save_random
 from tests.unit.models.broken_families import (
     COLUMNS,
     EarlyLength,
@@ -81,10 +81,15 @@ from tests.unit.models.broken_models import (
 
 BOUNDS = Bounds(prefix=120, suffix=16, candidates=20, items=50, max_stale=9)
 SMALL = settings.Model(layers=2, dim=16, heads=2, dqk=8, dv=12, vocab=50, max_positions=200, scale_tokens=64)
-FLAGS = ("layers=2", "dim=16", "heads=2", "dqk=8", "dv=8", "vocab=50", "max_positions=200")
-SETTINGS = [word for flag in FLAGS for word in ("--set", f"model.{flag}")] + [
+SHAPE = settings.Model(layers=2, dim=16, heads=2, dqk=8, dv=8, vocab=50, max_positions=200)
+SETTINGS = [
     "--set", "relay.max_prefix_tokens=120", "--set", "relay.max_suffix_tokens=16", "--set", "relay.max_candidates=20",
 ]  # fmt: skip
+
+
+def small(folder: Path) -> list[str]:
+    """The options of a small model with random weights."""
+    return [*SETTINGS, "--set", f"model.checkpoint={save_random(SHAPE, folder / 'small').checkpoint}"]
 
 
 def failures(make: Callable[[torch.dtype], Any], dtype: torch.dtype = torch.float32) -> list[str]:
@@ -335,7 +340,7 @@ def test_in_half_precision_too_scores_that_cancel_are_judged_with_the_others() -
 
 def test_the_command(tmp_path: Any) -> None:
     factory = "relaygr_stream.models.transformer:make"
-    done = CliRunner().invoke(main, ["model", "check", factory, *SETTINGS])
+    done = CliRunner().invoke(main, ["model", "check", factory, *small(tmp_path)])
     assert done.exit_code == 0, done.output
     assert f"{factory}: version transformer-" in done.output
     assert "random weights, seed 7" in done.output
@@ -343,7 +348,7 @@ def test_the_command(tmp_path: Any) -> None:
     done = CliRunner().invoke(main, ["model", "check", "a_module_that_is_not_there:make"])
     assert done.exit_code == 1
     assert "importing a_module_that_is_not_there failed: ModuleNotFoundError" in done.output
-    done = CliRunner().invoke(main, ["model", "check", f"{__name__}:make_broken", *SETTINGS])
+    done = CliRunner().invoke(main, ["model", "check", f"{__name__}:make_broken", *small(tmp_path)])
     assert done.exit_code == 1
     assert "1 failed: batch apart" in done.output
 
@@ -356,8 +361,8 @@ def make_broken(model: settings.Model, device: torch.device, dtype: torch.dtype)
     ("flags", "words"),
     [(["--dtype", "int8"], "--dtype int8: write float32"), (["--seed", "-1"], "--seed -1"), (["--device", "x"], "'x'")],
 )
-def test_flags_that_mean_nothing(flags: list[str], words: str) -> None:
-    done = CliRunner().invoke(main, ["model", "check", *SETTINGS, *flags])
+def test_flags_that_mean_nothing(flags: list[str], words: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["model", "check", *small(tmp_path), *flags])
     assert done.exit_code == 1
     assert words in done.output
 
@@ -376,7 +381,7 @@ def make(model, device, dtype):
 
 def test_a_factory_that_raises_in_a_type_is_a_finding_and_its_locals_are_not_printed(tmp_path: Path) -> None:
     (tmp_path / "fails_in_half.py").write_text(FAILS_IN_HALF)
-    words = ["model", "check", "fails_in_half:make", "--set", f"model.path={tmp_path}", *SETTINGS]
+    words = ["model", "check", "fails_in_half:make", "--set", f"model.path={tmp_path}", *small(tmp_path)]
     found = CliRunner().invoke(main, words)
     assert found.exit_code == 1
     assert "1 failed: version" in found.output

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,9 +49,9 @@ def test_the_settings_reach_the_model() -> None:
 
 def test_settings_that_exclude_each_other_and_a_model_beyond_memory_are_typed() -> None:
     """They ended a worker with a traceback, and `relaygr up` started it again for ever."""
-    with pytest.raises(ConfigError, match=r"\[model\]: contextual_seq_len and a bias on relative positions"):
+    with pytest.raises(ConfigError, match=r"random weights: contextual_seq_len and a bias on relative positions"):
         load(replace(SMALL, contextual_seq_len=2, relative_positions=4), NO_SUFFIX)
-    with pytest.raises(ModelError, match=r"of the size in \[model\] cannot be made"):
+    with pytest.raises(ModelError, match="a model of this size cannot be made"):
         load(replace(SMALL, vocab=10**15))
 
 
@@ -87,12 +87,12 @@ def test_one_seed_is_one_model_in_every_process() -> None:
 
 @pytest.mark.parametrize("tasks", [(), ("click", ""), ("",), ("click", "", "like")])
 def test_empty_task_names_are_refused(tasks: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"`model\.tasks` = .*: write one or more names"):
+    with pytest.raises(ConfigError, match=r"`tasks` = .*: write one or more names"):
         load(replace(SMALL, tasks=tasks))
 
 
 def test_a_task_name_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`model\.tasks` = \['a', 'a'\]: a name stands there twice"):
+    with pytest.raises(ConfigError, match=r"`tasks` = \['a', 'a'\]: a name stands there twice"):
         load(replace(SMALL, tasks=("a", "a")))
 
 
@@ -171,14 +171,6 @@ class SaysSuffix(Mine):
     takes_suffix = "behind the prefix"
 
 says_suffix = lambda model, device, dtype: SaysSuffix()
-
-class Former(Mine):
-    def extend(self, kv, tokens):
-        return "extended"
-    def extend_in_steps(self, kv, tokens):
-        yield
-
-former = lambda model, device, dtype: Former()
 """
 
 
@@ -209,17 +201,6 @@ def test_a_users_own_model(users_module: str) -> None:
     model = load(shape, dtype=torch.bfloat16)
     assert isinstance(model, RankingModel)
     assert model.asked == (7, CPU, torch.bfloat16)  # type: ignore[attr-defined]  # the test's own attribute
-
-
-def test_methods_by_their_former_names_work_and_say_so(users_module: str) -> None:
-    with pytest.warns(FutureWarning) as warned:
-        model = load(replace(SMALL, factory=f"{users_module}:former"))
-    assert [str(one.message).split(";")[0] for one in warned] == [
-        "Former.extend is now called prefill",
-        "Former.extend_in_steps is now called prefill_in_steps",
-    ]
-    assert cast(Any, model).prefill(None, None) == "extended"
-    assert hasattr(type(model), "prefill_in_steps")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from msgspec.structs import replace
 from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.models.api import RankingModel, ScoreInput
-from relaygr_stream.models.loading import load_model
+from relaygr_stream.models.loading import load_model, save_random
 from relaygr_stream.models.transformer import BLOCK_ROWS, Transformer, TransformerConfig
 from tests.unit.models.naive_transformer import naive_scores
 from tests.unit.models.small_models import MORE, deviation, prefilled, random_items, random_tokens, splits
@@ -67,7 +69,6 @@ def test_the_settings_make_it() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("checkpoint", "here"),
         ("contextual_seq_len", 2),
         ("max_attn_len", 3),
         ("group_norm", True),
@@ -76,9 +77,16 @@ def test_the_settings_make_it() -> None:
         ("relative_times", 6),
     ],
 )
-def test_settings_that_mean_nothing_to_it_are_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"`model\.{name}` = .* is a setting of the built-in HSTU"):
+def test_a_shape_of_the_built_in_model_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"`{name}` = .* is of the built-in HSTU"):
         load_model(replace(FACTORY, **{name: value}), settings.Relay(), device=CPU, dtype=torch.float32)
+
+
+def test_its_shape_may_be_a_checkpoints(tmp_path: Path) -> None:
+    served = save_random(replace(FACTORY, contextual_seq_len=0), tmp_path / "shape")
+    assert served == settings.Model(factory=FACTORY.factory, checkpoint=str(tmp_path / "shape"))
+    here, there = (load_model(each, settings.Relay(), device=CPU, dtype=torch.float32) for each in (FACTORY, served))
+    assert here.version == there.version
 
 
 def test_a_region_without_room_is_refused_and_unchanged() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from relaygr_lab.simulate.costs import KV, DeviceCosts
 from relaygr_lab.simulate.fleet import Fleet
 from relaygr_lab.simulate.scenario import Scenario
@@ -35,6 +36,8 @@ SETTINGS = {
 def scenario(flags: dict[str, str] | None = None, *, rate: float = 60.0, **given: Any) -> Scenario:
     traffic = given.pop("traffic", {})
     settings = load_settings([], {**SETTINGS, **(flags or {})}).settings
+    changed = msgspec.structs.replace(settings.trigger, **given.pop("trigger", {}))
+    settings = msgspec.structs.replace(settings, trigger=changed)
     asked = Traffic(**{"rate": rate, "users": 10_000, "length": 512.0, "max_prefix": 1024, "return_s": 1.0, **traffic})
     values: dict[str, Any] = {"workers": 3, "lanes_per_worker": 4, "sample": 3, "seconds": 3.0, "warm_s": 1.0, **given}
     return Scenario(settings=settings, costs=COSTS, traffic=asked, **values)

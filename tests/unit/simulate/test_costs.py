@@ -14,6 +14,8 @@ from relaygr_lab.simulate.costs import DeviceCosts
 
 from relaygr_stream.errors import ConfigError, InputError
 from relaygr_stream.models.kv import KVLayout
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Model
 from tests.unit.simulate.scenes import COSTS, scenario
 
 
@@ -55,10 +57,15 @@ def test_the_fit_finds_coefficients_and_drops_negative_ones() -> None:
     assert falling[:2] == pytest.approx([5.0, 1e-3], rel=0.01)
 
 
+def small_settings(factory: str = "") -> Settings:
+    model = Model(factory=factory, layers=1, dim=16, heads=2, dqk=8, dv=8, vocab=100)
+    return msgspec.structs.replace(scenario({"relay.max_prefix_tokens": "256"}).settings, model=model)
+
+
 def test_calibration_measures_the_configured_model() -> None:
-    flags = {"model.layers": "1", "model.dim": "16", "model.heads": "2", "model.dqk": "8", "model.dv": "8"}
-    settings = scenario({**flags, "model.vocab": "100", "relay.max_prefix_tokens": "256"}).settings
-    costs = calibrate(settings, 128, 32, rounds=12)
+    reports: list[tuple[int, int]] = []
+    costs = calibrate(small_settings(), 128, 32, rounds=12, report=lambda done, of: reports.append((done, of)))
+    assert reports == [(done, 12) for done in range(1, 13)]
     assert costs.kv.layout().bytes_per_token == 1 * 2 * 16 * 4
     assert costs.extend(0, 128) > 0 and costs.score([(128, 32)]) > 0
     assert costs.step_ms > 0 and costs.reload_bytes_per_s > 1e6
@@ -66,13 +73,10 @@ def test_calibration_measures_the_configured_model() -> None:
 
 
 def test_calibration_takes_a_state_and_refuses_prefixes_that_cannot_grow() -> None:
-    flags = {"model.layers": "1", "model.dim": "16", "model.heads": "2", "model.dqk": "8", "model.dv": "8"}
-    flags |= {"model.vocab": "100", "relay.max_prefix_tokens": "256", "model.factory": "examples.models.retention:make"}
-    costs = calibrate(scenario(flags).settings, 128, 32, rounds=12)
+    costs = calibrate(small_settings("examples.models.retention:make"), 128, 32, rounds=12)
     assert costs.kv.layout() == KVLayout.of_state(1 * 2 * 8 * 8, torch.float32)
-    flags["model.factory"] = "examples.models.contextual:make"
     with pytest.raises(ConfigError, match="incremental = False, and the simulation"):
-        calibrate(scenario(flags).settings, 128, 32, rounds=12)
+        calibrate(small_settings("examples.models.contextual:make"), 128, 32, rounds=12)
 
 
 def test_the_rarest_are_among_the_quantiles() -> None:

@@ -105,8 +105,9 @@ def test_modes_differ_as_they_should() -> None:
 
 
 def test_a_dead_rack_is_silent_until_its_lanes_move() -> None:
-    flags = {"kafka.session_timeout_ms": "1500", "client.timeout_ms": "300", "trigger.max_status_age_ms": "500"}
-    scene = scenario(flags, workers=6, sample=6, rate=120.0, seconds=6.0, failure=Failure(share=0.34, at=1.0))
+    flags = {"kafka.session_timeout_ms": "1500", "client.timeout_ms": "300"}
+    failure, trigger = Failure(share=0.34, at=1.0), {"max_status_age_ms": 500.0}
+    scene = scenario(flags, workers=6, sample=6, rate=120.0, seconds=6.0, failure=failure, trigger=trigger)
     fleet = ran(fleet_of(scene))
     assert len(fleet.dead) == 2
     assert fleet.failed_at is not None and fleet.taken_over_at is not None
@@ -126,8 +127,8 @@ def test_a_dead_rack_is_silent_until_its_lanes_move() -> None:
 
 
 def test_lost_statements_cost_admissions_and_break_nothing() -> None:
-    flags = {"trigger.max_status_age_ms": "400"}
-    calm, lossy = (ran(fleet_of(scenario(flags, status_loss=loss))) for loss in (0.0, 0.9))
+    trigger = {"max_status_age_ms": 400.0}
+    calm, lossy = (ran(fleet_of(scenario(trigger=trigger, status_loss=loss))) for loss in (0.0, 0.9))
     admitted = [sum(r.reason == "admitted" for r in fleet.requests) for fleet in (calm, lossy)]
     assert admitted[1] < 0.8 * admitted[0]
     assert {r.status for r in lossy.requests} == {"ok"}

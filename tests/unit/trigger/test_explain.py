@@ -135,12 +135,6 @@ def test_bad_input_is_said_in_words(arguments: tuple[str, ...], complaint: str, 
     assert "Traceback" not in result.output
 
 
-def test_options_before_the_former_subcommand_are_refused_not_ignored() -> None:
-    result = CliRunner().invoke(main, ["trigger", "--bootstrap", "nowhere:1", "explain", "--seconds", "1"])
-    assert result.exit_code == 2
-    assert "No such option" in result.output
-
-
 async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_nothing(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,12 +160,12 @@ def test_notes_about_the_model(udata: Path, tmp_path: Path) -> None:
 
     def saved(**shape: int) -> Model:
         save_checkpoint(small_model(**shape), tmp_path / "ck")
-        return Model(checkpoint=str(tmp_path / "ck"), vocab=1)  # the checkpoint has a shape of its own
+        return Model(checkpoint=str(tmp_path / "ck"))
 
     assert notes(saved(vocab=1000)) == ""
-    assert "from model.vocab = 300 on in 8 rows by hash" in notes(saved(vocab=300, oov_rows=8))
+    assert "from vocab = 300 on in 8 rows by hash" in notes(saved(vocab=300, oov_rows=8))
     assert "weights are random" in notes(Model())
-    assert "from model.vocab = 300 on modulo it" in notes(Model(vocab=300))
+    assert "from vocab = 300 on modulo it" in notes(Model(vocab=300))
     assert notes(Model(factory="mine:make", vocab=300)) == ""
 
 
@@ -183,8 +183,6 @@ def test_without_a_model_the_packaged_one_and_the_users_that_it_knows() -> None:
         ({}, 4000, 0.25),
         ({"model.checkpoint": "demo"}, 4000, 0.25),
         ({"model.checkpoint": ""}, 50_000, 1.0),
-        ({"model.layers": "4"}, 50_000, 1.0),
-        ({"model.vocab": "500"}, 500, 1.0),
         ({"model.factory": "mine:make"}, 50_000, 1.0),
     ):
         settings = with_packaged_model(load_settings(flags=given, environ={}))
