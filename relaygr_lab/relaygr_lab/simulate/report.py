@@ -153,8 +153,11 @@ def _window(window: Window) -> str:
 
 
 def _forwards(story: Story) -> list[str]:
-    words = {"sent": "forwarded", "delegate": "passed on to a delegate"} | {
-        str(name): f"not: {why}" for name, why in WHY.items()
+    words = {
+        "sent": "forwarded",
+        "delegate": "passed on to a delegate",
+        "delegate_gone": "not passed on to a delegate: it is gone, or would be too late",
+        **{str(name): f"not: {why}" for name, why in WHY.items()},
     }
     return [f"{count:,} {words[name]}" for name, count in story.forwards.most_common()]
 
