@@ -21,7 +21,7 @@ from typing import Final, Literal
 import msgspec
 from rich.console import Console
 
-from relaygr_lab.bench.interference import OTHERS_CORES, CpuTimes
+from relaygr_lab.cpu_times import OTHERS_CORES, CpuTimes
 from relaygr_lab.demo.live import LiveState, LiveView
 from relaygr_lab.demo.plot import save_plot
 from relaygr_lab.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
