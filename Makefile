@@ -89,12 +89,13 @@ recoveries: $(STAMP) ## what the fault tests have measured so far: recovery time
 test-device: $(STAMP) ## the tests that want a CUDA device or an NPU, on a machine that has one
 	$(BIN)/pytest tests/device tests/unit/models $(ARGS)
 
-check: docs $(STAMP) ## ruff, mypy --strict, who may import whom (pyproject.toml, tool.importlinter), the site's links, the contract's files
+check: docs $(STAMP) ## ruff, mypy --strict, who may import whom (pyproject.toml, tool.importlinter), the site's links, the contract's files, the pages' length
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/python docs/contract.py --check
+	$(BIN)/python docs/words.py --check
 
 docs: $(STAMP) ## the documentation as a site, in .cache/site/index.html; a broken link fails
 	$(BIN)/mkdocs build --strict  # with --quiet, mkdocs counts no warnings and strict fails on none
