@@ -61,7 +61,10 @@ async def read_body(http: Request, kind: type[B], limits: Gateway, relay: Relay)
     media = http.headers.get("content-type", JSON.media).partition(";")[0].strip().lower()
     form, most = FORMATS.get(media), limits.max_body_bytes
     if form is None or http.headers.get("content-encoding", "identity") != "identity":
-        raise Refused(415, "unsupported", f"content type {printable(media)}: send {' or '.join(FORMATS)}, uncompressed")
+        send = f"send {' or '.join(FORMATS)}, uncompressed"
+        if media == "application/x-www-form-urlencoded":  # a page of any host may send it without asking
+            send += f"; curl states it with -H 'content-type: {JSON.media}'"
+        raise Refused(415, "unsupported", f"content type {printable(media)}: {send}")
     data = bytearray()
     try:
         async with asyncio.timeout(limits.read_ms / 1e3):

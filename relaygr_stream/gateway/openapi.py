@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from relaygr_stream.gateway.messages import FORMATS, Announce, Announced, Problem, Rank, Ranked
+from relaygr_stream.wire.messages import Timings
 
 #: Statuses of every verb, and what a client does.
 PROBLEMS: Final = {
@@ -34,6 +35,22 @@ _TIMEOUT: Final[dict[str, Any]] = {
     "description": "the deadline: milliseconds from the request's arrival, after which the answer is worthless; "
     "client.timeout_ms by default",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 3_600_000},
+}
+#: What the requests below are answered, as an example.
+_ANSWERS: Final[dict[type[Any], object]] = {
+    Announced: Announced(request_id="8f14e45fceea167a-4"),
+    Ranked: Ranked(
+        request_id="8f14e45fceea167a-4",
+        tasks=("click", "like"),
+        scores=[[0.41, 0.08], [0.37, 0.11], [0.29, 0.02]],
+        outcome="hbm",
+        admission="admitted",
+        truncated_to=0,
+        worker="worker-1",
+        model_version="hstu-3",
+        latency_ms=14.2,
+        timings=Timings(inbound_ms=2.9, queued_ms=0.4, device_ms=6.8, worker_ms=7.5),
+    ),
 }
 _EXAMPLE: Final = {"items": [3, 141, 592], "actions": [1, 1, 1], "times": [1000, 2000, 3000]}
 
@@ -91,7 +108,12 @@ def _verb(
     never: tuple[str, ...],
     *parameters: dict[str, Any],
 ) -> dict[str, Any]:
-    answers: dict[str, Any] = {status: {"description": means, **({"content": _content(gives)} if gives else {})}}
+    answers: dict[str, Any] = {
+        status: {
+            "description": means,
+            **({"content": _content(gives, msgspec.to_builtins(_ANSWERS[gives]))} if gives else {}),
+        }
+    }
     for problem, text in PROBLEMS.items():
         if problem not in never:
             answers[problem] = {"description": text, "content": _content(Problem)}

@@ -63,6 +63,24 @@ async def test_a_request_announced_ranked_and_cancelled_in_json(kafka_settings: 
         assert door.count("requests_total", path="/v1/rank", status="200") == 1
 
 
+async def test_a_tenant_traces_its_own_requests_alone(embedded_settings: Kafka) -> None:
+    async with responder_on(embedded_settings), door_on(embedded_settings) as door:
+        request_id = (await door.ask("POST", "/v1/announce", ANNOUNCE)).value["request_id"]
+        path = f"/trace?id={request_id}"
+        assert b"announced" in (await door.ask("GET", path)).body.partition(b"<main")[0]
+        other = (await door.ask("GET", path, token_=OTHER)).body.partition(b"<main")[0]
+        assert b"Nothing was found" in other
+        assert b"announced" not in other
+
+
+async def test_what_curl_sends_by_default_is_refused_with_what_it_should_send(embedded_settings: Kafka) -> None:
+    """A page of any host may send a form to a gateway of this machine without asking it first."""
+    async with responder_on(embedded_settings), door_on(embedded_settings) as door:
+        form = await door.ask("POST", "/v1/rank", RANK, content_type="application/x-www-form-urlencoded")
+        assert form.status == 415
+        assert "-H 'content-type: application/json'" in form.value["detail"]
+
+
 @pytest.mark.parametrize("media", ["application/msgpack", "application/vnd.msgpack", "application/x-msgpack"])
 async def test_messagepack_is_packed_both_ways(embedded_settings: Kafka, media: str) -> None:
     async with responder_on(embedded_settings) as peer, door_on(embedded_settings) as door:
@@ -209,6 +227,7 @@ async def test_pages_tell_of_the_fleet_and_the_process(embedded_settings: Kafka)
         page = await door.ask("GET", "/")
         assert "0 trigger(s), 0 worker(s)" in page.body.decode()
         assert "no worker is ready" in page.body.decode()
+        assert page.headers["content-security-policy"].startswith("default-src 'none'")
         assert (await door.ask("GET", "/", accept="application/json")).value["workers"] == []
         basic = base64.b64encode(f"anyone:{TOKEN}".encode()).decode()
         assert (await door.ask("GET", "/", token_="", authorization=f"Basic {basic}")).status == 200
@@ -217,10 +236,10 @@ async def test_pages_tell_of_the_fleet_and_the_process(embedded_settings: Kafka)
         assert (await door.ask("GET", "/healthz", token_="")).status == 200
         assert (await door.ask("GET", "/openapi.json", token_="")).value == json.loads(json.dumps(document()))
         assert b"openapi.json" in (await door.ask("GET", "/docs", token_="")).body
-        for path in ("/", "/metrics"):
+        for path in ("/", "/live", "/trace?id=r", "/metrics"):
             closed = await door.ask("GET", path, token_="")
             assert (closed.status, closed.headers["www-authenticate"][:5]) == (401, "Basic")
-        for path in ("/", "/metrics", "/readyz", "/healthz", "/openapi.json", "/docs"):
+        for path in ("/", "/live", "/trace", "/metrics", "/readyz", "/healthz", "/openapi.json", "/docs"):
             for token in (TOKEN, ""):  # an answer to one caller, or of one moment, is no other's
                 assert (await door.ask("GET", path, token_=token)).headers["cache-control"] == "no-store"
         for path in ("/docs/", "/v1/rank/", "/v1/announce/", "/metrics/", "//"):
