@@ -94,7 +94,7 @@ async def measure(mode: str) -> float:  # noqa: PLR0915
     from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.worker.context import Connections, WorkerContext
     from relaygr_stream.worker.core import Reply
-    from relaygr_stream.worker.intake import Intake
+    from relaygr_stream.worker.intake import Intake, IntakeLimits
     from relaygr_stream.worker.metrics import WorkerMetrics
     from relaygr_stream.worker.replies import Outbox, Sending
 
@@ -123,7 +123,7 @@ async def measure(mode: str) -> float:  # noqa: PLR0915
         await outbox.send(sending)
         done(sending.origin.record)
 
-    intake = Intake(Relay(), 1e6, 8, 1 << 20, lambda: None)
+    intake = Intake(IntakeLimits(Relay(), 1e6, 8, 1 << 20))
     record = ranking_record(mode, topics.ranking.name)
     scores = np.zeros((CANDIDATES, 2), np.float32)
     async with tracing_of(Telemetry(traces=mode in {"0", "1"}), "worker", registry) as tracing:

@@ -13,17 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.cache.entry import Entry
-from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.admission import GAVE_WAY, Admission
-from relaygr_stream.engine.audit import Auditor
 from relaygr_stream.engine.commands import Answer, Rank
-from relaygr_stream.engine.executor import SLICE_SHARE, Executor, describe
+from relaygr_stream.engine.executor import SLICE_SHARE, describe
 from relaygr_stream.engine.forecast import ALWAYS_TOGETHER, Batching, Full
-from relaygr_stream.engine.pins import PinTable
 from relaygr_stream.engine.placement import Placement
-from relaygr_stream.engine.queue import RecentIds, TimerHeap, WorkQueue
+from relaygr_stream.engine.queue import RecentIds, TimerHeap
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
-from relaygr_stream.engine.residents import Residents
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.wire.messages import Status
 
@@ -32,29 +28,14 @@ class Rankings:
     """Ranking requests that wait for an answer; `answers` gets one for each, once it holds nothing any more."""
 
     def __init__(
-        self,
-        executor: Executor,
-        cache: PrefixCache,
-        queue: WorkQueue,
-        placement: Placement,
-        auditor: Auditor,
-        admission: Admission,
-        pins: PinTable,
-        answered: RecentIds,
-        residents: Residents,
-        *,
-        most: int,
-        max_delay_ms: float,
+        self, placement: Placement, admission: Admission, answered: RecentIds, *, most: int, max_delay_ms: float
     ) -> None:
-        self._executor = executor
-        self._cache = cache
-        self._queue = queue
         self._placement = placement
-        self._auditor = auditor
+        self._executor, self._queue, self._auditor = placement.executor, placement.queue, placement.auditor
+        self._residents = placement.residents
+        self._cache, self._pins = placement.residents.cache, placement.residents.pins
         self._admission = admission
-        self._pins = pins
         self._answered = answered
-        self._residents = residents
         self._most = most  # rankings scored together
         self._max_delay_ms = max_delay_ms
         self.answers: list[Answer] = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
-
 from relaygr_stream.engine.build import WorkerRuntime, longest_sequence
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
@@ -13,7 +11,8 @@ from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.loading import BuiltIn
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.context import WorkerContext
+from relaygr_stream.worker.device import Device
 
 
 def hands_over(settings: Settings) -> bool:
@@ -28,16 +27,9 @@ def hands_over(settings: Settings) -> bool:
     return bool(handover.secret or handover.tls_certificate)
 
 
-def handover_for(
-    settings: Settings,
-    name: str,
-    runtime: WorkerRuntime,
-    device: DeviceThread,
-    lanes: int,
-    peers: OwnerDirectory,
-    registry: CollectorRegistry,
-) -> Handover | None:
+def handover_for(context: WorkerContext, device: Device, lanes: int, peers: OwnerDirectory) -> Handover | None:
     """The hand-over of this worker; None if it is off. Raises ConfigError for settings that clash."""
+    settings, runtime = context.settings, device.runtime
     if not hands_over(settings):
         return None
     if not settings.worker.dram_bytes:
@@ -47,11 +39,11 @@ def handover_for(
         )
     return Handover(
         settings.handover,
-        name,
+        context.name,
         identity_of(runtime, lanes),
-        Desk(device, lanes),
+        Desk(device.thread, lanes),
         peers.workers,
-        HandoverMetrics(registry),
+        HandoverMetrics(context.registry),
         longest_sequence(settings, runtime.model),
         runtime.model.layout.nbytes,
         token_bytes(schema_of(runtime.model)),

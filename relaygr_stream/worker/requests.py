@@ -52,7 +52,7 @@ from relaygr_stream.worker.core import (
 )
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
-from relaygr_stream.worker.intake import Intake, Origin, TooMuch
+from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch
 from relaygr_stream.worker.replies import Outbox, Sending, user_of
 from relaygr_stream.worker.resolver import Resolver
 from relaygr_stream.worker.traces import SignalOrigin, signal_over
@@ -86,17 +86,8 @@ class Requests:
         self._done = done
         self._all_answered: asyncio.Event | None = None  # while somebody waits for it
         self._limiter = LogLimiter()
-        self.intake: Final = Intake(
-            settings.relay,
-            settings.client.timeout_ms,
-            topics.scores.partitions,
-            topics.ranking.max_message_bytes,
-            metrics.clock_clamped.inc,
-            settings.worker.reply_ms,
-            settings.worker.max_timeout_ms,
-            len(model.tasks),
-            schema_of(model),
-        )
+        limits = IntakeLimits.of(settings, topics)
+        self.intake: Final = Intake(limits, metrics.clock_clamped.inc, len(model.tasks), schema_of(model))
         history_metrics, store = HistoryMetrics(context.registry), connections.store
         histories = None if store is None else Histories(store, settings.history, history_metrics)
         self.resolver: Final = Resolver(histories, self.intake, history_metrics)

@@ -48,7 +48,7 @@ from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import Topic, load_topics
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND
 from relaygr_stream.wire.worker_status import StatusReader, worker_statuses
-from relaygr_stream.worker.intake import Intake, Origin, TooMuch
+from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch
 from tests.fuzz.corpus import EPOCH_MS, SCHEMA, behaviours, by_reference, plain, route, trigger, with_features
 from tests.fuzz.handover import Handover
 from tests.fuzz.mutate import Mutator
@@ -129,7 +129,7 @@ class _Intake:
     def __init__(self, schema: FeatureSchema = NO_FEATURES) -> None:
         self._schema = schema
         self._intake = Intake(
-            RELAY, 1000.0, REPLIES, MAX_BYTES, lambda: None, max_timeout_ms=MAX_TIMEOUT_MS, features=schema
+            IntakeLimits(RELAY, 1000.0, REPLIES, MAX_BYTES, max_timeout_ms=MAX_TIMEOUT_MS), features=schema
         )
         self._offset = 0
 

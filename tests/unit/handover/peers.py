@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.engine.commands import Answer, Rank
+from relaygr_stream.engine.commands import Answer, Placed, Rank
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.handover.certificates import Credentials, Networks, make_credentials
 from relaygr_stream.handover.channel import Channel, PeerError
@@ -57,7 +57,7 @@ class Peer:
         self.name = name
         self.answers: list[Answer] = []
         self.world = World(hbm=30, dram=dram)
-        self.thread = DeviceThread(asyncio.get_running_loop(), self.answers.extend)
+        self.thread = DeviceThread(asyncio.get_running_loop(), self)
         self.known: dict[str, WorkerStatus] = {}
         self.registry = CollectorRegistry()
         layout = self.world.truth.layout
@@ -87,6 +87,11 @@ class Peer:
     def taker(self) -> Taker:
         """For a session apart from the hand-over."""
         return Taker(self.identity, self.desk, self.metrics, MAX_TOKENS, self.nbytes_of)
+
+    def on_answers(self, answers: list[Answer]) -> None:
+        self.answers += answers
+
+    def on_placed(self, placed: list[Placed]) -> None: ...
 
     async def on_core(self, call: Callable[[Scheduler], Any]) -> Any:
         return await self.thread.ask(look(lambda scheduler, _: call(scheduler)))
