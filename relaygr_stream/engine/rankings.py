@@ -59,7 +59,7 @@ class Rankings:
         if ranking.deadline <= now:
             self._answer(ranking, "deadline_exceeded", "the deadline passed before the worker read the request")
             return
-        self._pins.ranked(rank.task.request_key, rank.task.arrived)
+        self._pins.ranked(rank.task.request_key, rank.task.times.arrived)
         found = self._placement.find(ranking)
         if rank.pass_to is not None and not self._residents.is_here(found, ranking.tokens):
             self._answer(ranking, "overloaded", "its prefix KV are with another worker")  # and go there (replies.py)
@@ -130,7 +130,7 @@ class Rankings:
             batch = batches.pop()
             self.started(batch, now)
             try:
-                scores, ms = self._executor.score([_score_input(ranking) for ranking in batch])
+                scores, ms = self._executor.score(list(map(_score_input, batch)))
             except Exception as error:  # a user's model or the device may raise anything; the requests must be answered
                 ms = self._executor.failed_ms
                 spent_ms += ms

@@ -188,7 +188,8 @@ class Scheduler:
         self.rankings.expire(now)
         for entry in self.cache.poll():
             self._wake(entry)
-        self._end_unwanted(now)
+        if self.pins.unheld:
+            self._end_unwanted(now)
         self._placement.lend_scratch()
         work = self._queue.urgent()
         if isinstance(work, Ranking):

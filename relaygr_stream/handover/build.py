@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from relaygr_stream.engine.build import WorkerRuntime, longest_sequence
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.service import Handover
 from relaygr_stream.handover.wire import Identity, token_bytes
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.loading import BuiltIn
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.worker.context import WorkerContext
 from relaygr_stream.worker.device import Device
 

@@ -26,9 +26,9 @@ from relaygr_stream.engine.commands import (
     RankTask,
 )
 from relaygr_stream.errors import CRASHED, DecodeError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.erase import Erase
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import Status
 from relaygr_stream.wire.refusals import Refusals
 from relaygr_stream.worker.decisions import Decisions

@@ -162,7 +162,7 @@ class DeviceThread:
 
     def submit(self, *commands: Command) -> None:
         """Have these handled in order, after those submitted before."""
-        self._inbox.extend(Submitted(command) for command in commands)
+        self._inbox.extend(map(Submitted, commands))
         self._event.set()
 
     async def ask(self, command: Command, undo: Callable[[Any], Command | None] = lambda reply: None) -> Any:

@@ -31,6 +31,7 @@ from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.engine.audit import Report
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.errors import BrokerError, DeviceError, RelayError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.history.store import open_store
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.loading import BuiltIn
@@ -40,7 +41,6 @@ from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.erase import Erase
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader

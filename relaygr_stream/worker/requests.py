@@ -162,7 +162,7 @@ class Requests:
         except DecodeError as error:
             return self._core.on_unreadable(record, error, origin)
         self._metrics.rankings_read.labels(str(rank.task.hops)).inc()
-        return self._core.on_ranking(rank, rank.task.arrived)
+        return self._core.on_ranking(rank, rank.task.times.arrived)
 
     def _signal(self, record: Record, suspect: bool) -> Effects:
         origin, tracing = None, self._context.tracing

@@ -22,13 +22,13 @@ from relaygr_stream.bus.throttling import throttled_ms
 from relaygr_stream.engine.commands import DELEGATED_LANE, Query
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.telemetry.process import version
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import Erase
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import State, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import (

@@ -26,6 +26,7 @@ from relaygr_stream.client.answers import Answers, ranking_of
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.engine.commands import Prefill, Rank, RankTask
 from relaygr_stream.errors import DecodeError, RelayError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.ops.dead_letters.replay import verdict_before
 from relaygr_stream.ops.dead_letters.table import as_json, line_of
@@ -41,7 +42,6 @@ from relaygr_stream.wire.codec import Message, decode, encode
 from relaygr_stream.wire.erase import KIND as ERASE
 from relaygr_stream.wire.erase import read_erase
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_KIND, MAX_CORRELATION_BYTES, Record
 from relaygr_stream.wire.signature import Signer

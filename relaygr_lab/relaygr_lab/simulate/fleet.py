@@ -33,13 +33,13 @@ from relaygr_stream.engine.commands import (
     RankTask,
     Times,
 )
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
 from relaygr_stream.trigger.service import RECONCILE_S
 from relaygr_stream.wire.behaviours import Behaviours
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RequestEvent, WorkerStatus, tenant_key
 from relaygr_stream.wire.refusals import Refusals
 from relaygr_stream.wire.topic_files import load_topics

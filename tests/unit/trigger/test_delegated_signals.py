@@ -12,6 +12,7 @@ import pytest
 
 from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, MessageTooLarge
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.trigger import outbox
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
@@ -19,7 +20,6 @@ from relaygr_stream.trigger.decision import Decision
 from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.trigger.outbox import Outbox, Sending
 from relaygr_stream.wire.codec import decode
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal
 from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import Refusal

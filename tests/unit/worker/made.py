@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.tracing import OFF
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet, lane_of
 from relaygr_stream.worker.context import Connections, WorkerContext

@@ -24,10 +24,10 @@ from relaygr_stream.engine.commands import (
     Times,
 )
 from relaygr_stream.errors import CRASHED, DecodeError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.erase import Erase, user_mark
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import CostModel, Status
 from relaygr_stream.wire.refusals import Refusals

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from relaygr_stream.engine.commands import DELEGATED_LANE, LanesLost, Rank
 from relaygr_stream.errors import BrokerError, DecodeError
+from relaygr_stream.fleet import TRAVEL_MS
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode, encode
-from relaygr_stream.wire.fleet import TRAVEL_MS
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.worker.core import Release
