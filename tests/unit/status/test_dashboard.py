@@ -207,7 +207,7 @@ def test_a_large_fleet_has_a_page_of_bounded_size() -> None:
     board = board_of(lanes)
     share = lanes // 1000
     feed(board, *(worker(f"worker-{n:04}" + "x" * 200, range(n * share, (n + 1) * share)) for n in range(1000)))
-    text = live(take(board.view, board._history))
+    text = live(take(board.view, board._history.slots()))
     assert text.count("<tr>") == 101
     assert "900 more" in text
     assert text.count('<rect class="h') <= 1024
