@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -161,6 +162,17 @@ PROBE_S: Final = 1 / PROBES_PER_S
 PROBES_UNTIL_HUNG: Final = 5
 
 
+#: A process that is not ready for so long after its start says for how long; again after twice, four times, … as long.
+SLOW_START_S: Final = 10.0
+
+
+def _since(seconds: float) -> str:
+    """How long a start has taken, as text: so that a person sees that it goes on."""
+    if seconds < SLOW_START_S:
+        return ""
+    return f", for {SLOW_START_S * 2 ** int(math.log2(seconds / SLOW_START_S)):.0f} s"
+
+
 class Supervisor:
     """Runs processes and restarts those that fail or hang.
 
@@ -267,7 +279,7 @@ class Supervisor:
 
     async def _watch(self, process: Supervised) -> None:
         """Report the process's state; kill it if it hangs, so that it is restarted like after any other end."""
-        failures = 0
+        failures, was_ready = 0, False
         while True:
             health = await process.health()
             if process.rolling:  # `stop` gives it its time
@@ -278,7 +290,9 @@ class Supervisor:
                 process.kill()
                 return
             process.was_ready = process.was_ready or health.not_ready is None
-            self._set_state(process, READY if health.not_ready is None else health.not_ready)
+            was_ready = was_ready or health.not_ready is None
+            waits = "" if was_ready else _since(process.ran_s)
+            self._set_state(process, READY if health.not_ready is None else health.not_ready + waits)
             await asyncio.sleep(PROBE_S)
 
     def _set_state(self, process: Supervised, state: str) -> None:

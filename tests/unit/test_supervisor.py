@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,19 @@ async def test_a_process_that_ends_by_itself_has_its_time_to_end() -> None:
     assert child.asked > PROBES_UNTIL_HUNG + 4 * service.PROBES_PER_S
     assert states[:3] == ["starting", "ready", "stopping"]
     assert "hangs (does not end), is killed" in states
+    stop.set()
+    await running
+
+
+async def test_a_long_start_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = Health("loading the model", None)
+    child, stop, seconds = Scripted([loading] * 6 + [READY, loading, READY]), asyncio.Event(), count(4.0, 8.0)
+    monkeypatch.setattr(Scripted, "ran_s", property(lambda _: next(seconds)))
+    states: list[str] = []
+    running = asyncio.create_task(Supervisor([child], 1.0, lambda process: states.append(process.state)).run(stop))
+    await until(lambda: states[-2:] == ["loading the model", "ready"], "ready for the second time")
+    slow = ["loading the model, for 10 s", "loading the model, for 20 s", "loading the model, for 40 s"]
+    assert states == ["starting", "loading the model", *slow, "ready", "loading the model", "ready"]
     stop.set()
     await running
 

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -116,6 +117,14 @@ class Overview:
         elif found is not None:
             _put(self.workers, found, received_s, record.timestamp_ms, self.reader.most_names)
             self.on_status(found, written_s)
+
+    def snapshot(self) -> Overview:
+        """What is known now, for another thread to read: nothing changes it any more."""
+        kept = copy(self)
+        kept.workers = {name: copy(seen) for name, seen in self.workers.items()}
+        kept.triggers = {name: copy(seen) for name, seen in self.triggers.items()}
+        kept.refused = dict(self.refused)
+        return kept
 
     @property
     def silence_ms(self) -> float:
