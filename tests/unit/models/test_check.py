@@ -216,6 +216,7 @@ def built_in(**changes: Any) -> Callable[[torch.dtype], RankingModel]:
     ],
     ids=str,
 )
+@pytest.mark.stack
 def test_the_models_of_this_repository_pass(changes: dict[str, Any], dtype: torch.dtype) -> None:
     said: list[str] = []
     assert check_model(Probe(built_in(**changes), CPU, dtype, BOUNDS, seed=1), said.append), "\n".join(said)
@@ -233,6 +234,7 @@ def test_the_models_of_this_repository_pass(changes: dict[str, Any], dtype: torc
     ],
     ids=["all", "contextual user", "cross", "behaviours", "user"],
 )
+@pytest.mark.stack
 def test_the_built_in_model_with_features_passes(changes: dict[str, Any], dtype: torch.dtype) -> None:
     bounds = replaced(BOUNDS, suffix=0) if "contextual_seq_len" in changes else BOUNDS
     said: list[str] = []
@@ -241,6 +243,7 @@ def test_the_built_in_model_with_features_passes(changes: dict[str, Any], dtype:
 
 
 @pytest.mark.parametrize("make", [built_in(), Featured], ids=["ids", "features"])
+@pytest.mark.stack
 def test_the_built_in_model_passes_in_float16(make: Callable[[torch.dtype], RankingModel]) -> None:
     said: list[str] = []
     assert check_model(Probe(make, CPU, torch.float16, BOUNDS, seed=1), said.append), "\n".join(said)

@@ -284,6 +284,7 @@ def test_equal_rows_of_a_table_are_no_dependence() -> None:
     ],
     ids=["of the request", "constant N", "constant times", "gaps", "gate"],
 )
+@pytest.mark.stack
 def test_an_imported_model_keeps_the_protocol(tmp_path: Path, choices: Choices, dtype: torch.dtype) -> None:
     import_checkpoint(as_state_dict(tmp_path), tmp_path / "out", choices)
     model = settings.Model(checkpoint=str(tmp_path / "out"))

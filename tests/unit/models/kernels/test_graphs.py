@@ -33,6 +33,8 @@ from relaygr_stream.models.stu import RankingRows
 from tests.unit.models.kernels.models import DEVICE, CountingRecorder, NoPool, fused_model, plain_model, region_of
 from tests.unit.models.small_models import deviation, empty_region, held, random_items, random_tokens, small_model
 
+pytestmark = pytest.mark.stack  # Triton's interpreter: half a minute of a core
+
 CPU = torch.device("cpu")
 
 
