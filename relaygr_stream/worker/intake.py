@@ -253,7 +253,7 @@ def due_ms(timeout_ms: float, reply_ms: float) -> float:
 # ---- memory of what was read ----
 
 
-class Held:
+class HeldRequest:
     """Bytes of rankings without an acknowledged answer, and of signals that the device thread has not taken.
 
     prefill_bytes(): bytes of all signals that the device thread has taken so far: the cache bounds what those hold.

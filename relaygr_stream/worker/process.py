@@ -59,7 +59,7 @@ AGES_S: Final = 0.25
 CLOSE_S: Final = 2.0
 
 
-class Handover(Protocol):
+class LaneHandover(Protocol):
     """Prefix KV of lanes that move between workers, as a worker sees it (handover/service.py)."""
 
     @property
@@ -89,7 +89,7 @@ class Handover(Protocol):
 #: Makes a worker's hand-over of its settings, name, parts, device thread, number of lanes, peers and metrics; None: it
 #: is off.
 MakeHandover = Callable[
-    [Settings, str, WorkerRuntime, DeviceThread, int, OwnerDirectory, CollectorRegistry], Handover | None
+    [Settings, str, WorkerRuntime, DeviceThread, int, OwnerDirectory, CollectorRegistry], LaneHandover | None
 ]
 
 
@@ -109,7 +109,7 @@ async def run_worker(
 @asynccontextmanager
 async def made_worker(
     context: ProcessContext, make_handover: MakeHandover = lambda *_: None, build: Build = build
-) -> AsyncIterator[Worker]:
+) -> AsyncIterator[WorkerProcess]:
     """A worker whose model is loaded and whose producers are connected; all of it is closed at the end."""
     settings, topics = context.settings, load_topics(context.settings.kafka)
     context.set_ready(False, "loading the model")
@@ -153,7 +153,7 @@ async def made_worker(
             stack.push_async_callback(end, "the lanes' ends", partial(ends.__aexit__, None, None, None), CLOSE_S)
             bus = Bus(topics, scores, others, ends)
             store = open_store(settings.history) if settings.history.store else None
-            worker = Worker(context, name, bus, device, runtime, metrics, audits, make_handover, tracing, store)
+            worker = WorkerProcess(context, name, bus, device, runtime, metrics, audits, make_handover, tracing, store)
             stack.push_async_callback(end, "the history store", worker.requests.close, CLOSE_S)
             yield worker
     finally:
@@ -163,7 +163,7 @@ async def made_worker(
         device.failed.result()  # its books did not balance when it closed
 
 
-class Worker:
+class WorkerProcess:
     """One worker process: `run` serves until it is told to stop."""
 
     def __init__(

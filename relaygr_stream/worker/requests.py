@@ -47,7 +47,7 @@ from relaygr_stream.worker.delegates import Delegates
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
-from relaygr_stream.worker.intake import Held, Intake, Origin, TooMuch
+from relaygr_stream.worker.intake import HeldRequest, Intake, Origin, TooMuch
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import Outbox
 from relaygr_stream.worker.resolver import Resolver
@@ -119,7 +119,7 @@ class Requests:
             len(runtime.model.tasks),
             schema_of(runtime.model),
         )
-        self.held: Final = Held(settings.worker.max_waiting_bytes, lambda: device.prefill_bytes)
+        self.held: Final = HeldRequest(settings.worker.max_waiting_bytes, lambda: device.prefill_bytes)
         history_metrics = HistoryMetrics(registry)
         self.resolver: Final = Resolver(
             None if store is None else Histories(store, settings.history, history_metrics),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from relaygr_stream.ops.dashboard.history import History
+from relaygr_stream.ops.dashboard.history import FleetHistory
 from relaygr_stream.ops.dashboard.page import live
 from relaygr_stream.ops.dashboard.picture import take
 from relaygr_stream.ops.status.overview import Overview
@@ -54,7 +54,7 @@ class Board:
         links: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._history = History(reader.most_names)
+        self._history = FleetHistory(reader.most_names)
         self.view: Final = Overview(settings, topics, reader, on_status=self._history.add)
         self._links = links
         self._clock = clock

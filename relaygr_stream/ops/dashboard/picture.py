@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from relaygr_stream.ops.dashboard.history import History, Slot
+from relaygr_stream.ops.dashboard.history import FleetHistory, Slot
 from relaygr_stream.ops.status.odd import Oddity, findings
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.tally import RELAY, Tally, lately
@@ -58,7 +58,7 @@ class Picture:
     rate: float
 
 
-def take(view: Overview, history: History) -> Picture:
+def take(view: Overview, history: FleetHistory) -> Picture:
     """The picture of this moment."""
     workers, slots, whole = view.living_workers(), history.slots(), Slot()
     for slot in slots:
