@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relaygr_stream.cache.transit import Fill, Reservation, Reserve
 from relaygr_stream.engine.commands import DELEGATED_LANE
 from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, history, world
 
@@ -121,6 +122,16 @@ def test_a_signal_on_another_workers_behalf_replaces_its_like_alone() -> None:
         w.rank("guess", 2, 64)
         w.settle()
         assert w.outcome("guess") == "full"
+
+
+def test_what_another_worker_handed_over_is_replaced_by_no_ranking() -> None:
+    with world(hbm=30) as w:
+        arriving = w.handle(Reserve("u1", history(1, 64), 64))
+        assert isinstance(arriving, Reservation) and w.handle(Fill(arriving))
+        w.rank("guess", 1, 64, version=1)
+        w.settle()
+        assert w.outcome("guess") == "full" and kept(w)
+        assert visit(w, "rewritten", version=1) == "hbm"
 
 
 def test_the_word_stays_when_the_entry_grows() -> None:
