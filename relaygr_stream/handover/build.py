@@ -23,7 +23,7 @@ def hands_over(settings: Settings) -> bool:
     if given and not (handover.tls_ca and handover.tls_certificate):
         raise ConfigError(
             f"of the hand-over's TLS files only {', '.join(f'`handover.{name}`' for name in given)} are set: set both "
-            f"handover.tls_ca and handover.tls_certificate, or none"
+            f"handover.tls_ca (or tls.ca) and handover.tls_certificate, or none"
         )
     return bool(handover.secret or handover.tls_certificate)
 
