@@ -22,7 +22,7 @@ from relaygr_stream.trigger.core import Effect, Skip, TriggerCore
 from relaygr_stream.trigger.intake import EventIntake, user_of
 from relaygr_stream.trigger.metrics import TriggerTelemetry
 from relaygr_stream.trigger.outbox import Outbox, Sending, described
-from relaygr_stream.wire.erase import named
+from relaygr_stream.wire.erase import filter_named_users
 from relaygr_stream.wire.messages import RequestEvent
 from relaygr_stream.wire.records import Record, held_bytes
 
@@ -80,7 +80,7 @@ class LaneTrigger:
         """Complete the waiting events of a user undecided. names(tenant_key): whether it is."""
         waiting = list(self._events)
         whose = [user_of(record) for _, record in waiting]
-        found = await named(whose, names)
+        found = await filter_named_users(whose, names)
         gone = {record.offset for user, (_, record) in zip(whose, waiting, strict=True) if user in found}
         for _ in range(len(self._events)):
             read_s, record = self._events.popleft()

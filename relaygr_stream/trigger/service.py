@@ -38,7 +38,7 @@ from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.metrics import TriggerMetrics, TriggerTelemetry
 from relaygr_stream.trigger.outbox import SENDING_S, Outbox, RefusalNotices
 from relaygr_stream.trigger.statement import NeverAtRisk, Stated, TriggerStatements
-from relaygr_stream.wire.erase import Erase, named
+from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
@@ -233,7 +233,7 @@ class TriggerLanes:
         """Drop a user: waiting events, recent requests, where the prefix KV are. Signals that are sent stay so."""
         for lane in list(self._lanes.values()):
             await lane.erase(erase.names)
-        self._core.forget(await named(self._core.users(), erase.names))
+        self._core.forget(await filter_named_users(self._core.users(), erase.names))
         log.info("a user was erased", erase=erase.id)
 
     async def tell_owners(self) -> None:

@@ -37,7 +37,7 @@ from relaygr_stream.models.api import schema_of
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.tracing import Tracing
-from relaygr_stream.wire.erase import Erase, named
+from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
@@ -299,7 +299,7 @@ class Requests:
         self._erased = [(at, each) for at, each in self._erased if at > now - self._longest_s] + [(now, erase)]
         await self.resolver.erase(erase.names)
         users: list[str] = await self._device.ask(ListUsers())
-        found = await named(users, erase.names)
+        found = await filter_named_users(users, erase.names)
         entries = await self._device.ask(EraseUser(erase, found, set(users)))
         log.info("a user was erased", erase=erase.id, entries=entries)
 
