@@ -41,9 +41,11 @@ setup: $(STAMP) ## make .venv with the relaygr command, and compile the kernels 
 
 $(STAMP): pyproject.toml relaygr_lab/pyproject.toml constraints.txt docker/setup.lock docker/build.lock $(KERNELS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: Python 3.11 or later is needed; name one with PYTHON=…"; exit 1; }
+	@echo 'make: installs into $(VENV), a few minutes: first the tools, then torch and the project'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --require-hashes --requirement docker/setup.lock --requirement docker/build.lock
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]' --editable relaygr_lab  # torch, triton, the project
+	$(BIN)/pip install --require-hashes --requirement docker/setup.lock --requirement docker/build.lock
+	@echo 'make: torch and the project; without a CPU build among its indexes pip takes one for CUDA, of several GB (PIP_EXTRA_INDEX_URL)'
+	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]' --editable relaygr_lab  # torch, triton, the project
 	@touch $@
 
 demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER")
@@ -87,12 +89,13 @@ recoveries: $(STAMP) ## what the fault tests have measured so far: recovery time
 test-device: $(STAMP) ## the tests that want a CUDA device or an NPU, on a machine that has one
 	$(BIN)/pytest tests/device tests/unit/models $(ARGS)
 
-check: docs $(STAMP) ## ruff, mypy --strict, who may import whom (pyproject.toml, tool.importlinter), the site's links, the contract's files
+check: docs $(STAMP) ## ruff, mypy --strict, who may import whom (pyproject.toml, tool.importlinter), the site's links, the contract's files, the pages' length
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/python docs/contract.py --check
+	$(BIN)/python docs/words.py --check
 
 docs: $(STAMP) ## the documentation as a site, in .cache/site/index.html; a broken link fails
 	$(BIN)/mkdocs build --strict  # with --quiet, mkdocs counts no warnings and strict fails on none

@@ -246,6 +246,8 @@ def copies() -> None:
     print("Copies between two tiers of host memory, GiB/s; plain: the same tensors with copy_ in this thread\n")
     cpu, size = torch.device("cpu"), 256 << 20
     source, target = TierMemory(size, cpu).buffer, TierMemory(size, cpu).buffer
+    for buffer in (source, target):
+        buffer.fill_(1)  # memory that was never written is not there yet
     torch.set_num_threads(1)
     engine = CopyEngine(cpu)
     print(f"{'extent':>8} {'plain':>7} {'engine':>7} {'share':>6}")

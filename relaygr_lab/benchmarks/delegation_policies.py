@@ -17,13 +17,14 @@ from typing import Any, Final
 
 import relaygr_stream.trigger.service as trigger_service
 from relaygr_stream.__main__ import run
-from relaygr_stream.engine.commands import DELEGATED_LANE, Cancel, Prefill, Query
+from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, Query
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.wire.fleet import TRAVEL_MS
-from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
+from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
 from relaygr_stream.wire.topic_files import lane_of
+from relaygr_stream.worker.core import Done, Effects, Submit
 from relaygr_stream.worker.forwarding import IN_TIME_SHARES
 from relaygr_stream.worker.requests import Requests
 
@@ -51,39 +52,41 @@ class Tried(Delegation):
 
 def refuse_what_is_late() -> None:
     """Workers look at their own books before they take a delegated signal, and pass it on where it would be late."""
-    as_served, other_as_served = Requests._signal, Requests._other
+    as_served, other_as_served = Requests._signal, Requests._read
 
-    def signal(requests: Any, record: Record, suspect: bool = False) -> Prefill | None:
-        taken = as_served(requests, record, suspect)
-        if taken is None or taken.task.lane != DELEGATED_LANE:
-            return taken
-        requests.outbox._background.start(try_here(requests, record, taken))
-        return None
+    def signal(requests: Any, record: Record, suspect: bool) -> Effects:
+        effects = Effects()
+        for effect in as_served(requests, record, suspect):
+            command = effect.command if isinstance(effect, Submit) else None
+            if isinstance(command, Prefill) and command.task.lane == DELEGATED_LANE:
+                requests._context.background.start(try_here(requests, record, command))
+            else:
+                effects.append(effect)
+        return effects
 
-    def other(requests: Any, record: Record, kind: str) -> Cancel | None:
-        if kind == KIND and record.topic == requests._topics.ranking.name:  # where a signal came to in the end
-            requests._reasons.read(record, requests.intake.sure_age_ms(record))
-        return other_as_served(requests, record, kind)
+    def read(requests: Any, record: Record, suspect: bool) -> Effects:
+        if kind_of(record.headers) == KIND and record.topic == requests._topics.ranking.name:
+            return [*requests._notice(record), Done(record)]  # where a signal came to in the end
+        return other_as_served(requests, record, suspect)
 
-    Requests._signal, Requests._other = signal, other  # type: ignore[method-assign, assignment]
+    Requests._signal, Requests._read = signal, read  # type: ignore[method-assign, assignment]
 
 
 async def try_here(requests: Any, record: Record, taken: Prefill) -> None:
     task, now = taken.task, asyncio.get_running_loop().time()
     tries = int(dict(record.headers).get(HEADER_TRIES) or b"1")
     books = await requests._device.ask(Query())
-    cost_ms = requests._runtime.executor.costs.prefill_ms(0, len(task.tokens))
+    name, peers = requests._context.name, requests._core._forwarding._peers
+    cost_ms = peers.workers()[name].costs.pre_infer_ms(len(task.tokens))
     left_ms = (task.due - now) * 1e3
     if books.pre_infer_waiting_ms + books.queue_ms + cost_ms <= IN_TIME_SHARES[0] * (left_ms + cost_ms) - TRAVEL_MS:
         requests._device.submit(taken)
         return
     topics, lanes = requests._topics, requests._topics.lanes
     home = lane_of(task.user_id, lanes)
-    owner = requests._forwarding._peers.owner(home)
-    been = {requests._name, "" if owner is None else owner.worker.name}
-    others = [
-        status for status in requests._forwarding._peers.workers().values() if status.name not in been and status.lanes
-    ]
+    owner = peers.owner(home)
+    been = {name, "" if owner is None else owner.worker.name}
+    others = [status for status in peers.workers().values() if status.name not in been and status.lanes]
     to = ""
     headers = [(HEADER_KIND, KIND_DELEGATED.encode()), (HEADER_TRIES, str(tries + 1).encode())]
     try:

@@ -28,6 +28,7 @@ class Tiers:
         self.pinned = load.device.type != "cpu"
         fast = TierMemory(ENTRIES * nbytes, load.device).buffer
         slow = TierMemory(ENTRIES * nbytes, torch.device("cpu"), pinned=self.pinned).buffer
+        slow.fill_(1)  # memory that was never written is not there yet
         self.entries = [(fast[at : at + nbytes], slow[at : at + nbytes]) for at in range(0, len(fast), nbytes)]
         self.engine = CopyEngine(load.device)
 

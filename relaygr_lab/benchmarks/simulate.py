@@ -41,6 +41,7 @@ from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.worker.core import WorkerCore
 from relaygr_stream.worker.device import Submitted, take_turn
 from relaygr_stream.worker.statement import Identity, Statements
 from relaygr_stream.workload.traffic import Traffic
@@ -62,8 +63,8 @@ SETTINGS = {
 class LiveWorker:
     """The real core and model, stepped by the live timeline; stands where a SimulatedWorker does."""
 
-    def __init__(self, name: str, settings: Settings, on_answers: Callable[[list[Answer], float], None]) -> None:
-        self.name, self.alive, self.most_pinned, self.most_held = name, True, 0, 0
+    def __init__(self, core: WorkerCore, settings: Settings, on_answers: Callable[[list[Answer], float], None]) -> None:
+        self.core, self.name, self.alive, self.most_pinned, self.most_held = core, core.name, True, 0, 0
         self.busy_s = 0.0
         self._on_answers = on_answers
         self._inbox: deque[Submitted] = deque()
@@ -143,9 +144,9 @@ class LiveFleet(Fleet):
         self._live.workers = self.workers  # type: ignore[assignment]
         self.live_worker = self._live.workers[0]
 
-    def _make_worker(self, name: str, seed: int) -> SimulatedWorker:
+    def _make_worker(self, core: WorkerCore, seed: int) -> SimulatedWorker:
         del seed  # nothing is drawn here
-        return LiveWorker(name, self._settings, partial(self._answered, name))  # type: ignore[return-value]
+        return LiveWorker(core, self._settings, partial(self._answered, core.name))  # type: ignore[return-value]
 
     def _tokens(self, length: int) -> Tokens:
         return Tokens(self._histories[:, :length])

@@ -77,7 +77,7 @@ def ranking_record(mode: str, topic: str) -> Any:
     return Record(topic, 1, 0, 0, b"u", encode(request), tuple(headers))
 
 
-async def measure(mode: str) -> float:
+async def measure(mode: str) -> float:  # noqa: PLR0915
     """Microseconds a ranking, the least of five runs."""
     if mode == "without":
         take_out("relaygr_stream.worker.replies")
@@ -85,15 +85,18 @@ async def measure(mode: str) -> float:
     from prometheus_client import CollectorRegistry
 
     from relaygr_stream.engine.commands import Answer, Measured
-    from relaygr_stream.settings.schema import Kafka, Relay, Telemetry
+    from relaygr_stream.settings.schema import Kafka, Relay, Settings, Telemetry
     from relaygr_stream.telemetry.background import Background
     from relaygr_stream.telemetry.logs import configure_logging
     from relaygr_stream.telemetry.otlp import tracing_of
+    from relaygr_stream.telemetry.tracing import OFF
     from relaygr_stream.wire.records import Record
     from relaygr_stream.wire.topic_files import load_topics
+    from relaygr_stream.worker.context import WorkerConnections, WorkerContext
+    from relaygr_stream.worker.core import Reply
     from relaygr_stream.worker.intake import Intake
     from relaygr_stream.worker.metrics import WorkerMetrics
-    from relaygr_stream.worker.replies import Outbox
+    from relaygr_stream.worker.replies import Outbox, Sending
 
     configure_logging(Telemetry(), "bench")
 
@@ -112,8 +115,14 @@ async def measure(mode: str) -> float:
             over.set()
 
     model: Any = types.SimpleNamespace(tasks=("click", "like"), version="bench")
-    metrics = WorkerMetrics(registry)
-    outbox = Outbox(topics, sink, sink, metrics, "w", model, done, lambda task: None, Background())  # type: ignore[arg-type]
+    background = Background()
+    context = WorkerContext(Settings(), "w", WorkerMetrics(registry), registry, OFF, background)
+    outbox = Outbox(context, WorkerConnections(topics, sink, sink, None), model)  # type: ignore[arg-type]
+
+    async def send(sending: Sending) -> None:
+        await outbox.send(sending)
+        done(sending.origin.record)
+
     intake = Intake(Relay(), 1e6, 8, 1 << 20, lambda: None)
     record = ranking_record(mode, topics.ranking.name)
     scores = np.zeros((CANDIDATES, 2), np.float32)
@@ -130,7 +139,7 @@ async def measure(mode: str) -> float:
                 rank = intake.ranking(record, origin)
                 arrived = rank.task.arrived
                 measured = Measured("hbm", started=arrived, finished=arrived, score_ms=0.001)
-                outbox.deliver(Answer(rank, "ok", scores, measured=measured))
+                background.start(send(outbox.reply(Reply(Answer(rank, "ok", scores, measured=measured), ""))))
                 if number % 16 == 15:
                     await asyncio.sleep(0)
             await over.wait()

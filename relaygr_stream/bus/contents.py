@@ -76,6 +76,28 @@ async def read_back(kafka: Kafka, topic: str, partition: int = 0) -> AsyncGenera
             end = start
 
 
+async def read_since(
+    kafka: Kafka, topic: str, partitions: Sequence[int], since_ms: int
+) -> AsyncGenerator[list[Record], None]:
+    """The records of these partitions from that Unix time on, as they come, in order within each: for who keeps few.
+
+    Raises as `read_all` does.
+    """
+    away = Away()
+    async with _reader(kafka, topic) as consumer:
+        held = await _spans(consumer, topic, partitions, away)
+        away.check()
+        asked = {TopicPartition(topic, partition): since_ms for partition in partitions}
+        since = await consumer.offsets_for_times(asked)
+        # None, or from the embedded broker a negative time: there are no such records.
+        begins = {one: found.offset for one, found in since.items() if found and found.timestamp >= 0}
+        spans = {one: OffsetSpan(begin, held[one.partition].end) for one, begin in begins.items()}
+        if spans := {one: span for one, span in spans.items() if span.begin < span.end}:
+            async for batch in _batches(kafka, consumer, spans, away):
+                yield batch
+        away.check()
+
+
 @asynccontextmanager
 async def _reader(kafka: Kafka, topic: str) -> AsyncIterator[Any]:
     """A consumer that knows the topic."""
@@ -118,8 +140,14 @@ async def _span(consumer: Any, one: TopicPartition) -> OffsetSpan | None:
 
 async def _read(kafka: Kafka, consumer: Any, spans: dict[TopicPartition, OffsetSpan], missing: Away) -> list[Record]:
     """The records of these spans; partitions that stop answering are added to `missing`."""
+    return [record async for batch in _batches(kafka, consumer, spans, missing) for record in batch]
+
+
+async def _batches(
+    kafka: Kafka, consumer: Any, spans: dict[TopicPartition, OffsetSpan], missing: Away
+) -> AsyncGenerator[list[Record], None]:
+    """As _read, as they come."""
     ends = {one: span.end for one, span in spans.items()}
-    records: list[Record] = []
     consumer.assign(list(spans))
     for one, span in spans.items():
         consumer.seek(one, span.begin)
@@ -132,11 +160,8 @@ async def _read(kafka: Kafka, consumer: Any, spans: dict[TopicPartition, OffsetS
                     missing.add(one.topic, one.partition, leader_of(consumer, one))
                 del ends[one]
             continue
-        for record in await read(consumer):
-            one = TopicPartition(record.topic, record.lane)
-            if record.offset < spans[one].end:
-                records.append(record)
-    return records
+        found = await read(consumer)
+        yield [each for each in found if each.offset < spans[TopicPartition(each.topic, each.lane)].end]
 
 
 async def _behind(consumer: Any, ends: dict[TopicPartition, int]) -> dict[TopicPartition, int]:

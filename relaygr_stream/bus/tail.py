@@ -122,7 +122,6 @@ class TopicTail:
 
     async def _begin(self, consumer: Any) -> None:
         """Assign the partitions to a new consumer, at the next offsets."""
-        pass_unreadable(consumer)
         if not self._next:
             # Raises at once if an ACL is missing; a request for offsets would be retried until the timeout.
             await consumer._client._wait_on_metadata(self._partitions[0].topic)
@@ -136,6 +135,8 @@ class TopicTail:
                 begins = await consumer.beginning_offsets(self._partitions)
                 back = RECENT_RECORDS if self._start == "recent" else math.inf
                 self._next = {each: int(max(begin, self._ends[each] - back)) for each, begin in begins.items()}
+        # Who starts reads again what was there before; those that were there have told of it.
+        pass_unreadable(consumer, self._ends if self._start == "recent" else None)
         consumer.assign(self._partitions)
         for partition, offset in self._next.items():
             consumer.seek(partition, offset)

@@ -157,8 +157,11 @@ _CODECS: Final[dict[int, tuple[str, Callable[[bytes, Any], int]]]] = {
 # The replacements for aiokafka's reading.
 
 
-def pass_unreadable(consumer: Any) -> None:
-    """Make a started AIOKafkaConsumer without an assignment hand out stand-ins instead of raising."""
+def pass_unreadable(consumer: Any, known: Mapping[TopicPartition, int] | None = None) -> None:
+    """Make a started AIOKafkaConsumer without an assignment hand out stand-ins instead of raising.
+
+    known: offsets up to which stand-ins are no news, and are logged at `debug` only.
+    """
     fetcher = consumer._fetcher
 
     def end_of(partition: TopicPartition) -> int:
@@ -166,7 +169,7 @@ def pass_unreadable(consumer: Any) -> None:
         return int(fetcher._subscriptions.subscription.assignment.state_value(partition).highwater)
 
     # The code of aiokafka's own function, with two of its global names replaced.
-    ours = {"MemoryRecords": _Answer, "PartitionRecords": partial(_Records, end_of)}
+    ours = {"MemoryRecords": _Answer, "PartitionRecords": partial(_Records, end_of, known or {})}
     code = aiokafka_fetcher.Fetcher._proc_fetch_request.__code__
     fetcher._proc_fetch_request = MethodType(FunctionType(code, {**vars(aiokafka_fetcher), **ours}), fetcher)
 
@@ -189,8 +192,15 @@ class _Records(aiokafka_fetcher.PartitionRecords):  # type: ignore[misc]  # unty
 
     next_fetch_offset: int
 
-    def __init__(self, end_of: Callable[[TopicPartition], int], partition: TopicPartition, *others: Any) -> None:
+    def __init__(
+        self,
+        end_of: Callable[[TopicPartition], int],
+        known: Mapping[TopicPartition, int],
+        partition: TopicPartition,
+        *others: Any,
+    ) -> None:
         self._end = end_of(partition)
+        self._known = known.get(partition, 0)
         super().__init__(partition, *others)
 
     def _unpack_records(self) -> Iterator[ConsumerRecord]:
@@ -249,7 +259,8 @@ class _Records(aiokafka_fetcher.PartitionRecords):  # type: ignore[misc]  # unty
             yield self._stand_in(offset, detail)
 
     def _stand_in(self, offset: int, detail: str, kept: tuple[tuple[str, bytes], ...] = ()) -> ConsumerRecord:
-        limited(log.warning, "unreadable")(
+        write, kind = (log.debug, "known") if offset < self._known else (log.warning, "unreadable")
+        limited(write, kind)(
             "record unreadable", topic=self._tp.topic, lane=self._tp.partition, offset=offset, detail=detail
         )
         headers = ((HEADER_UNREADABLE, detail.encode()), *kept)

@@ -1,12 +1,12 @@
-"""The memory of one tier: one buffer, allocated whole at start, and the arena that divides it."""
+"""The memory of one tier: one buffer, reserved whole at start, and the arena that divides it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import numpy as np
 import torch
 
 from relaygr_stream.cache.arena import Arena, Extent
+from relaygr_stream.cache.host import available_host_bytes
 from relaygr_stream.errors import CapacityError
 
 #: One page in bytes: extents share no page, and every dtype, cache line and kernel tile is aligned.
@@ -16,8 +16,9 @@ HOST_RESERVE = 0.05
 
 
 class TierMemory:
-    """`nbytes` (≥ 0, rounded down to the alignment) on `device`, with every page touched.
+    """`nbytes` (≥ 0, rounded down to the alignment) on `device`.
 
+    Ordinary host memory is taken page by page as it is first written; a device's and pinned memory whole, at once.
     pinned: page-locked host memory, which an accelerator reads and writes directly; needs an accelerator. torch pins
     the next power of two.
     setting: the name of the setting that defines nbytes, for error messages.
@@ -40,8 +41,11 @@ class TierMemory:
         # Pinned memory is page-aligned and needs no slack: for a power of two it would double what is pinned.
         slack = 0 if pinned or not self.arena.size else alignment
         try:
-            whole = torch.empty(self.arena.size + slack, dtype=torch.uint8, device=device, pin_memory=pinned)
-        except RuntimeError as error:
+            if device.type == "cpu" and not pinned:
+                whole = torch.from_numpy(np.zeros(self.arena.size + slack, np.uint8))  # calloc: no page is there yet
+            else:
+                whole = torch.zeros(self.arena.size + slack, dtype=torch.uint8, device=device, pin_memory=pinned)
+        except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"{setting} = {nbytes} bytes: {device}{' (pinned)' if pinned else ''} refused them "
                 f"({str(error).splitlines()[0]}); lower {setting}"
@@ -50,7 +54,6 @@ class TierMemory:
         if start > slack:
             raise CapacityError(f"{device} memory starts at {whole.data_ptr():#x}, not aligned to {alignment} bytes")
         self.buffer = whole[start : start + self.arena.size]
-        self.buffer.zero_()  # touch every page now, not while a request waits
         self._views = {torch.uint8: self.buffer}
 
     def view(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
@@ -75,39 +78,3 @@ def _check_host(nbytes: int, taken: int, setting: str) -> None:
             f"{setting} = {nbytes} bytes{pinned}, but the host has {available} available, of which "
             f"{HOST_RESERVE:.0%} stay free; lower {setting}"
         )
-
-
-def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can still allocate: the least of the host's and its control group's; None if unknown.
-
-    Reads Linux's /proc/meminfo and control groups v2 and v1 below `root`.
-    """
-    found: list[int] = []
-    meminfo = _read(root / "proc/meminfo")
-    for line in meminfo.splitlines():
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
-    for limit, usage, stat in (
-        ("memory.max", "memory.current", "memory.stat"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-    ):
-        most, used = _read(root / "sys/fs/cgroup" / limit).strip(), _read(root / "sys/fs/cgroup" / usage).strip()
-        if most.isdigit() and used.isdigit():
-            found.append(int(most) - int(used) + _inactive_file(_read(root / "sys/fs/cgroup" / stat)))
-    return min(found, default=None)
-
-
-def _inactive_file(stat: str) -> int:
-    """Bytes of page cache that a control group counts as used but frees on demand."""
-    for line in stat.splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

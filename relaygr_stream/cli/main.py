@@ -40,7 +40,7 @@ _COMMANDS: Final = {
 
 
 class _Group(click.Group):
-    """Imports commands on demand; prints this package's errors as one line on stderr, with exit code 1."""
+    """Imports commands on demand; prints this package's errors as one line on stderr."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted({*super().list_commands(context), *_COMMANDS, *entry_points(group=_ENTRY_POINTS).names})
@@ -86,8 +86,11 @@ class _Group(click.Group):
         except (KeyboardInterrupt, Interrupted) as interrupt:
             stopped("stopped", *interrupt.args)
         except RelayError as error:
+            from relaygr_stream.telemetry.process import error_code
+
             self._print_error(error)
-            context.exit(PARTLY if isinstance(error, PartitionsAway) else 1)
+            partly = isinstance(error, PartitionsAway)
+            context.exit(PARTLY if partly else error_code(error, context.invoked_subcommand or ""))
         return result
 
     def _print_error(self, error: Exception) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -19,10 +18,14 @@ from relaygr_stream.telemetry.printable import printable
 
 if TYPE_CHECKING:
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
+    from relaygr_stream.settings.worker import Worker
 
 #: Time beyond worker.drain_ms before a process is killed: for leaving the group and closing clients.
 BEYOND_DRAIN_S = 5.0
 
+
+#: What a worker takes beside its tiers: the interpreter, torch and a small model, measured.
+WORKER_BYTES = 400 << 20
 
 #: Said where no model is set.
 PACKAGED_LINE = (
@@ -36,8 +39,7 @@ PACKAGED_LINE = (
 @click.option("--trigger/--no-trigger", default=True, show_default=True, help="Also run a trigger.")
 @click.option(
     "--name",
-    default=socket.gethostname,
-    help="Names of workers are NAME-0, NAME-1, …. [the host's name]",
+    help="Names of workers are NAME-0, NAME-1, …. [the host's name, with a number where another `up` has it]",
 )
 @click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Devices, assigned to workers in turn: cuda:0,cuda:1.")
 @source_options
@@ -45,7 +47,7 @@ PACKAGED_LINE = (
 def up_command(
     workers: int,
     trigger: bool,
-    name: str,
+    name: str | None,
     devices: str | None,
     files: tuple[str, ...],
     assignments: tuple[str, ...],
@@ -54,12 +56,15 @@ def up_command(
     """Keep a trigger and workers running on this host.
 
     A process that fails or hangs is restarted, after a pause that doubles up to 30 s. The first SIGTERM or Ctrl-C stops
-    the trigger, then the workers, which drain; a second one kills all. Logs go to stderr, the state of each process to
-    stdout. Where nothing in [model] is set, workers serve the packaged model. If telemetry.port or handover.port is N,
-    the first process gets N, the next N+1, and so on.
+    the trigger, then the workers, which drain; a second one kills all. SIGUSR1 (without a terminal SIGHUP, too)
+    restarts all, one at a time, with their files read again, and starts those that were stopped. A process that cannot
+    start with its settings ends all at once. Logs go to stderr, the state of each to stdout. Where nothing in [model]
+    is set, workers serve the packaged model. If telemetry.port or handover.port is N, the first process gets N, the
+    next N+1, and so on.
 
     Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
     """
+    from relaygr_stream.ops.names import reserved_name
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
     from relaygr_stream.settings.load import PACKAGED_MODEL, load_settings, with_packaged_model
 
@@ -76,10 +81,13 @@ def up_command(
         *(argument for assignment in assignments for argument in ("--set", assignment)),
         *(("--bootstrap", bootstrap) if bootstrap else ()),
     ]
-    names = [*(["trigger"] if trigger else []), *(f"{name}-{index}" for index in range(workers))]
-    telemetry = _ports("telemetry.port", settings.telemetry.port, len(names))
+    telemetry = _ports("telemetry.port", settings.telemetry.port, trigger + workers)
     handover = _ports("handover.port", settings.handover.port, workers)
-    with tempfile.TemporaryDirectory(prefix="relaygr-up-", ignore_cleanup_errors=True) as folder:
+    with (
+        reserved_name(name, settings) as host,
+        tempfile.TemporaryDirectory(prefix="relaygr-up-", ignore_cleanup_errors=True) as folder,
+    ):
+        names = [*(["trigger"] if trigger else []), *(f"{host}-{index}" for index in range(workers))]
         processes = []
         for index, process_name in enumerate(names):
             role, own = "trigger", telemetry[index]
@@ -89,10 +97,30 @@ def up_command(
                     own += ["--set", f"worker.device={devices.split(',')[number % len(devices.split(','))].strip()}"]
             load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags((*assignments, *own[1::2]))})
             processes.append(Supervised(process_name, [role, *shared, *own], Path(folder), settings.telemetry.host))
+        if workers:
+            _say_memory(settings.worker, workers, (devices or settings.worker.device) == "cpu")
         stop_s = settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S
         supervisor = Supervisor(processes, stop_s, _print_state, first=processes[:trigger])
         ended_well = asyncio.run(_run(supervisor))
     sys.exit(0 if ended_well else 1)
+
+
+def _say_memory(worker: Worker, workers: int, on_cpu: bool) -> None:
+    """Print what the workers take of this host's memory, and a warning if that is more than there is."""
+    from relaygr_stream.cache.host import available_host_bytes
+
+    tiers = (worker.hbm_bytes if on_cpu else 0) + worker.dram_bytes
+    when = "as users come, for their prefix KV up to" if on_cpu else "for prefix KV"
+    names = "worker.hbm_bytes and worker.dram_bytes" if on_cpu else "worker.dram_bytes"
+    each = "the worker takes" if workers == 1 else f"each of {workers} workers takes"
+    click.echo(f"{each} {_gib(WORKER_BYTES)} of memory at its start and, {when} {_gib(tiers)} more ({names})")
+    available = available_host_bytes()
+    if available is not None and workers * (WORKER_BYTES + tiers) > available:
+        click.echo(f"warning: this host has {_gib(available)} available; lower {names}, or --workers")
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"
 
 
 def _ports(key: str, first: int, count: int) -> list[list[str]]:
@@ -116,6 +144,9 @@ async def _run(supervisor: Supervisor) -> bool:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGUSR1, supervisor.roll)
+    if not sys.stdin.isatty():  # else it says that the terminal has gone, which ends this process
+        loop.add_signal_handler(signal.SIGHUP, supervisor.roll)
     return await supervisor.run(stop)
 
 

@@ -106,6 +106,7 @@ class Door:
                 self._api("DELETE", "/v1/requests/{request_id:path}", self._cancel),
                 self._page("/", self._fleet, closed=True),
                 self._page("/live", self._live, closed=True),
+                self._page("/trace", self._trace, closed=True),
                 self._page("/metrics", self._scraped, closed=True),
                 self._page("/healthz", lambda _: self._check(context.why_not_live())),
                 self._page("/readyz", lambda _: self._check(context.why_not_ready())),
@@ -268,6 +269,13 @@ class Door:
 
     async def _live(self, _: Request) -> Response:
         return Response(await self._board.live(), media_type="text/html", headers=HEADERS)
+
+    async def _trace(self, http: Request) -> Response:
+        """A request of the caller's own tenant."""
+        tenant = self._tokens.tenant(http, browser=True) or self._settings.client.tenant
+        lane = _LANE.fullmatch(http.query_params.get("id", ""))
+        lanes = [int(lane[1])] if lane and int(lane[1]) < self._board.view.topics.lanes else []
+        return Response(await self._board.trace(http.url.query, lanes, tenant), media_type="text/html", headers=HEADERS)
 
     def _scraped(self, http: Request) -> Response:
         status, headers, body = self._exposition.page("", http.headers.get("accept", ""), "")

@@ -8,6 +8,7 @@ has them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from typing import Final
 
@@ -51,22 +52,22 @@ class KVLayout:
         """Whether the first n tokens of a region are the prefix KV of these n tokens. A state has one length only."""
         return not self.state
 
-    @property
+    @cached_property
     def kv_per_token(self) -> int:
         """Elements of K and V of one token in all layers."""
         return self.layers * self.heads * (self.dqk + self.dv)
 
-    @property
+    @cached_property
     def time_elements(self) -> int:
         """Elements that one token's time takes."""
         return TIME_BYTES // self.dtype.itemsize if self.times else 0
 
-    @property
+    @cached_property
     def elements_per_token(self) -> int:
         """Elements of one token: K and V in all layers, and its time."""
         return self.kv_per_token + self.time_elements
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> int:
         """Bytes of one token in all layers."""
         return self.elements_per_token * self.dtype.itemsize
@@ -77,7 +78,7 @@ class KVLayout:
 
     def nbytes(self, capacity: int) -> int:
         """Bytes of a region for `capacity` tokens."""
-        return self.elements(capacity) * self.dtype.itemsize
+        return (capacity * self.elements_per_token + self.state) * self.dtype.itemsize
 
 
 class KVRegion:

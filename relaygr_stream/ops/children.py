@@ -168,10 +168,11 @@ def end_with_parent() -> None:
 
 @dataclass(frozen=True)
 class Probed:
-    """An answer. status: the HTTP status; 0: no answer, and body holds the error."""
+    """An answer. status: the HTTP status; 0: no answer, and body holds the error. refused: nothing listens there."""
 
     status: int
     body: str
+    refused: bool = False
 
     @property
     def ok(self) -> bool:
@@ -195,6 +196,7 @@ def probe(port: int, path: str, host: str = "127.0.0.1") -> Probed:
         answer = connection.getresponse()
         return Probed(answer.status, answer.read(MAX_BODY).decode("utf-8", "replace"))
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return Probed(0, f"does not answer ({str(error) or type(error).__name__})")
+        reason = f"does not answer ({str(error) or type(error).__name__})"
+        return Probed(0, reason, isinstance(error, ConnectionRefusedError))
     finally:
         connection.close()

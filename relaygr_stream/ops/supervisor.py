@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Final
 
 from relaygr_stream.ops.children import end_with_parent, probe, read_port, relaygr_command
 from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.process import EXIT_SETTINGS
 
 #: Pauses before restarts double from the first to the second of these; after a run of STABLE_S they begin anew.
 FIRST_PAUSE_S: Final = 0.5
@@ -49,17 +51,22 @@ START_S: Final = 120.0
 
 @dataclass(frozen=True)
 class Health:
-    """A process's health. not_ready, not_live: the reasons of /readyz and /healthz; None: it is ready, it is live."""
+    """A process's health. not_ready, not_live: the reasons of /readyz and /healthz; None: it is ready, it is live.
+
+    ending: it closed its telemetry, which it does last of all.
+    """
 
     not_ready: str | None
     not_live: str | None
+    ending: bool = False
 
 
 class Supervised:
     """A process `relaygr ARGUMENTS…` in its own session; it logs to this process's stderr and ends with it.
 
     folder: for the file with its telemetry port. host: of its telemetry. state: as text. final: the exit code after
-    which it was not restarted.
+    which it was not restarted. rolling: its next end is wanted, and it starts again at once. again: set to start it
+    again after its end.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], folder: Path, host: str = "127.0.0.1") -> None:
@@ -73,6 +80,9 @@ class Supervised:
         self.restarts = Restarts()
         self.state = ""
         self.final: int | None = None
+        self.was_ready = False
+        self.rolling = False
+        self.again: Final = asyncio.Event()
 
     @property
     def pid(self) -> int:
@@ -133,6 +143,8 @@ class Supervised:
             late = f"has no port after {START_S:.0f} s" if self.ran_s > START_S else None
             return Health("starting", late)
         live = probe(port, "/healthz", self._host)
+        if live.refused:
+            return Health("stopping", "does not end", ending=True)
         if not live.ok:
             why = live.body.strip() or "not live"
             return Health(why, why)
@@ -140,11 +152,25 @@ class Supervised:
         return Health(None if ready.ok else ready.body.strip() or "not ready", None)
 
 
-#: Seconds between probes: often enough for a person who watches.
-PROBE_S: Final = 0.5
+#: The state of a process that is ready.
+READY: Final = "ready"
+#: Probes a second, and seconds between them: often enough for a person who watches.
+PROBES_PER_S: Final = 2
+PROBE_S: Final = 1 / PROBES_PER_S
 #: Consecutive failed probes of /healthz before a process is killed: after 13 s if each probe times out (2 s), after
 #: telemetry.stall_ms plus 2.5 s if the event loop is stuck. Counted, not timed: a suspended machine fails only one.
 PROBES_UNTIL_HUNG: Final = 5
+
+
+#: A process that is not ready for so long after its start says for how long; again after twice, four times, … as long.
+SLOW_START_S: Final = 10.0
+
+
+def _since(seconds: float) -> str:
+    """How long a start has taken, as text: so that a person sees that it goes on."""
+    if seconds < SLOW_START_S:
+        return ""
+    return f", for {SLOW_START_S * 2 ** int(math.log2(seconds / SLOW_START_S)):.0f} s"
 
 
 class Supervisor:
@@ -165,15 +191,24 @@ class Supervisor:
         self._stop_s = stop_s
         self._changed = changed
         self._first = first
+        self._over = asyncio.Event()  # nothing is left to keep, or a process can never start
+        self._roll = asyncio.Event()
+
+    def roll(self) -> None:
+        """Restart all processes, one at a time, each once the one before is ready; start those that were stopped."""
+        self._roll.set()
 
     async def run(self, stop: asyncio.Event) -> bool:
-        """Run until `stop` is set or all have ended for good; then stop `first`, and after them the others.
+        """Run until `stop` is set, all have ended for good, or a process that was never ready ends by its settings;
+        then stop `first`, and after them the others.
 
         Returns whether all ended in order.
         """
         background = Background()
-        keeping = [background.start(self._keep(process, background)) for process in self.processes]
-        ends = {background.start(stop.wait()), background.start(asyncio.wait(keeping))}
+        for process in self.processes:
+            background.start(self._keep(process, background))
+        background.start(self._rolls())
+        ends = {background.start(stop.wait()), background.start(self._over.wait())}
         try:
             await background.until(asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
         finally:
@@ -210,26 +245,54 @@ class Supervisor:
             finally:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
+            if process.rolling:
+                process.rolling = False
+                continue
             pause = process.restarts.pause_s(code, process.ran_s)
-            if pause is None:
+            refused = code == EXIT_SETTINGS and not process.was_ready
+            if pause is None or refused:
                 process.final = code
                 self._set_state(process, f"ended with exit code {code}, not started again")
-                return
+                if refused or all(each.final is not None for each in self.processes):
+                    self._over.set()
+                await process.again.wait()
+                process.again.clear()
+                process.final = None
+                continue
             how = f"exit code {code}" if code >= 0 else f"signal {-code}"
             self._set_state(process, f"ended with {how}, starts again in {pause:g} s")
             await asyncio.sleep(pause)
 
+    async def _rolls(self) -> None:
+        while True:
+            await self._roll.wait()
+            self._roll.clear()
+            for process in (*(each for each in self.processes if each not in self._first), *self._first):
+                if process.pid:
+                    process.rolling = True
+                    self._set_state(process, "stopping, to start again")
+                    await process.stop(self._stop_s)
+                elif process.final is not None:
+                    process.again.set()
+                while process.pid == 0 or process.rolling or process.state != READY:  # noqa: ASYNC110  (its probes' pace)
+                    await asyncio.sleep(PROBE_S)
+
     async def _watch(self, process: Supervised) -> None:
         """Report the process's state; kill it if it hangs, so that it is restarted like after any other end."""
-        failures = 0
+        failures, was_ready = 0, False
         while True:
             health = await process.health()
+            if process.rolling:  # `stop` gives it its time
+                return
             failures = 0 if health.not_live is None else failures + 1
-            if failures == PROBES_UNTIL_HUNG:
+            if failures >= PROBES_UNTIL_HUNG + (int(PROBES_PER_S * self._stop_s) if health.ending else 0):
                 self._set_state(process, f"hangs ({health.not_live}), is killed")
                 process.kill()
                 return
-            self._set_state(process, "ready" if health.not_ready is None else health.not_ready)
+            process.was_ready = process.was_ready or health.not_ready is None
+            was_ready = was_ready or health.not_ready is None
+            waits = "" if was_ready else _since(process.ran_s)
+            self._set_state(process, READY if health.not_ready is None else health.not_ready + waits)
             await asyncio.sleep(PROBE_S)
 
     def _set_state(self, process: Supervised, state: str) -> None:

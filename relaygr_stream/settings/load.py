@@ -16,7 +16,7 @@ import unicodedata
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,15 @@ log = logging.getLogger(__name__)  # settings are loaded before logging is set u
 ENV_CONFIG: Final = "RELAYGR_CONFIG"
 #: The packaged checkpoint of a trained model, for `model.checkpoint`.
 PACKAGED_MODEL: Final = "demo"
+#: Most settings that a hint names.
+MOST_HINTS: Final = 3
+#: How TOML looks, and files that are mistaken for it, by their suffix.
+TOML_LIKE: Final = 'the line [kafka], and below it bootstrap = "kafka:9092"'
+_OTHER_FORMATS: Final = {
+    ".yaml": "a YAML file, ",
+    ".yml": "a YAML file, ",
+    ".json": "a JSON file, ",
+}
 #: Suffix of a secret's variable: the variable then names a file that holds the value.
 ENV_FILE: Final = "_FILE"
 #: A status may be late by half of its interval, through a busy loop and a broker, and its worker is not silent yet.
@@ -246,7 +255,8 @@ def _read_file(file: str | Path) -> Iterable[tuple[str, Any, str]]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
     except (UnicodeError, RecursionError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        found = _OTHER_FORMATS.get(path.suffix.lower(), "")
+        raise ConfigError(f"{path}: {found}not TOML: {error}; write {TOML_LIKE}") from error
     for section, table in tables.items():
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: `{section}` stands outside any section; write it under [section]")
@@ -280,8 +290,26 @@ def replacement_of(key: str) -> str:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name, list(known), n=1)
-    return f"; did you mean `{close[0]}`?" if close else "; `relaygr config show` lists them"
+    """A hint at the settings meant: the few that begin like this (worker.hbm_bytes for worker.hbm), or a near one."""
+    known = list(known)
+    close = [each for each in known if each.startswith(name)]
+    if not 0 < len(close) <= MOST_HINTS:
+        # By the name in its section: the section before it would make any two of its settings alike.
+        by_name: dict[str, list[str]] = {}
+        for each in known:
+            for text in {_in_section(each), each}:
+                by_name.setdefault(text, []).append(each)
+        near = get_close_matches(_in_section(name), by_name, n=1, cutoff=0.7)
+        close = [max(by_name[text], key=lambda each: SequenceMatcher(a=each, b=name).ratio()) for text in near]
+    hint = ", ".join(f"`{each}`" for each in close)
+    return f"; did you mean {hint}?" if close else "; `relaygr config show` lists them"
+
+
+def _in_section(name: str) -> str:
+    """hbm_bytes of worker.hbm_bytes, HBM_BYTES of RELAYGR_WORKER_HBM_BYTES; without a section, the name."""
+    bare = name.removeprefix(ENV_PREFIX)
+    section, _, rest = bare.partition("_" if bare.isupper() else ".")
+    return rest if section.lower() in Settings.__struct_fields__ else bare
 
 
 def _checked(key: str, raw: Any, source: str) -> Value:

@@ -44,11 +44,13 @@ def not_found(path: str, paths: Sequence[str]) -> Page:
     return respond("404 Not Found", TEXT, f"Nothing at {path!r}. The paths are {', '.join(paths)}.\n")
 
 
-async def serve_one(connection: socket.socket, answer: Callable[[PageRequest], Awaitable[Page]]) -> None:
+async def serve_one(
+    connection: socket.socket, answer: Callable[[PageRequest], Awaitable[Page]], within_s: float = REQUEST_S
+) -> None:
     """Read one request, write one answer, close."""
     writer = None
     try:
-        async with asyncio.timeout(REQUEST_S):
+        async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_REQUEST)
             status, headers, body = await _answered(await reader.readuntil(b"\r\n\r\n"), answer)
             lines = [f"HTTP/1.1 {status}", "Connection: close", *(f"{name}: {value}" for name, value in headers)]

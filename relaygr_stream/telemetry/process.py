@@ -23,7 +23,7 @@ from typing import Any, Final
 import structlog
 from prometheus_client import CollectorRegistry, GCCollector, Info, ProcessCollector
 
-from relaygr_stream.errors import ConfigError, RelayError, Superseded
+from relaygr_stream.errors import CapacityError, ConfigError, DeviceError, ModelError, RelayError, Superseded
 from relaygr_stream.settings.load import injected_names
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import flush_limiters
@@ -35,8 +35,14 @@ from relaygr_stream.telemetry.server import TelemetryServer
 EXIT_OK: Final = 0
 EXIT_ERROR: Final = 1  # a RelayError, reported in one line
 EXIT_SUPERSEDED: Final = 3  # a later incarnation of this worker's name runs
+EXIT_SETTINGS: Final = 78  # EX_CONFIG of sysexits.h: a process of SERVING cannot start with these settings
 EXIT_UNEXPECTED: Final = 70  # EX_SOFTWARE of sysexits.h: a bug, with its traceback in the log
 EXIT_SIGNAL: Final = 128  # plus the signal's number, as in shells: 130 for SIGINT, 143 for SIGTERM
+
+#: The processes that a supervisor keeps running.
+SERVING: Final = frozenset({"worker", "trigger", "gateway"})
+#: Errors of settings, and of what they name: a restart meets them again.
+_OF_SETTINGS: Final = (ConfigError, ModelError, CapacityError, DeviceError)
 
 #: Seconds for a process that is stopped while it starts to close its connections, each of which takes milliseconds.
 START_END_S: Final = 4.0
@@ -100,7 +106,7 @@ async def process(
     metrics address cannot be bound or the port file cannot be written.
     """
     telemetry = settings.telemetry
-    configure_logging(telemetry, name)
+    configure_logging(telemetry, name, **_who(name, settings))
     registry = CollectorRegistry() if registry is None else registry
     watch = LoopWatch(registry, telemetry.stall_ms / 1e3)
     ctx = ProcessContext(settings, asyncio.Event() if stop is None else stop, registry, watch.stalled)
@@ -125,17 +131,22 @@ def run_process(name: str, settings: Settings, main: Main) -> int:
     SIGTERM or SIGINT sets ctx.stop; main then completes accepted work and returns. A second signal ends the process at
     once. Call it on the main thread.
     """
-    configure_logging(settings.telemetry, name)
+    configure_logging(settings.telemetry, name, **_who(name, settings))
     logging.captureWarnings(True)  # libraries' warnings become log lines
     log = structlog.get_logger(__name__)
     if ignored := injected_names(os.environ):
         log.debug("ignored environment variables that a cluster injected for its services", ignored=ignored)
 
     stop = asyncio.Event()
+    started = False
 
     async def whole() -> None:
+        nonlocal started
         async with process(settings, name, stop=stop) as ctx:
-            await _run_main(main, ctx)
+            try:
+                await _run_main(main, ctx)
+            finally:
+                started = ctx.started
             ctx.log.info("stopped")
 
     # A worker's modules are 190,000 objects. Each full garbage collection went through them, which stopped event loop
@@ -147,7 +158,7 @@ def run_process(name: str, settings: Settings, main: Main) -> int:
         with _stop_on_signals(runner.get_loop(), stop, log), runner:
             runner.run(whole())
     except Exception as error:
-        return _exit_code(error, settings, log)
+        return _reported(error, name, settings, log, started)
     finally:
         flush_limiters(all_windows=True)
         gc.unfreeze()
@@ -242,18 +253,32 @@ def _stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, log: 
             signal.signal(number, handler)
 
 
-def _exit_code(error: BaseException, settings: Settings, log: Any) -> int:
-    causes = list(_leaves(error))
-    if not all(isinstance(cause, RelayError) for cause in causes):
+def error_code(error: RelayError, name: str, started: bool = False) -> int:
+    """The exit code of this error in a process or command of this name; started: it had begun to serve."""
+    if isinstance(error, Superseded):
+        return EXIT_SUPERSEDED
+    return EXIT_SETTINGS if name in SERVING and not started and isinstance(error, _OF_SETTINGS) else EXIT_ERROR
+
+
+def _reported(error: BaseException, name: str, settings: Settings, log: Any, started: bool) -> int:
+    """Say why the process ends; returns its exit code."""
+    causes = [each for each in _leaves(error) if isinstance(each, RelayError)]
+    if len(causes) < len(list(_leaves(error))):
         log.error("unexpected error", exc_info=error)
         return EXIT_UNEXPECTED
     cause = next((c for c in causes if isinstance(c, Superseded)), causes[0])
-    line = printable("error: " + " ".join(str(cause).split()))
+    what = " ".join(str(cause).split())
     if writes_json(settings.telemetry):
-        log.error(line, kind=type(cause).__name__)
+        log.error(printable(f"error: {what}"), kind=type(cause).__name__)
     else:
-        print(line, file=sys.stderr)
-    return EXIT_SUPERSEDED if isinstance(cause, Superseded) else EXIT_ERROR
+        who = "".join(f" ({value})" for value in _who(name, settings).values())
+        print(printable(f"error{who}: {what}"), file=sys.stderr)
+    return error_code(cause, name, started)
+
+
+def _who(name: str, settings: Settings) -> dict[str, str]:
+    """The fields that tell this process's lines from those of others beside it."""
+    return {"name": settings.worker.name} if name == "worker" and settings.worker.name else {}
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -80,8 +80,9 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         n, rest = divmod(len(self.items), ITEM_DTYPE.itemsize)
         if rest or len(self.actions) != n or len(self.times) != n * TIME_DTYPE.itemsize:
             raise error(
-                f"items, actions and times must be parallel arrays of uint32, uint8 and int64; "
-                f"got {len(self.items)}, {len(self.actions)} and {len(self.times)} bytes"
+                f"items, actions and times must be parallel arrays of uint32, uint8 and int64, of one length; got "
+                f"{rows_of(self.items, ITEM_DTYPE, 'items')}, {rows_of(self.actions, ACTION_DTYPE, 'actions')} and "
+                f"{rows_of(self.times, TIME_DTYPE, 'times')}"
             )
         if self.columns:
             features.check_rows(self.columns, n, error)
@@ -99,6 +100,12 @@ class BehavioursInPlace(Behaviours, frozen=True, forbid_unknown_fields=False):
     actions: memoryview = memoryview(b"")  # type: ignore[assignment]
     times: memoryview = memoryview(b"")  # type: ignore[assignment]
     columns: ColumnsInPlace | msgspec.UnsetType = msgspec.UNSET  # type: ignore[assignment]
+
+
+def rows_of(packed: bytes, dtype: np.dtype[Any], what: str) -> str:
+    """How many values a packed array has, as text; its bytes where they are no whole number of values."""
+    rows, rest = divmod(len(packed), dtype.itemsize)
+    return f"{len(packed)} bytes of {what} ({dtype.itemsize} each)" if rest else f"{rows} {what}"
 
 
 def check_times(behaviours: Behaviours, what: str) -> None:

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.section import LABEL
-from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace
+from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace, rows_of
 from relaygr_stream.wire.features import FeatureTables, check_rows
 from relaygr_stream.wire.history import HISTORY_VERSION, HistoryReference
 from relaygr_stream.wire.latencies import Counts
@@ -122,7 +122,9 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
         _check_prefix(self)
         self.suffix.checked(_Invalid)
         if not self.candidates or len(self.candidates) % ITEM_DTYPE.itemsize:
-            raise DecodeError("invalid", f"candidates must be m ≥ 1 uint32; got {len(self.candidates)} bytes")
+            raise DecodeError(
+                "invalid", f"candidates must be m ≥ 1 uint32; got {rows_of(self.candidates, ITEM_DTYPE, 'of them')}"
+            )
         if self.columns:
             check_rows(self.columns.candidate, len(self.candidates) // ITEM_DTYPE.itemsize, _Invalid)
         if len(self.prefix) and len(self.suffix):

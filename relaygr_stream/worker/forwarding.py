@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, Literal
 
 import msgspec
 
 from relaygr_stream.engine.budgets import AVERAGE_S
-from relaygr_stream.engine.commands import Answer, RankTask
+from relaygr_stream.engine.commands import RankTask
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.fleet import FORGET_S, TRAVEL_MS, OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
-from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.wire.versions import NOT_DECODED
 
 #: A request that was refused twice has met two workers without room: a third search costs more than it finds.
@@ -92,37 +89,36 @@ def time_left_ms(task: RankTask, now: float) -> float:
 
 
 class Forwarding:
-    """One worker's view of its peers. name: its own; lanes: how many there are; home: the lane of a user.
+    """One worker's view of its peers. name: its own; home: the lane of a user; seed: of the random choices.
 
-    averaging: as the peers' (relay.averaging).
+    averaging: as the peers' (relay.averaging). now: seconds of one monotonic clock.
     """
 
     def __init__(
         self,
         name: str,
         peers: OwnerDirectory,
-        lanes: int,
-        clock: Callable[[], float] = time.monotonic,
-        seed: int | None = None,
-        home: Callable[[str], int] | None = None,
+        home: Callable[[str], int],
         averaging: float = 1.0,
+        seed: int | None = None,
     ) -> None:
         self._average_s = averaging * AVERAGE_S
         self._name = name
         self._peers = peers
-        self._home = home or partial(lane_of, lanes=lanes)
-        self._clock = clock
+        self._home = home
         self._random = random.Random(seed)
         self._accounts: dict[str, _Account] = {}
 
-    def elsewhere(self, user_id: str, prefix: int, candidates: int, hops: int, left_ms: float) -> int | WhyKept:
+    def elsewhere(
+        self, user_id: str, prefix: int, candidates: int, hops: int, left_ms: float, now: float
+    ) -> int | WhyKept:
         """A lane of a worker that will answer in time, in full, and is charged with it; or why there is none.
 
         prefix, candidates: their numbers; hops: how often it was forwarded up to now; left_ms: until its deadline.
         """
         if hops >= MOST_HOPS:
             return "hops"
-        now, home = self._clock(), self._peers.owner(self._home(user_id))
+        home = self._peers.owner(self._home(user_id))
         # The owner of the user's lane had the request first, or reads it there: two hops never lead back.
         been = {self._name} if home is None else {self._name, home.worker.name}
         found = self._peers.sample_workers(self._random)
@@ -143,7 +139,7 @@ class Forwarding:
                 return self._random.choice(owned[1])
         return "late"
 
-    def lane_of_delegate(self, name: str, left_ms: float) -> int | None:
+    def lane_of_delegate(self, name: str, left_ms: float = math.inf) -> int | None:
         """A lane of the worker that has a ranking's prefix KV; None: it is gone, or would score it too late."""
         owned = None if name == self._name else self._peers.lanes_of(name)
         if owned is None or TRAVEL_MS + owned[0].queue_ms > IN_TIME_SHARES[0] * left_ms:
@@ -160,18 +156,6 @@ class Forwarding:
         if account.spare < LEAST_SPARE:
             return math.inf
         return TRAVEL_MS + peer.queue_ms + account.waiting_ms / account.spare + cost_ms
-
-
-def instead(forwarding: Forwarding, answer: Answer, now: float) -> int | WhyKept | None:
-    """A lane to which this answer's ranking goes on instead; or why there is none.
-
-    None: it was not refused, or it was truncated: its remaining tokens do not give its cost elsewhere.
-    """
-    task = answer.task
-    if answer.status != "overloaded" or answer.measured.truncated_to:
-        return None
-    left_ms = (task.deadline - now) * 1e3
-    return forwarding.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms)
 
 
 def next_hop(value: bytes, hops: int, sent_ms: int, timeout_ms: float) -> bytes:

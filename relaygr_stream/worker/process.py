@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -32,22 +32,24 @@ from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.engine.audit import Report
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.errors import BrokerError, DeviceError, RelayError
-from relaygr_stream.history.store import HistoryStore, open_store
+from relaygr_stream.history.store import open_store
+from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.loading import BuiltIn
 from relaygr_stream.models.relative import is_relative
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
+from relaygr_stream.worker.context import WorkerConnections, WorkerContext
+from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import check_answers_fit
-from relaygr_stream.worker.requests import Bus, Requests
+from relaygr_stream.worker.requests import Requests
 from relaygr_stream.worker.status import StatusReporter
 from relaygr_stream.worker.watch import AuditReport, Watch
 
@@ -151,9 +153,10 @@ async def made_worker(
             ends = LogEnds(settings.kafka, f"{name}-ages")
             await ends.__aenter__()
             stack.push_async_callback(end, "the lanes' ends", partial(ends.__aexit__, None, None, None), CLOSE_S)
-            bus = Bus(topics, scores, others, ends)
             store = open_store(settings.history) if settings.history.store else None
-            worker = WorkerProcess(context, name, bus, device, runtime, metrics, audits, make_handover, tracing, store)
+            connections = WorkerConnections(topics, scores, others, ends, store)
+            shared = WorkerContext(settings, name, metrics, context.registry, tracing, Background())
+            worker = WorkerProcess(context, shared, connections, Device(device, runtime), audits, make_handover)
             stack.push_async_callback(end, "the history store", worker.requests.close, CLOSE_S)
             yield worker
     finally:
@@ -163,51 +166,46 @@ async def made_worker(
         device.failed.result()  # its books did not balance when it closed
 
 
+class Device(NamedTuple):
+    """A worker's device thread, and what it runs."""
+
+    thread: DeviceThread
+    runtime: WorkerRuntime
+
+
 class WorkerProcess:
     """One worker process: `run` serves until it is told to stop."""
 
     def __init__(
         self,
-        context: ProcessContext,
-        name: str,
-        bus: Bus,
-        device: DeviceThread,
-        runtime: WorkerRuntime,
-        metrics: WorkerMetrics,
+        process: ProcessContext,
+        context: WorkerContext,
+        connections: WorkerConnections,
+        device: Device,
         audits: AuditReport,
         make_handover: MakeHandover,
-        tracing: Tracing,
-        store: HistoryStore | None = None,
     ) -> None:
-        settings, topics = context.settings, bus.topics
-        self._context = context
+        settings, topics, metrics, name = context.settings, connections.topics, context.metrics, context.name
+        self._process = process
         self._settings: Settings = settings
-        self._bus = bus
-        self.device: Final = device
-        self.runtime: Final = runtime
+        self._connections = connections
+        self.device: Final = device.thread
+        self.runtime: Final = device.runtime
         self._metrics = metrics
-        self._watch = Watch(context, device, settings.kafka.max_poll_interval_ms / 1e3, lambda: audits.distrust)
-        self._background = Background()
+        self._watch = Watch(process, device.thread, settings.kafka.max_poll_interval_ms / 1e3, lambda: audits.distrust)
+        self._background = context.background
         peers = OwnerDirectory(
             settings.client.silence_ms,
             on_unreadable=metrics.statuses_unreadable.inc,
             on_unsigned=metrics.statuses_unsigned.inc,
             reader=StatusReader.of(settings, topics),
         )
+        self.core: Final = WorkerCore(name, WorkerPolicy.of(settings), peers, partial(lane_of, lanes=topics.lanes))
         self.requests: Final = Requests(
-            settings,
-            name,
-            bus,
-            device,
-            runtime,
-            metrics,
-            context.registry,
-            peers,
-            tracing,
-            store,
-            self._done,
-            self._background,
+            context, connections, device.thread, device.runtime.model, self.core, self._done
         )
+        device.thread.on_answers = self.requests.on_answers
+        device.thread.on_placed = self.requests.on_placed
         self.consumer: Final = LaneConsumer(
             settings.kafka,
             topics=[topics.pre_infer.name, topics.ranking.name],
@@ -225,30 +223,32 @@ class WorkerProcess:
             ),
         )
         self._counts = PartitionCounts(
-            topics, bus.scores, self.requests.intake.set_reply_partitions, [topics.worker_status]
+            topics, connections.scores, self.requests.intake.set_reply_partitions, [topics.worker_status]
         )
-        context.conditions += [self.requests.outbox.letters.why_not_taken, self._counts.why_not_ready]
-        self._handover = make_handover(settings, name, runtime, device, topics.lanes, peers, context.registry)
+        process.conditions += [self.requests.letters.why_not_taken, self._counts.why_not_ready]
+        self._handover = make_handover(
+            settings, name, device.runtime, device.thread, topics.lanes, peers, context.registry
+        )
         self._reporter = StatusReporter(
             settings,
             topics,
             name,
             socket.gethostname(),
-            runtime,
-            device,
+            device.runtime,
+            device.thread,
             metrics,
-            bus.others,
+            connections.others,
             peers,
             self.consumer,
             lambda: "" if self._handover is None else self._handover.address,
-            self.requests.fetching_bytes,
+            self._fetching_bytes,
             self.requests.erase,
             self._background,
         )
 
     async def run(self) -> None:
         """Serve until the process is told to stop, then drain and leave. Raises what fails."""
-        context, consumer, reporter, background = self._context, self.consumer, self._reporter, self._background
+        context, consumer, reporter, background = self._process, self.consumer, self._reporter, self._background
         await self._counts.ask()
         async with AsyncExitStack() as stack:
             if self._handover is not None:
@@ -259,7 +259,7 @@ class WorkerProcess:
             await consumer.start()
             context.started = True
             background.watch(self.device.failed, consumer.failed)
-            watch = background.start(self._watch.run(consumer, self._bus.scores, self._bus.others))
+            watch = background.start(self._watch.run(consumer, self._connections.scores, self._connections.others))
             background.start(periodically(AGES_S, self._sample_ages, "ask for the ends of the lanes' logs"))
             background.start(self._counts.run())
             in_order = True
@@ -279,7 +279,7 @@ class WorkerProcess:
                 if not (drained and await self.device.until(self.requests.all_answered(drained_by))):
                     log.warning(
                         "drain time is over",
-                        records_left=max(consumer.undone, len(self.requests.in_flight)),
+                        records_left=max(consumer.undone, len(self.core.in_flight)),
                         setting="worker.drain_ms",
                     )
             except Exception as error:
@@ -291,7 +291,7 @@ class WorkerProcess:
                     await self.requests.fail_in_flight(error)
                 raise
             finally:
-                self.requests.outbox.close()
+                self.requests.stop_sending()
                 await background.end()
                 # It commits where each lane stands, for half a session timeout at most, and leaves the group.
                 leave = partial(consumer.stop, in_order=in_order)
@@ -303,8 +303,8 @@ class WorkerProcess:
 
     async def _sample_ages(self) -> None:
         """Ask where our lanes end: what is read beyond is younger than that (Intake)."""
-        consumer, ends = self.consumer, self._bus.ends
-        topics = self._bus.topics.pre_infer.name, self._bus.topics.ranking.name
+        consumer, ends = self.consumer, self._connections.ends
+        topics = self._connections.topics.pre_infer.name, self._connections.topics.ranking.name
         asked = (ends.ask(topic, consumer.lanes) for topic in topics)
         for topic, answer in zip(topics, await asyncio.gather(*asked, return_exceptions=True), strict=True):
             if isinstance(answer, dict):
@@ -315,8 +315,13 @@ class WorkerProcess:
             elif not isinstance(answer, BrokerError):  # of which readiness and the other clients tell
                 raise answer
 
+    def _fetching_bytes(self, lane: int) -> int:
+        """HBM bytes of signals that were read and wait for their history: a status counts them as pinned."""
+        context = schema_of(self.runtime.model).context_tokens
+        return sum(self.runtime.cache.nbytes(context + tokens) for tokens in self.core.fetching_tokens(lane))
+
     def _progressing(self) -> bool:
-        return self._watch.progressing and not self.requests.outbox.full
+        return self._watch.progressing and not self.requests.full
 
     def _on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
         self._metrics.lane_changes.labels("gained").inc(len(gained))

@@ -1,57 +1,62 @@
-"""Requests from their record to their answer: records become commands of the device thread, its answers become replies.
+"""Requests from their record to their answer: reads records, and carries out what the core decides (core.py).
 
-record ─► intake ─► history ─► device ─► outbox ─► record done
-             └── cannot be read ──────────┘
+record ─► intake ─► core ─► history ─► device ─► core ─► outbox ─► core ─► record done
+             └── cannot be read ───────────────────────────┘
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import structlog
-from prometheus_client import CollectorRegistry
 
-from relaygr_stream.bus.ages import LogEnds
-from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.dead_letter import DeadLetters
 from relaygr_stream.cache.transit import ListUsers
-from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.commands import (
-    DELEGATED_LANE,
     Answer,
-    Cancel,
+    Command,
     EraseUser,
-    LanesLost,
     Placed,
     Prefill,
-    PrefillTask,
     Rank,
 )
 from relaygr_stream.errors import CRASHED, DecodeError, DeviceError
-from relaygr_stream.history.store import HistoryStore
-from relaygr_stream.models.api import schema_of
-from relaygr_stream.settings.schema import Settings
-from relaygr_stream.telemetry.background import Background
-from relaygr_stream.telemetry.tracing import Tracing
+from relaygr_stream.models.api import RankingModel, schema_of
+from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.wire.erase import Erase, filter_named_users
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
-from relaygr_stream.wire.refusals import Reasons
-from relaygr_stream.wire.topic_files import TopicSet
-from relaygr_stream.worker.delegates import Delegates
+from relaygr_stream.wire.refusals import decode_refusals
+from relaygr_stream.worker.context import WorkerConnections, WorkerContext
+from relaygr_stream.worker.core import (
+    CountForward,
+    DeadLetter,
+    Done,
+    Effect,
+    Effects,
+    Fetch,
+    Forward,
+    Reject,
+    Release,
+    Reply,
+    SignalOver,
+    Submit,
+    WorkerCore,
+)
 from relaygr_stream.worker.device import DeviceThread
-from relaygr_stream.worker.forwarding import Forwarding
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
-from relaygr_stream.worker.intake import HeldRequest, Intake, Origin, TooMuch
-from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.replies import Outbox
+from relaygr_stream.worker.intake import Intake, Origin, TooMuch
+from relaygr_stream.worker.replies import Outbox, Sending, user_of
 from relaygr_stream.worker.resolver import Resolver
 from relaygr_stream.worker.traces import SignalOrigin, signal_over
+from relaygr_stream.worker.under_way import UnderWay
 
 log = structlog.get_logger(__name__)
 
@@ -60,54 +65,27 @@ log = structlog.get_logger(__name__)
 LAST_ANSWERS_S: Final = 2.0
 
 
-@dataclass(frozen=True)
-class Bus:
-    """A worker's connections. scores: for answers, acknowledged by one broker; others: for all else, by all in sync."""
-
-    topics: TopicSet
-    scores: Producer
-    others: Producer
-    ends: LogEnds
-
-
 class Requests:
-    """The requests of a worker's lanes.
-
-    done(record): marks a record done, so that its offset may be committed. background: runs reads of histories and the
-    sending of replies, and learns of defects in them.
-    """
+    """The requests of a worker's lanes. done(record): marks a record done, so that its offset may be committed."""
 
     def __init__(
         self,
-        settings: Settings,
-        name: str,
-        bus: Bus,
+        context: WorkerContext,
+        connections: WorkerConnections,
         device: DeviceThread,
-        runtime: WorkerRuntime,
-        metrics: WorkerMetrics,
-        registry: CollectorRegistry,
-        peers: OwnerDirectory,
-        tracing: Tracing,
-        store: HistoryStore | None,
+        model: RankingModel,
+        core: WorkerCore,
         done: Callable[[Record], None],
-        background: Background,
     ) -> None:
-        self._max_crashes = settings.worker.max_crashes
-        self._background = background
-        self._longest_s = settings.worker.max_timeout_ms / 1e3
-        self._erased: list[tuple[float, Erase]] = []  # users lately erased, for rankings that come back to be ranked
-        self._name = name
-        self._topics = topics = bus.topics
-        self._device = device
-        device.on_answers = self.on_answers
-        device.on_placed = self._on_placed
-        self._runtime = runtime
+        settings, metrics = context.settings, context.metrics
+        self._context = context
         self._metrics = metrics
-        self._tracing = tracing
-        self._consumer_done = done
-        self._lanes: frozenset[int] = frozenset()
-        self.in_flight: Final[dict[Origin, Rank]] = {}  # rankings without an answer, by where it goes
+        self._topics = topics = connections.topics
+        self._device = device
+        self._core = core
+        self._done = done
         self._all_answered: asyncio.Event | None = None  # while somebody waits for it
+        self._limiter = LogLimiter()
         self.intake: Final = Intake(
             settings.relay,
             settings.client.timeout_ms,
@@ -116,251 +94,264 @@ class Requests:
             metrics.clock_clamped.inc,
             settings.worker.reply_ms,
             settings.worker.max_timeout_ms,
-            len(runtime.model.tasks),
-            schema_of(runtime.model),
+            len(model.tasks),
+            schema_of(model),
         )
-        self.held: Final = HeldRequest(settings.worker.max_waiting_bytes, lambda: device.prefill_bytes)
-        history_metrics = HistoryMetrics(registry)
-        self.resolver: Final = Resolver(
-            None if store is None else Histories(store, settings.history, history_metrics),
-            self.intake,
-            history_metrics,
-            self._on_resolved,
-            lambda answer: self.on_answers([answer]),
-            self._signal_dropped,
-            lambda lane: lane in self._lanes or lane == DELEGATED_LANE,
-            background,
-        )
-        self._reasons = Reasons(settings.relay.life_window_ms)
-        forwarding = Forwarding(name, peers, topics.lanes, averaging=settings.relay.averaging)
-        self.outbox: Final = Outbox(
-            topics,
-            bus.scores,
-            bus.others,
-            metrics,
-            name,
-            runtime.model,
-            self._done,
-            self._rank_again,
-            background,
-            forwarding if settings.worker.forward else None,
-            settings.relay.answer_secret,
-            self._reasons,
-            settings.kafka.dead_letter_values,
-            settings.worker.withhold_outcomes,
-        )
-        self._delegates = Delegates(
-            self._reasons,
-            forwarding,
-            topics.ranking.name,
-            self.outbox.pass_on,
-            metrics.forwards.labels("delegate_gone").inc,
+        history_metrics, store = HistoryMetrics(context.registry), connections.store
+        histories = None if store is None else Histories(store, settings.history, history_metrics)
+        self.resolver: Final = Resolver(histories, self.intake, history_metrics)
+        self.outbox: Final = Outbox(context, connections, model)
+        self.under_way: Final = UnderWay(context.background)
+        self.letters: Final = DeadLetters(
+            connections.others,
+            topics.dead_letter,
+            done,
+            metrics.dead_letters_waiting,
+            context.background,
+            keep_values=settings.kafka.dead_letter_values,
         )
 
     # ---- records in ----
 
     def on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
         """Handle a change of the lanes that this worker owns."""
-        self._lanes = self._lanes - lost | gained
         if lost:
             self.intake.lanes_lost(lost)
-            self._device.submit(LanesLost(lost))
+        self._carry(self._core.on_lanes(gained, lost))
 
     def on_records(self, records: list[Record], *, suspect: bool = False) -> None:
-        """Hand what came to the device as commands: rankings first, because their clients wait.
-
-        suspect: they may end this worker, and are done only when nothing is left to do at them.
-        """
-        signals: list[Prefill] = []
-        rankings: list[Rank | Cancel] = []  # in their order: a ranking may come behind the cancel of its request
+        """Take what came. suspect: it may end this worker, and is done only when nothing is left to do at it."""
+        self._core.held.on_taken(self._device.prefill_bytes)
+        effects: Effects = []
         for record in records:
-            kind, ranked = kind_of(record.headers), record.topic == self._topics.ranking.name
-            if kind and not (ranked and kind == KIND_DELEGATED):
-                if (cancel := self._other(record, kind)) is None:
-                    continue
-                if suspect:
-                    self._background.start(self._cancelled(cancel, record))
-                else:
-                    self._done(record)
-                    rankings.append(cancel)
-            elif ranked and not kind:
-                if (ranking := self._ranking(record)) is not None:
-                    rankings.append(ranking)
-            elif (signal := self._signal(record, suspect)) is not None:
-                signals.append(signal)
-        if signals or rankings:
-            self._device.submit(*rankings, *signals)
+            effects += self._read(record, suspect)
+        self._carry(effects)
 
-    def _other(self, record: Record, kind: str) -> Cancel | None:
-        """A client's cancel, refusals of the trigger, or a kind of a later release, which is skipped.
+    def on_crashed(self, record: Record) -> None:
+        """Dead-letter a record at which so many workers ended: no worker runs it again. A ranking is answered, too."""
+        limit = self._context.settings.worker.max_crashes
+        error = DecodeError(CRASHED, f"{limit} workers ended while they worked at this request (worker.max_crashes)")
+        origin: Origin | None = None
+        if record.topic == self._topics.ranking.name and not kind_of(record.headers):
+            with suppress(DecodeError):
+                origin = self.intake.route(record)
+        self._carry(self._core.on_unreadable(record, error, origin))
 
-        The record of a cancel that is returned is not done.
-        """
-        if kind == KIND_CANCEL and record.topic == self._topics.ranking.name:
-            try:
-                cancel = Cancel(self.intake.cancelled(record))
-            except DecodeError as error:
-                self.outbox.dead_letter(record, error)
-                return None
-            self._delegates.release(cancel.request_key, record)
-            return cancel
-        if kind == REFUSALS and record.topic == self._topics.pre_infer.name:
-            self._delegates.notice(record, self.intake.sure_age_ms(record))
-        else:
-            self._metrics.records_skipped.inc()
-        self._done(record)
-        return None
-
-    async def _cancelled(self, cancel: Cancel, record: Record) -> None:
-        """Have the device take a cancel; only then is its record done."""
-        with suppress(DeviceError):  # which ends the worker, as it may have to
-            await self._device.ask(cancel)
-            self._done(record)
-
-    def _signal(self, record: Record, suspect: bool = False) -> Prefill | None:
+    def _read(self, record: Record, suspect: bool) -> Effects:
+        kind, ranked = kind_of(record.headers), record.topic == self._topics.ranking.name
+        if ranked and not kind:
+            return self._ranking(record)
         try:
-            origin = None
-            if self._tracing.on or suspect:
-                trace = self._tracing.receive("relaygr.pre-infer", record) if self._tracing.on else None
-                origin = SignalOrigin(trace, time.monotonic(), record if suspect else None)
-            command = self.intake.signal(record, origin)
+            if not kind or (ranked and kind == KIND_DELEGATED):
+                return self._signal(record, suspect)
+            if ranked and kind == KIND_CANCEL:
+                request_key = self.intake.cancelled(record)
+                return self._core.on_cancel(request_key, record, time.monotonic(), suspect=suspect)
         except DecodeError as error:
-            self.outbox.dead_letter(record, error)
-            return None
-        task = command.task
-        self._reasons.admitted(task.request_key, delegated=task.lane == DELEGATED_LANE)
-        # A signal is acknowledged at once: if it is lost with the process, its ranking runs in full.
-        if not suspect:
-            self._done(record)
-        if self.held.signal(task.nbytes):
-            return self.resolver.resolve(command)
-        self._metrics.signals.labels("no_memory").inc()
-        self._signal_over(Placed(task, "no_memory", completed=False))
-        return None
+            return self._core.on_unreadable(record, error)
+        if kind == REFUSALS and not ranked:
+            return [*self._notice(record), Done(record)]
+        self._metrics.records_skipped.inc()
+        return [Done(record)]
 
-    def _ranking(self, record: Record) -> Rank | None:
+    def _ranking(self, record: Record) -> Effects:
         origin: Origin | None = None
         try:
             origin = self.intake.route(record)
-            if self._tracing.on:
-                origin = replace(origin, trace=self._tracing.receive("relaygr.ranking", record))
+            if self._context.tracing.on:
+                origin = replace(origin, trace=self._context.tracing.receive("relaygr.ranking", record))
             rank = self.intake.ranking(record, origin)
-            task = rank.task
-            self._metrics.rankings_read.labels(str(task.hops)).inc()
-            rank = rank._replace(pass_to=self._delegates.lane(task))
-            if self.held.ranking(record.lane, record.offset, task.nbytes):
-                self.in_flight[origin] = rank
-                if rank.pass_to is None or self.resolver.has(rank):
-                    return self.resolver.resolve(rank)
-                detail = "its prefix KV are with another worker, and its history is not here"
-                self.on_answers([Answer(rank, "overloaded", detail=detail)])
-                return None
-            self.outbox.decline(
-                rank, f"requests of {self.held.nbytes >> 20} MiB wait for their answers (worker.max_waiting_bytes)"
-            )
         except TooMuch as error:
-            assert origin is not None
-            self.outbox.refuse(origin, error)
-            self._delegates.answered(error.request_key)
+            self._limiter.limited(log.warning, "rejected")(
+                "refused",
+                **request_log_fields(error.request_id, error.user_id, record.lane, "rejected"),
+                detail=str(error),
+            )
+            return self._core.on_too_much(origin, error.request_key, error.request_id, str(error), time.monotonic())
         except DecodeError as error:
-            self.outbox.dead_letter(record, error, origin)
-        return None
+            return self._core.on_unreadable(record, error, origin)
+        self._metrics.rankings_read.labels(str(rank.task.hops)).inc()
+        return self._core.on_ranking(rank, rank.task.arrived)
 
-    def _rank_again(self, rank: Rank) -> None:
-        if any(at > rank.task.arrived and erase.names(rank.task.user_key) for at, erase in self._erased):
-            rank = rank._replace(leaves_nothing=True)
-        self.in_flight[rank.task.origin] = rank
-        if (command := self.resolver.resolve(rank)) is not None:
-            self._device.submit(command)
+    def _signal(self, record: Record, suspect: bool) -> Effects:
+        origin, tracing = None, self._context.tracing
+        if tracing.on or suspect:
+            trace = tracing.receive("relaygr.pre-infer", record) if tracing.on else None
+            origin = SignalOrigin(trace, time.monotonic(), record if suspect else None)
+        command = self.intake.signal(record, origin)
+        return self._core.on_signal(command, command.task.arrived, None if suspect else record)
 
-    def _on_resolved(self, command: Rank | Prefill) -> None:
-        """A command that waited for its history has it; its ranking may have been answered meanwhile."""
-        if isinstance(command, Prefill) or command.task.origin in self.in_flight:
-            self._device.submit(command)
+    def _notice(self, record: Record) -> Effects:
+        """A notice of the trigger. One that cannot be read is ignored: nothing depends on it."""
+        try:
+            refusals = decode_refusals(record.value)
+        except DecodeError:
+            return []
+        return self._core.on_notice(refusals, self.intake.sure_age_ms(record), time.monotonic())
 
-    def _signal_dropped(self, task: PrefillTask) -> None:
-        self.held.signal_over(task.nbytes)
-        self._signal_over(Placed(task, "no_history", completed=False))
+    # ---- effects out ----
+
+    def _carry(self, effects: Iterable[Effect]) -> None:
+        """Carry these out. Of commands rankings go first, because their clients wait."""
+        commands: list[Command] = []  # in their order: a ranking may come behind the cancel of its request
+        signals: list[Command] = []
+        left = deque(effects)
+        while left:
+            effect = left.popleft()
+            if isinstance(effect, Submit):
+                if effect.record is not None:
+                    self._context.background.start(self._submit_and_wait(effect))
+                else:
+                    (signals if isinstance(effect.command, Prefill) else commands).append(effect.command)
+            elif isinstance(effect, Done):
+                self._done(effect.record)
+            elif isinstance(effect, Fetch):
+                left.extendleft(reversed(self._fetch(effect)))
+            elif isinstance(effect, Reply):
+                self._send(self.outbox.reply(effect), refusal=effect.declined)
+            elif isinstance(effect, Forward):
+                self.under_way.start(self._forward(effect))
+            else:
+                self._carry_rare(effect)
+        if commands or signals:
+            self._device.submit(*commands, *signals)
+        if self._all_answered is not None and not self._core.in_flight:
+            self._all_answered.set()
+
+    def _carry_rare(self, effect: Reject | Release | DeadLetter | SignalOver | CountForward) -> None:
+        if isinstance(effect, Reject):
+            self._send(self.outbox.reject(effect), refusal=True, done=effect.done)
+        elif isinstance(effect, Release):
+            self.under_way.start(self.outbox.release(effect))
+        elif isinstance(effect, DeadLetter):
+            self._dead_letter(effect)
+        elif isinstance(effect, SignalOver):
+            self._signal_over(effect.placed)
+        else:
+            self._metrics.forwards.labels(effect.result).inc()
+
+    async def _submit_and_wait(self, effect: Submit) -> None:
+        """Have the device take a command; only then is its record done."""
+        with suppress(DeviceError):  # which ends the worker, as it may have to
+            await self._device.ask(effect.command)
+            self._done(effect.record)
+
+    def _fetch(self, effect: Fetch) -> Effects:
+        found = self.resolver.resolve(effect)
+        if found is not None:
+            return self._core.on_history(effect.command, found, time.monotonic())
+        self._context.background.start(self._read_history(effect.command))
+        return []
+
+    async def _read_history(self, command: Rank | Prefill) -> None:
+        found = await self.resolver.read(command)
+        self._carry(self._core.on_history(command, found, time.monotonic()))
+
+    def _send(self, sending: Sending, *, refusal: bool, done: bool = True) -> None:
+        self.under_way.start(self._send_and_report(sending, done), refusal=refusal)
+
+    async def _send_and_report(self, sending: Sending, done: bool) -> None:
+        await self.outbox.send(sending)
+        if done:
+            self._carry(self._core.on_replied(sending.origin))
+
+    async def _forward(self, effect: Forward) -> None:
+        started = time.monotonic()
+        if await self.outbox.forward(effect):
+            self._carry(self._core.on_forwarded(effect))
+        else:
+            self._carry(self._core.on_not_forwarded(effect, time.monotonic() - started))
+
+    def _dead_letter(self, effect: DeadLetter) -> None:
+        record, error = effect
+        self._metrics.dead_letters.labels(error.reason).inc()
+        self._limiter.limited(log.warning, error.reason)(
+            "dead letter",
+            **request_log_fields("", user_of(record), record.lane, "rejected"),
+            topic=record.topic,
+            offset=record.offset,
+            detail=str(error),
+        )
+        if not self.under_way.closed:
+            self.letters.send(record, error)
 
     def _signal_over(self, placed: Placed) -> None:
+        if placed.result == "no_memory":
+            self._metrics.signals.labels("no_memory").inc()
         if (origin := placed.task.origin) is not None:
-            signal_over(placed, self._name)
+            signal_over(placed, self._context.name)
             if origin.record is not None:
                 self._done(origin.record)
 
-    def fetching_bytes(self, lane: int) -> int:
-        """HBM bytes of signals that were read and wait for their history: a status counts them as pinned."""
-        context = schema_of(self._runtime.model).context_tokens
-        return sum(self._runtime.cache.nbytes(context + tokens) for tokens in self.resolver.signal_tokens(lane))
+    # ---- from the device ----
+
+    def on_placed(self, placed: list[Placed]) -> None:
+        """What became of signals whose origin is to be told."""
+        for each in placed:
+            self._signal_over(each)
+
+    def on_answers(self, answers: list[Answer]) -> None:
+        """Reply to rankings."""
+        now = time.monotonic()
+        for answer in answers:
+            self._carry(self._core.on_answer(answer, now))
 
     async def erase(self, erase: Erase) -> None:
         """Drop a user from this worker: kept histories, both tiers, pins."""
-        now = time.monotonic()
-        self._erased = [(at, each) for at, each in self._erased if at > now - self._longest_s] + [(now, erase)]
-        await self.resolver.erase(erase.names)
+        self._core.on_erased(erase, time.monotonic())
+        if self.resolver.histories is not None:
+            await self.resolver.histories.erase(erase.names)
         users: list[str] = await self._device.ask(ListUsers())
         found = await filter_named_users(users, erase.names)
         entries = await self._device.ask(EraseUser(erase, found, set(users)))
         log.info("a user was erased", erase=erase.id, entries=entries)
 
-    def on_crashed(self, record: Record) -> None:
-        """Dead-letter a record at which so many workers ended: no worker runs it again. A ranking is answered, too."""
-        limit = self._max_crashes
-        detail = f"{limit} workers ended while they worked at this request (worker.max_crashes)"
-        origin: Origin | None = None
-        if record.topic == self._topics.ranking.name and not kind_of(record.headers):
-            with suppress(DecodeError):
-                origin = self.intake.route(record)
-        self.outbox.dead_letter(record, DecodeError(CRASHED, detail), origin)
+    # ---- its state, and its end ----
 
-    def _done(self, record: Record) -> None:
-        if record.topic == self._topics.ranking.name:
-            self.held.over(record.lane, record.offset)
-        self._consumer_done(record)
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what was read (worker.max_waiting_bytes)."""
+        self._core.held.on_taken(self._device.prefill_bytes)
+        return self._core.held.nbytes
 
-    # ---- answers out ----
+    @property
+    def full(self) -> bool:
+        """Whether so many dead letters or refusals wait that the process should read no more records."""
+        return self.letters.full or self.under_way.full
 
-    def _on_placed(self, placed: list[Placed]) -> None:
-        for each in placed:
-            self._signal_over(each)
-
-    def on_answers(self, answers: list[Answer]) -> None:
-        """Reply to rankings; one that has its answer already gets no second."""
-        for answer in answers:
-            task = answer.task
-            if self.in_flight.pop(task.origin, None) is None:  # it was answered here when the device failed
-                continue
-            self.outbox.deliver(answer)
-            if not self.in_flight and self._all_answered is not None:
-                self._all_answered.set()
-            # One that is refused goes to its delegate, or finds the prefix KV there when it is repeated.
-            if answer.status != "overloaded" and not (task.hops or task.full):
-                self._delegates.answered(task.request_key)
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until everything handed in so far has left, or the time is over."""
+        letters = asyncio.ensure_future(self.letters.flush(timeout_s))
+        await asyncio.wait({letters, *self.under_way.tasks}, timeout=timeout_s)
 
     async def all_answered(self, until_s: float) -> bool:
         """Wait until every ranking taken is answered and its answer has left, at most until this monotonic time.
 
         Returns whether that is so.
         """
-        while (self.in_flight or self.outbox.sending) and (left_s := until_s - time.monotonic()) > 0:
-            if self.in_flight:
+        in_flight, under_way = self._core.in_flight, self.under_way
+        while (in_flight or under_way.tasks) and (left_s := until_s - time.monotonic()) > 0:
+            if in_flight:
                 self._all_answered = asyncio.Event()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left_s):
                         await self._all_answered.wait()
             else:
-                await asyncio.wait(self.outbox.sending, timeout=left_s)
-        return not (self.in_flight or self.outbox.sending)
+                await asyncio.wait(under_way.tasks, timeout=left_s)
+        return not (in_flight or under_way.tasks)
+
+    async def fail_in_flight(self, error: Exception) -> None:
+        """Answer every request in flight `failed`."""
+        log.error("the device failed", error=str(error), in_flight=len(self._core.in_flight))
+        self._carry(self._core.on_device_failed(str(error), time.monotonic()))
+        await self.flush(LAST_ANSWERS_S)
+
+    def stop_sending(self) -> None:
+        """Send nothing more; the records of what is under way are not done, so they are read again."""
+        self.letters.close()
+        self.under_way.close()
 
     async def close(self) -> None:
         """End reads of histories, and disconnect from their store."""
         if self.resolver.histories is not None:
             await self.resolver.histories.close()
-
-    async def fail_in_flight(self, error: Exception) -> None:
-        """Answer every request in flight `failed`, so that the lanes' next owners do not read it again: it may have
-        caused the failure."""
-        log.error("the device failed", error=str(error), in_flight=len(self.in_flight))
-        for rank in list(self.in_flight.values()):
-            self.on_answers([Answer(rank, "failed", detail=str(error))])
-        await self.outbox.flush(LAST_ANSWERS_S)

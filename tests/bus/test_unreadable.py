@@ -18,12 +18,15 @@ from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 from aiokafka.record.util import calc_crc32c
 from confluent_kafka import Producer as ForeignProducer
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+from structlog.testing import capture_logs
 
+from relaygr_stream.bus import unreadable
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.brokers.local import LocalBroker
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.records import HEADER_UNREADABLE, Record
 from relaygr_stream.wire.topic_files import load_topics
 from tests.bus.members import Member, shared_out
@@ -222,3 +225,20 @@ async def test_what_is_small_only_while_compressed_is_refused(kafka_settings: Ka
             await producer.send_and_wait(ranking.name, bytes(4 * ranking.max_message_bytes), partition=0)
         await producer.send_and_wait(ranking.name, bytes(1000), partition=0)  # compressed all the same: welcome
         assert (await consumer.getone()).value == bytes(1000)
+
+
+async def test_what_was_unreadable_before_is_no_news_to_who_looks_again(
+    kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each `relaygr status` warned of the same record, which a broker left behind that came back."""
+    await apply_topics(kafka_settings)
+    monkeypatch.setattr(unreadable, "limited", LogLimiter().limited)  # other tests' lines do not count
+    topic, read = load_topics(kafka_settings).worker_status.name, list[Record]()
+    await poison(kafka_settings, topic, 0)
+    with capture_logs() as lines:
+        async with TopicTail(kafka_settings, topic, [0], "recent", read.extend):
+            assert [record.value for record in read] == [None]
+            assert [line["log_level"] for line in lines if line["event"] == "record unreadable"] == ["debug"]
+            await poison(kafka_settings, topic, 0)
+            await until(lambda: len(read) == 2, "followed")
+    assert [line["log_level"] for line in lines if line["event"] == "record unreadable"] == ["debug", "warning"]

@@ -23,11 +23,14 @@ from tests.unit.status.test_tally import buckets_of, histogram_quantile
 
 pytestmark = pytest.mark.stack
 RANKINGS = 12  # relayed, and as many in full
+STEPS = (
+    "return [...document.querySelectorAll('#traced tr')].map((row) => [...row.cells].map((each) => each.textContent))"
+)
 VALUES = "return Object.fromEntries([...document.querySelectorAll('data')].map((each) => [each.id, each.value]))"
 
 
-async def ranked(port: int, fleet: Fleet) -> None:
-    """Announced and ranked, and ranked in full."""
+async def ranked(port: int, fleet: Fleet) -> str:
+    """Announced and ranked, and ranked in full; the last request's id."""
     for number, item in enumerate(traffic(99, rate=1)[:RANKINGS]):
         items, actions, times = (array.tolist() for array in item.request.prefix.arrays())
         body = {"user_id": f"u{number}", "history": {"items": items, "actions": actions, "times": times}}
@@ -36,6 +39,7 @@ async def ranked(port: int, fleet: Fleet) -> None:
         rank = {**body, "candidates": [11, 12, 13]}
         await ask(port, "POST", "/v1/rank", {**rank, "request_id": request_id})
         await ask(port, "POST", "/v1/rank", {**rank, "mode": "full"})
+    return str(request_id)
 
 
 def stated(fleet: Fleet) -> dict[str, float | None]:
@@ -109,7 +113,7 @@ async def test_the_page_says_what_the_metrics_say_and_is_live(embedded_settings:
         await fleet.owners_known()
 
         await page.go(f"http://127.0.0.1:{port}/")
-        await ranked(port, fleet)
+        request_id = await ranked(port, fleet)
         async with asyncio.timeout(60):
             shown = await shows(page, fleet)
         assert float(shown["rankings"]) == 2 * RANKINGS
@@ -130,6 +134,17 @@ async def test_the_page_says_what_the_metrics_say_and_is_live(embedded_settings:
         assert await page.console() == []
 
         async with dashboard(tmp_path) as url:
+            for where in (f"http://127.0.0.1:{port}/", url):
+                await page.go(f"{where}trace?id={request_id}")
+                steps = await page.run(STEPS)
+                assert [what for what, *_ in steps] == ["announced", "admitted", "ranking asked", "answered ok"], steps
+                assert "outcome hbm" in steps[-1][2] or "outcome joined" in steps[-1][2]
+                assert "worker w1" in steps[-1][2]
+                assert await page.run("return document.querySelector('details').open")
+            shot = tmp_path / "trace.png"
+            shot.write_bytes(await page.screenshot())
+            await page.go(f"{url}trace?id=nobody")
+            assert "Nothing was found" in await page.run("return document.querySelector('details').textContent")
             await page.go(url)
             async with asyncio.timeout(60):
                 await shows(page, fleet)  # the log of statuses has what was answered before it started

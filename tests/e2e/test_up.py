@@ -89,6 +89,55 @@ async def test_all_come_up_a_killed_one_comes_back_and_all_go(embedded_settings:
         assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+async def test_a_stopped_worker_starts_again_and_all_are_rolled_one_at_a_time(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    async with up(embedded_settings, tmp_path, "--workers", "2", "--name", "w") as running:
+        names = ("trigger", "w-0", "w-1")
+        await until(lambda: running.ready(*names), "all ready")
+        first = {name: running.pid(name) for name in names}
+        os.kill(first["w-0"], signal.SIGTERM)
+        await until(lambda: "ended with exit code 0" in running.last("w-0"), "stopped")
+        assert "each of 2 workers takes 0.4 GiB of memory at its start" in running.lines[0]
+        lines = len(running.lines)
+        running.process.send_signal(signal.SIGUSR1)
+        await until(lambda: any(line.startswith("trigger") for line in running.lines[lines:]), "rolled up to the last")
+        await until(lambda: running.ready(*names), "all ready again")
+        assert not set(first.values()) & {running.pid(name) for name in names}
+        rolled = [line.split()[0] for line in running.lines[lines:] if " ready" in line]
+        assert rolled == ["w-0", "w-1", "trigger"], running.lines
+        assert not any("restarts" in line for line in running.lines)
+    log = (tmp_path / "up.log").read_text()
+    assert '"name":"w-0"' in log
+    assert '"name":"w-1"' in log
+
+
+async def test_a_setting_that_no_worker_starts_with_ends_all(embedded_settings: Kafka, tmp_path: Path) -> None:
+    arguments = ("--workers", "2", "--set", f"model.checkpoint={tmp_path}/none")
+    async with up(embedded_settings, tmp_path, *arguments) as running:
+        assert await asyncio.wait_for(running.process.wait(), WITHIN_S) == 1
+        assert not any("starts again" in line for line in running.lines)
+    assert "none: no such folder" in (tmp_path / "up.log").read_text()
+
+
+async def test_two_on_one_host_end_nobody(embedded_settings: Kafka, tmp_path: Path) -> None:
+    """Their workers had the same names, and later ones of a name end the earlier."""
+    first, second = tmp_path / "1", tmp_path / "2"
+    first.mkdir()
+    second.mkdir()
+    async with (
+        up(embedded_settings, first, "--no-trigger") as one,
+        up(embedded_settings, second, "--no-trigger") as two,
+    ):
+        await until(lambda: all(any("pid" in line for line in each.lines) for each in (one, two)), "both start")
+        names = [next(line.split()[0] for line in each.lines if "pid" in line) for each in (one, two)]
+        await until(lambda: one.ready(names[0]) and two.ready(names[1]), "both ready")
+        assert names[0] != names[1]
+        async with up(embedded_settings, first, "--name", names[0].removesuffix("-0")) as third:
+            assert await third.process.wait() == 1
+        assert one.process.returncode is None
+
+
 async def test_a_process_that_hangs_is_killed_and_started_again(embedded_settings: Kafka, tmp_path: Path) -> None:
     async with up(embedded_settings, tmp_path, "--workers", "0") as running:
         await until(lambda: running.ready("trigger"), "ready")

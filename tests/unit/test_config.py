@@ -84,6 +84,13 @@ def test_sizes_may_have_units(text: str, number: int, tmp_path: Path) -> None:
             {"RELAYGR_RELAY_SLO": "1"},
             "environment RELAYGR_RELAY_SLO: no such setting; did you mean `RELAYGR_RELAY_SLO_MS`?",
         ),
+        ({"RELAYGR_WORKER_HBM": "1GiB"}, "did you mean `RELAYGR_WORKER_HBM_BYTES`?"),
+        ({"RELAYGR_WORKER_DRAM": "1GiB"}, "did you mean `RELAYGR_WORKER_DRAM_BYTES`"),
+        ({"RELAYGR_HBM_BYTES": "1GiB"}, "did you mean `RELAYGR_WORKER_HBM_BYTES`?"),
+        ({"RELAYGR_TRIGGER_HBM_BYTES": "1GiB"}, "did you mean `RELAYGR_WORKER_HBM_BYTES`?"),
+        ({"RELAYGR_KAFKA_SERVERS": "k:1"}, "no such setting; `relaygr config show` lists them"),
+        ({"RELAYGR_WORKER_HBM_BYTE": "1GiB"}, "did you mean `RELAYGR_WORKER_HBM_BYTES`?"),
+        ({"RELAYGR_WORKER_XYZZY": "1"}, "no such setting; `relaygr config show` lists them"),
         ({"RELAYGR_RELAY_SLO_MS": "fast"}, "environment RELAYGR_RELAY_SLO_MS: `relay.slo_ms` = 'fast'"),
         ({"RELAYGR_RELAY_SLO_MS": "0"}, "`relay.slo_ms` = '0'"),
         ({"RELAYGR_RELAY_SLO_MS": "nan"}, "`relay.slo_ms` = 'nan'"),
@@ -121,6 +128,23 @@ def test_a_mistake_in_a_file_names_file_and_key(text: str, message: str, tmp_pat
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load_settings([path], environ={})
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "kafka:\n  bootstrap: kafka:9092\n", "a.yaml: a YAML file, not TOML: "),
+        ("a.yml", "kafka: {bootstrap: kafka}\n", "a.yml: a YAML file, not TOML: "),
+        ("a.json", '{"kafka": {}}', "a.json: a JSON file, not TOML: "),
+        ("a.conf", "kafka:\n  bootstrap: kafka:9092\n", "a.conf: not TOML: "),
+    ],
+)
+def test_a_file_of_another_format_is_called_one(name: str, text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        load_settings([path], environ={})
+    assert 'write the line [kafka], and below it bootstrap = "kafka:9092"' in str(caught.value)
 
 
 def test_a_mistake_in_a_flag_names_it() -> None:

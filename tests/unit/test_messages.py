@@ -378,3 +378,14 @@ def test_a_detail_does_not_carry_the_message() -> None:
     with pytest.raises(DecodeError) as refused:
         decode(ScoreReply, msgpack.packb({"request_id": "r", "status": "x" * 100_000}))
     assert len(refused.value.detail) <= MAX_DETAIL
+
+
+@pytest.mark.parametrize(
+    ("arrays", "counts"),
+    [(([1, 2], [1], [1, 2]), "2 items, 1 actions and 2 times"), (([], [1], []), "0 items, 1 actions and 0 times")],
+)
+def test_arrays_of_several_lengths_are_told_in_rows(arrays: tuple[Any, Any, Any], counts: str) -> None:
+    with pytest.raises(ValueError, match=f"got {counts}"):
+        Behaviours.of(*arrays)
+    with pytest.raises(ValueError, match=r"got 6 bytes of items \(4 each\), 1 actions and 1 times"):
+        Behaviours(bytes(6), bytes(1), bytes(8)).checked(ValueError)

@@ -8,35 +8,31 @@ from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.messages import tenant_key
-from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.refusals import MAX_IDS, MAX_REQUESTS, Reasons, Refusal, encode_refusals
-from tests.waiting import Clock
+from relaygr_stream.wire.refusals import MAX_IDS, Refusal, Refusals, decode_refusals, encode_refusals
+from relaygr_stream.worker.decisions import MAX_REQUESTS, Decisions
 
 NOW_S = 1000.0
 
 
-def record(value: bytes) -> Record:
-    return Record("pre-infer", 0, 0, 0, None, value, (("relaygr-kind", b"refusals"),))
-
-
-def reasons() -> Reasons:
-    return Reasons(2000.0, clock=lambda: NOW_S)
+def told(*refused: Refusal) -> Refusals:
+    """As it comes over the bus."""
+    return decode_refusals(encode_refusals(refused))
 
 
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=5), st.sampled_from(["over_load", "stale"])), max_size=MAX_IDS))
 def test_each_word_is_told_to_every_answer(refused: list[tuple[str, str]]) -> None:
-    known = reasons()
-    known.read(record(encode_refusals(Refusal(*each) for each in refused)), 0.0)
+    known = Decisions(2000.0)
+    known.note(told(*(Refusal(*each) for each in refused)), 0.0, NOW_S)
     for request_id in {each for each, _ in refused}:
         key = tenant_key("", request_id)
-        told = known.admission(key)
-        assert told in {reason for each, reason in refused if each == request_id}
-        assert known.admission(key) == told, "a request may be ranked again"
+        said = known.admission(key)
+        assert said in {reason for each, reason in refused if each == request_id}
+        assert known.admission(key) == said, "a request may be ranked again"
 
 
 def test_what_is_late_or_older_than_what_is_remembered_tells_nothing() -> None:
-    known = reasons()
-    known.read(record(encode_refusals([Refusal("r", "stale")])), 2001.0)
+    known = Decisions(2000.0)
+    known.note(told(Refusal("r", "stale")), 2001.0, NOW_S)
     assert known.admission("r") == ""
     for first in ("first", "again"):
         known.admitted(first)
@@ -60,36 +56,31 @@ def test_what_is_late_or_older_than_what_is_remembered_tells_nothing() -> None:
 )
 def test_what_cannot_be_read_or_names_too_many_is_refused(value: bytes) -> None:
     with pytest.raises(DecodeError):
-        reasons().read(record(value), 0.0)
+        decode_refusals(value)
 
 
 @given(st.lists(st.tuples(st.text(min_size=1, max_size=3), st.sampled_from(["", "t"]), st.sampled_from(["w1", "w2"]))))
 def test_a_delegate_is_told_until_it_is_dropped_and_to_its_tenant_alone(delegated: list[tuple[str, str, str]]) -> None:
-    known, last = reasons(), {(request, tenant): worker for request, tenant, worker in delegated[:MAX_IDS]}
-    told = [Refusal(request, "delegated", tenant, worker) for (request, tenant), worker in last.items()]
-    known.read(record(encode_refusals(told)), 0.0)
+    known, last = Decisions(2000.0), {(request, tenant): worker for request, tenant, worker in delegated[:MAX_IDS]}
+    known.note(told(*(Refusal(request, "delegated", tenant, to) for (request, tenant), to in last.items())), 0.0, NOW_S)
     for (request, tenant), worker in last.items():
         key = tenant_key(tenant, request)
         assert known.admission(key) == "delegated"
         other = tenant_key("other", request)
-        assert (known.admission(other), known.delegate(other)) == ("", "")
-        assert [known.delegate(key), known.delegate(key), known.drop_delegate(key)] == [worker] * 3
-        assert (known.delegate(key), known.drop_delegate(key)) == ("", "")
+        assert (known.admission(other), known.delegate(other, NOW_S)) == ("", "")
+        asked = [known.delegate(key, NOW_S), known.delegate(key, NOW_S), known.drop_delegate(key, NOW_S)]
+        assert asked == [worker] * 3
+        assert (known.delegate(key, NOW_S), known.drop_delegate(key, NOW_S)) == ("", "")
 
 
 def test_a_delegate_counts_for_the_life_window_and_the_newest_are_kept() -> None:
-    clock = Clock(NOW_S)
-    known = Reasons(2000.0, clock=clock)
-    told = record(encode_refusals([Refusal("a", "delegated", "", "w"), Refusal("b", "delegated", "", "w")]))
-    known.read(told, 100.0)
-    clock.now += 1.8
-    assert known.delegate("a") == "w"
-    clock.now += 0.2
-    assert (known.delegate("a"), known.drop_delegate("b")) == ("", "")
-    clock.now = NOW_S
-    known.read(record(encode_refusals([Refusal("first", "delegated", "", "w")])), 0.0)
+    known = Decisions(2000.0)
+    known.note(told(Refusal("a", "delegated", "", "w"), Refusal("b", "delegated", "", "w")), 100.0, NOW_S)
+    assert known.delegate("a", NOW_S + 1.8) == "w"
+    assert (known.delegate("a", NOW_S + 2.0), known.drop_delegate("b", NOW_S + 2.0)) == ("", "")
+    known.note(told(Refusal("first", "delegated", "", "w")), 0.0, NOW_S)
     for start in range(0, MAX_REQUESTS, MAX_IDS):
         ids = range(start, start + MAX_IDS)
-        known.read(record(encode_refusals(Refusal(str(n), "delegated", "", "w") for n in ids)), 0.0)
-    assert known.delegate("first") == ""
-    assert known.delegate("0") == "w"
+        known.note(told(*(Refusal(str(n), "delegated", "", "w") for n in ids)), 0.0, NOW_S)
+    assert known.delegate("first", NOW_S) == ""
+    assert known.delegate("0", NOW_S) == "w"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from relaygr_stream.ops.supervisor import PROBES_UNTIL_HUNG, Health, Supervised,
 from tests.waiting import WITHIN_S, until
 
 READY, STUCK = Health(None, None), Health("stuck", "stuck")
+ENDING = Health("stopping", "does not end", ending=True)
 
 
 class Scripted(Supervised):
@@ -67,6 +69,32 @@ async def test_some_failed_probes_are_no_hang_and_enough_in_a_row_are() -> None:
     assert any("ended with signal 9, starts again" in state for state in states)
     stop.set()
     assert await running
+
+
+async def test_a_process_that_ends_by_itself_has_its_time_to_end() -> None:
+    """A worker that an operator stopped was killed as hanging: its telemetry ends before its clients."""
+    child, stop = Scripted([READY, ENDING]), asyncio.Event()
+    states: list[str] = []
+    running = asyncio.create_task(Supervisor([child], 4.0, lambda process: states.append(process.state)).run(stop))
+    await until(lambda: child.starts == 2, "killed and started again")
+    assert child.asked > PROBES_UNTIL_HUNG + 4 * service.PROBES_PER_S
+    assert states[:3] == ["starting", "ready", "stopping"]
+    assert "hangs (does not end), is killed" in states
+    stop.set()
+    await running
+
+
+async def test_a_long_start_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = Health("loading the model", None)
+    child, stop, seconds = Scripted([loading] * 6 + [READY, loading, READY]), asyncio.Event(), count(4.0, 8.0)
+    monkeypatch.setattr(Scripted, "ran_s", property(lambda _: next(seconds)))
+    states: list[str] = []
+    running = asyncio.create_task(Supervisor([child], 1.0, lambda process: states.append(process.state)).run(stop))
+    await until(lambda: states[-2:] == ["loading the model", "ready"], "ready for the second time")
+    slow = ["loading the model, for 10 s", "loading the model, for 20 s", "loading the model, for 40 s"]
+    assert states == ["starting", "loading the model", *slow, "ready", "loading the model", "ready"]
+    stop.set()
+    await running
 
 
 async def test_what_is_stopped_is_not_asked_any_more() -> None:

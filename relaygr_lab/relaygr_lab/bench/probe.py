@@ -20,13 +20,13 @@ from typing import Final
 
 import numpy as np
 
-from relaygr_lab.bench.interference import CpuTimes
 from relaygr_lab.bench.modes import Mode
 from relaygr_lab.bench.options import TIMEOUT_SLOS
 from relaygr_lab.bench.pipeline import Pipeline
 from relaygr_lab.bench.populations import Population
 from relaygr_lab.bench.results import DEVICE_WORK, STAGES, Probe, Spread
 from relaygr_lab.bench.statistics import QUANTILE, STAGES_AT_MOST, allowed_bad, passes
+from relaygr_lab.cpu_times import CpuTimes
 from relaygr_stream.client import Ranking
 from relaygr_stream.wire.messages import HITS
 from relaygr_stream.workload.driver import Result, drive

@@ -20,7 +20,7 @@ from relaygr_lab.bench.broker_warm_up import compile_broker
 from relaygr_lab.bench.capacity import most_rate
 from relaygr_lab.bench.cells import LENGTH_STEP, Cell, World
 from relaygr_lab.bench.dilation import Fleet
-from relaygr_lab.bench.interference import OTHERS_CORES, CpuTimes, disturbance_of, is_late
+from relaygr_lab.bench.interference import disturbance_of, is_late
 from relaygr_lab.bench.modes import FULL, RELAY, Mode, apply_mode, grouped
 from relaygr_lab.bench.options import SloOptions
 from relaygr_lab.bench.pipeline import Pipeline, memory_over_time
@@ -29,6 +29,7 @@ from relaygr_lab.bench.probe import Judgement, Measured, run_probe
 from relaygr_lab.bench.progress import Progress
 from relaygr_lab.bench.results import Memory, Probe
 from relaygr_lab.bench.wakes import Wakes
+from relaygr_lab.cpu_times import OTHERS_CORES, CpuTimes
 from relaygr_lab.processes import cluster
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.ops.brokers.distribution import LASTING_RELAY

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from relaygr_stream.workload.traffic import Traffic
 
 
+#: Steps from which a log has a line for each quarter of them.
+QUARTERED_FROM = 20
+
+
 @click.command(name="simulate")
 @click.option(
     "--workers", type=click.IntRange(1, 10_000_000), default=1000, show_default=True, help="Workers in the fleet."
@@ -65,7 +69,7 @@ if TYPE_CHECKING:
     default="calibrate",
     show_default=True,
     metavar="NAME|FILE|calibrate",
-    help="Device costs: npu, h100, cpu, a TOML file, or measure the configured model on this machine (15 s).",
+    help="Device costs: npu, h100, cpu, a TOML file, or measure the configured model on this machine (minutes).",
 )
 @click.option("--save-costs", type=click.Path(path_type=Path, dir_okay=False), help="Write the costs to this file.")
 @click.option(
@@ -175,8 +179,10 @@ def _costs(given: dict[str, Any], settings: Settings, traffic: Traffic) -> Devic
         return costs_named(given["costs"])
     from relaygr_lab.simulate.calibrate import calibrate
 
-    click.echo(f"measuring {settings.worker.device}; nothing else should run meanwhile", err=True)
-    return calibrate(settings, round(traffic.length), traffic.suffix + traffic.candidates)
+    device = settings.worker.device
+    click.echo(f"loading the model, then measuring it on {device}; nothing else should run meanwhile", err=True)
+    report = partial(_progress, what="rounds", doing="measuring")
+    return calibrate(settings, round(traffic.length), traffic.suffix + traffic.candidates, report=report)
 
 
 def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
@@ -236,8 +242,10 @@ def _plan(scenario: Scenario, given: dict[str, Any]) -> dict[str, Any]:
     return planned.figures()
 
 
-def _progress(done: int, of: int) -> None:
-    """Print progress on stderr, if that is a terminal."""
+def _progress(done: int, of: int, *, what: str = "groups of workers", doing: str = "simulating") -> None:
+    """Print progress on stderr: a line that changes on a terminal, else one for each quarter of a long work."""
     if sys.stderr.isatty():
         end = "\n" if done == of else ""
-        click.echo(f"\rsimulating: {done} of {of} groups of workers{end}", err=True, nl=False)
+        click.echo(f"\r{doing}: {done} of {of} {what}{end}", err=True, nl=False)
+    elif of >= QUARTERED_FROM and 4 * done // of > 4 * (done - 1) // of:
+        click.echo(f"{doing}: {done} of {of} {what}", err=True)

@@ -1,29 +1,31 @@
 """The demo: broker, topics, trigger, two workers, and a client that sends each request with and without the relay.
 
-Phase one announces each request and ranks it after the stage delay. Phase two sends the same ranking requests at the
-same times with full inference, and phase three with the newest behaviours only. The report compares latencies, scores
-and hit rates at the client.
+With the relay, each request is announced and ranked after the stage delay. The same ranking requests are sent at the
+same times with full inference, and with the newest behaviours only. The three take turns. The report
+compares latencies, scores and hit rates at the client.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 from rich.console import Console
 
+from relaygr_lab.cpu_times import OTHERS_CORES, CpuTimes
 from relaygr_lab.demo.live import LiveState, LiveView
 from relaygr_lab.demo.plot import save_plot
 from relaygr_lab.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
-from relaygr_lab.demo.traffic import MEDIAN_TOKENS, NEWEST, WARM_UP_S, Requests, by_reference, requests_of
+from relaygr_lab.demo.traffic import MEDIAN_TOKENS, NEWEST, TURNS, WARM_UP_S, Requests, by_reference, requests_of
 from relaygr_lab.processes import cluster, start_relay, wait_for_lanes
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
@@ -138,6 +140,7 @@ async def _play(
     full: dict[str, Result] = {}
     newest: dict[str, Result] = {}
     codes: dict[str, int] = {}
+    disturbed: list[str] = []
     try:
         console.print("starting a trigger and two workers (loading torch takes some seconds) …")
         await asyncio.gather(*(child.wait_ready() for child in children))
@@ -154,18 +157,34 @@ async def _play(
             stack.callback(watch.cancel)
             live.enter("warm-up", WARM_UP_S)
             await _phase(client, settings, requests.warm_up, live, {}, mode="auto")
-            live.enter("relay", options.seconds)
-            await _phase(client, settings, requests.relayed, live, relay, mode="auto")
-            live.enter("full inference, the same requests", options.seconds)
-            await _phase(client, settings, requests.measured, live, full, mode="full")
-            live.enter(f"full inference, the newest {NEWEST} behaviours only")
-            await _phase(client, settings, requests.newest, live, newest, mode="full")
+            before = CpuTimes.now()
+            for number, (relayed, measured, shortened) in enumerate(requests.turns()):
+                turn, seconds = f", turn {number + 1} of {TURNS}", options.seconds / TURNS
+                live.enter(f"relay{turn}", seconds)
+                await _phase(client, settings, relayed, live, relay, mode="auto")
+                live.enter(f"full inference, the same requests{turn}", seconds)
+                await _phase(client, settings, measured, live, full, mode="full")
+                live.enter(f"full inference, the newest {NEWEST} behaviours only{turn}")
+                await _phase(client, settings, shortened, live, newest, mode="full")
+            disturbed = _disturbed(before, CpuTimes.now()) if options.broker else []
             live.enter("audits")
             await _audited(live)
             await signals.catch_up()
     finally:
         codes = await stop_all(children)
-    return _result(options, settings, broker, seen, relay, full, newest, codes)
+    result = _result(options, settings, broker, seen, relay, full, newest, codes)
+    return replace(result, notes=(*disturbed, *result.notes))
+
+
+def _disturbed(before: CpuTimes | None, after: CpuTimes | None) -> list[str]:
+    """A remark if processes that are not the demo's took processor time between the two."""
+    others = after.others_since(before) if before and after else 0.0
+    if others <= OTHERS_CORES:
+        return []
+    return [
+        f"! disturbed: other processes used {others:.1f} of {os.cpu_count()} cores meanwhile, so latencies and their "
+        f"ratios say little; run it again on a quiet machine"
+    ]
 
 
 async def _audited(live: LiveState) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -32,18 +32,32 @@ SUFFIX: Final = 8
 #: Seconds of requests before the measured ones, for first connections, fetches and allocations. A broker in Java needs
 #: most of this time to compile its code.
 WARM_UP_S: Final = 5.0
-#: Behaviours of the last phase, and its rate at least: one takes a worker a few milliseconds.
+#: Behaviours of the last mode, and its rate at least: one takes a worker a few milliseconds.
 NEWEST: Final = 50
 NEWEST_RATE: Final = 30.0
 
 
+#: Turns that the modes take: a disturbance of some seconds meets all of them.
+TURNS: Final = 4
+
+
 class Requests(NamedTuple):
-    """The requests of each phase, in the order of time."""
+    """The requests of each mode, in the order of time."""
 
     warm_up: list[WorkItem]
     relayed: list[WorkItem]  # measured with the relay
     measured: list[WorkItem]  # the same in full
     newest: list[WorkItem]  # the same with the newest behaviours only, evenly spaced
+
+    def turns(self) -> Iterator[tuple[list[WorkItem], list[WorkItem], list[WorkItem]]]:
+        """The relayed, measured and newest ones in TURNS parts, each with times from its own start."""
+        size = -(-len(self.measured) // TURNS)
+        for start in range(0, len(self.measured), size):
+            relayed, measured, newest = (
+                [replace(item, at=item.at - mode[start].at) for item in mode[start : start + size]]
+                for mode in (self.relayed, self.measured, self.newest)
+            )
+            yield relayed, measured, newest
 
 
 def requests_of(settings: Settings, events: Path | None, *, seconds: float, rate: float, seed: int) -> Requests:

@@ -96,8 +96,16 @@ def fit_relative(features: Floats, ms: Floats) -> Floats:
     return fitted
 
 
-def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) -> DeviceCosts:
+def calibrate(
+    settings: Settings,
+    length: int,
+    rows: int,
+    rounds: int = ROUNDS,
+    report: Callable[[int, int], None] = lambda done, of: None,
+) -> DeviceCosts:
     """Measure costs for prefixes of about `length` tokens and rankings of about `rows` suffix and candidate tokens.
+
+    report(done, of): called after each round.
 
     Raises ConfigError for a model whose prefixes cannot grow: a simulated one's do.
     """
@@ -115,10 +123,11 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
     executor.warm_up(region)
     schema = schema_of(model)
     chunks = (MIN_CHUNK, LONGEST_ON_CPU if device.type == "cpu" else MAX_CHUNK)
-    for _ in range(1 + (FIRST_USES if device.type != "cpu" else 0)):  # the same shapes each time; the last time counts
+    passes = 1 + (FIRST_USES if device.type != "cpu" else 0)
+    for number in range(passes):  # the same shapes each time; the last time counts
         extends, scores = Samples(), Samples()
         rng = np.random.default_rng(settings.model.seed)
-        for _ in range(rounds):
+        for done in range(rounds):
             count = min(longest, int(np.exp(rng.uniform(*np.log(chunks)))))
             position = int(rng.integers(0, longest - count + 1))
             region.length = position
@@ -133,6 +142,7 @@ def calibrate(settings: Settings, length: int, rows: int, rounds: int = ROUNDS) 
                 features = schema.zeros("candidate", len(candidates))
                 batch.append(ScoreInput(kv, tokens.slice(0, 0), candidates, features))
             scores.add(score_features(batch), executor.score(batch)[1])
+            report(number * rounds + done + 1, passes * rounds)
     cold_ms = _cold_ms(executor, batch[:1])
     region.length = 0
     steps = 1
@@ -188,6 +198,8 @@ def _copy_speeds(device: torch.device, pinned: bool) -> tuple[float, float]:
     """Bytes per second of copies from host memory, and to it."""
     near = TierMemory(COPY_BYTES, device)
     far = TierMemory(COPY_BYTES, torch.device("cpu"), pinned=pinned)
+    for memory in (near, far):
+        memory.buffer.fill_(1)  # memory that was never written is not there yet
     copier = CopyEngine(device)
     try:
         return (

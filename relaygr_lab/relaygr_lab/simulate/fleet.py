@@ -11,7 +11,7 @@ logs until the group notices and the real assignor gives the lanes to others. Wo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Final
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from relaygr_lab.policies import decider
 from relaygr_lab.simulate.bus import Paths
-from relaygr_lab.simulate.peers import Peers, Routes
+from relaygr_lab.simulate.routes import Routes
 from relaygr_lab.simulate.scenario import Group, Request, Scenario, Sent
 from relaygr_lab.simulate.timeline import Timeline
 from relaygr_lab.simulate.worker import SimulatedWorker
@@ -27,8 +27,6 @@ from relaygr_stream.bus.assignor import MemberClaim, assign_lanes
 from relaygr_stream.engine.commands import (
     DELEGATED_LANE,
     Answer,
-    Cancel,
-    LanesLost,
     Prefill,
     PrefillTask,
     Rank,
@@ -42,8 +40,11 @@ from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
 from relaygr_stream.trigger.service import RECONCILE_S
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.wire.messages import RequestEvent, WorkerStatus
+from relaygr_stream.wire.messages import RequestEvent, WorkerStatus, tenant_key
+from relaygr_stream.wire.refusals import Refusals
 from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.worker.core import CountForward, Done, Effect, Forward, Release, Reply, Submit, WorkerCore
+from relaygr_stream.worker.core import WorkerPolicy as WorkerPolicy
 from relaygr_stream.worker.forwarding import time_left_ms
 from relaygr_stream.worker.intake import due_ms
 from relaygr_stream.workload.users import Part
@@ -64,7 +65,7 @@ class Lane:
         self.read = 0  # the owner's position in them
         self.owner: SimulatedWorker | None = None
         self.backlog: list[Deliver] = []
-        self.ranking: set[RankTask] = set()  # handed to the owner, no answer yet
+        self.ranking: dict[Sent, SimulatedWorker] = {}  # read, and not done, by the worker that read it
 
 
 class Fleet:
@@ -86,19 +87,27 @@ class Fleet:
         seeds = np.random.SeedSequence([scenario.seed, group.index]).spawn(3)
         self._rng = np.random.default_rng(seeds[0])
         self.timeline = timeline or Timeline()
-        self.workers = [
-            self._make_worker(f"w{group.first + index}", int(seed))
-            for index, seed in enumerate(seeds[1].generate_state(group.size))
-        ]
+        # What all workers know of each other is equal; each has its own books of what it sent to whom.
+        self._peers = OwnerDirectory(settings.client.silence_ms, clock=self.timeline.clock)
+        self._home: dict[str, int] = {}  # the lane of each user who asked
         count = group.size * scenario.lanes_per_worker
-        self._by_name = {worker.name: worker for worker in self.workers}
-        self._owned: dict[str, frozenset[int]] = assign_lanes(count, {name: MemberClaim() for name in self._by_name})
+        names = [f"w{group.first + index}" for index in range(group.size)]
+        self._owned: dict[str, frozenset[int]] = assign_lanes(count, {name: MemberClaim() for name in names})
         back = scenario.answers or scenario.bus
-        self._paths = {name: Paths(scenario.bus, back, self._rng) for name in self._by_name}
+        self._paths = {name: Paths(scenario.bus, back, self._rng) for name in names}
         self.first_owners = {number: name for name, numbers in self._owned.items() for number in numbers}
         self.lanes = [Lane(self._paths[self.first_owners[number]]) for number in range(count)]
+        choices = int(self._rng.integers(2**31))
+        self._routes = Routes(scenario.route, choices)
+        self.workers = [
+            self._make_worker(self._make_core(name, choices + index), int(seed))
+            for index, (name, seed) in enumerate(zip(names, seeds[1].generate_state(group.size), strict=True))
+        ]
+        self._by_name = {worker.name: worker for worker in self.workers}
         for number, name in self.first_owners.items():
             self.lanes[number].owner = self._by_name[name]
+        for name, owned in self._owned.items():
+            self._by_name[name].core.on_lanes(owned, frozenset())
         # The triggers of all lanes are one core: they share only the owner directory, which is equal in all.
         self._owners = OwnerDirectory(settings.trigger.max_status_age_ms, clock=self.timeline.clock)
         self._trigger = TriggerCore(
@@ -117,9 +126,6 @@ class Fleet:
             self._arrivals = on_one_lane(self._arrivals, scenario.hot)
         self.requests: list[Request] = []
         self.forwards: Counter[str] = Counter()  # `sent`, or why a refused ranking was not
-        forward_seed = int(self._rng.integers(2**31))
-        self._peers = Peers(settings, list(self._by_name), count, self.timeline.clock, forward_seed)
-        self._routes = Routes(scenario.route, forward_seed)
         self._announces_at = 0.0  # when the client sends the events that it has gathered
         self._zeros = bytes(4 * settings.relay.max_prefix_tokens)
         self._sequence = np.zeros((1, settings.relay.max_prefix_tokens), np.int8)
@@ -131,10 +137,12 @@ class Fleet:
         self.dead: list[SimulatedWorker] = []
         self._dying = group.dead
 
-    def _make_worker(self, name: str, seed: int) -> SimulatedWorker:
-        answered = partial(self._answered, name)
-        scenario = self._scenario
-        return SimulatedWorker(name, self._settings, scenario.costs, self.timeline, seed, answered, scenario.policy)
+    def _make_core(self, name: str, seed: int) -> WorkerCore:
+        return WorkerCore(name, WorkerPolicy.of(self._settings), self._peers, self._home.__getitem__, seed)
+
+    def _make_worker(self, core: WorkerCore, seed: int) -> SimulatedWorker:
+        answered, scenario = partial(self._answered, core.name), self._scenario
+        return SimulatedWorker(core, self._settings, scenario.costs, self.timeline, seed, answered, scenario.policy)
 
     def run(self) -> None:
         """Run until every client has its answer or has timed out."""
@@ -193,7 +201,7 @@ class Fleet:
             signal = partial(self._signal, request, now, DELEGATED_LANE)
             self.timeline.at(to.paths.to_worker.arrival(now), partial(self._arrive, to, signal))
             flushed = now + FLUSH_S * float(self._rng.random())
-            self.timeline.at(flushed, partial(self._tell, lane, request, effect.decision.delegate.worker))
+            self.timeline.at(flushed, partial(self._tell, lane, effect))
         elif isinstance(effect, Signal):
             offset, lane.end = lane.end, lane.end + 1
             at = lane.paths.to_worker.arrival(now)
@@ -207,14 +215,16 @@ class Fleet:
             self._trigger.on_log_end(number, lane.end, now, now)
         self.timeline.at(now + RECONCILE_S, self._reconcile)
 
-    def _tell(self, lane: Lane, request: Request, delegate: str, now: float) -> None:
-        """The trigger tells the lane's owner where the prefix KV of a request are."""
+    def _tell(self, lane: Lane, effect: Delegate, now: float) -> None:
+        """The trigger tells the lane's owner which worker has the prefix KV of a request."""
+        told = self._trigger.on_delegated(effect, None, now)
+        key = tenant_key(told.tenant, told.request_id)
+        refusals = Refusals(reasons={told.reason: [key]}, delegates={told.delegate: [key]})
+        notice = partial(self._notice, refusals, now)
+        self.timeline.at(lane.paths.to_worker.arrival(now), partial(self._arrive, lane, notice))
 
-        def told(now: float) -> None:
-            del now
-            request.delegate = delegate
-
-        self.timeline.at(lane.paths.to_worker.arrival(now), told)
+    def _notice(self, refusals: Refusals, sent: float, worker: SimulatedWorker, now: float) -> None:
+        self._carry(worker, worker.core.on_notice(refusals, (now - sent) * 1e3, now), now)
 
     def _rank(self, request: Request, now: float) -> None:
         """The client sends the ranking request."""
@@ -245,7 +255,7 @@ class Fleet:
             expires=now + self._settings.relay.life_window_ms / 1e3 - age,
             arrived=now,
         )
-        worker.submit(Prefill(task))
+        self._carry(worker, worker.core.on_signal(Prefill(task), now), now)
 
     def _ranking(self, sent: Sent, worker: SimulatedWorker, now: float) -> None:
         request, age_ms = sent.request, (now - sent.at) * 1e3
@@ -266,51 +276,63 @@ class Fleet:
             hops=sent.hops,
             origin=sent,
         )
-        left_ms = (task.deadline - now) * 1e3
-        pass_to = None if task.full else self._peers.pass_to(worker.name, request, sent.hops, left_ms)
-        self.lanes[sent.lane].ranking.add(task)
-        worker.submit(Rank(task, pass_to))
+        self._home[request.user_id] = request.lane
+        self.lanes[sent.lane].ranking[sent] = worker
+        self._carry(worker, worker.core.on_ranking(Rank(task), now), now)
 
     def _tokens(self, length: int) -> Tokens:
         """A history of that length. All are views of one array, which compare in a microsecond: only sequences of one
         user are compared, and each continues the one before."""
         return Tokens(self._sequence[:, :length])  # type: ignore[arg-type]
 
+    # ---- what the workers' cores decide ----
+
     def _answered(self, name: str, answers: list[Answer], now: float) -> None:
-        timeout_s = self._settings.client.timeout_ms / 1e3
+        worker = self._by_name[name]
         for answer in answers:
-            task, sent = answer.task, answer.task.origin
-            request: Request = sent.request
-            self.lanes[sent.lane].ranking.discard(task)
-            to = self._peers.refused(name, answer, request.lane, now)
-            if to is not None:
-                sent_as = "sent" if answer.rank.pass_to is None else "delegate"
-                self.forwards[sent_as if isinstance(to, int) else to] += 1
-            if isinstance(to, int):
-                self._send(Sent(request, to, now, time_left_ms(task, now), sent.hops + 1), now)
-                continue
-            if request.delegate and not (answer.status == "overloaded" or task.full or sent.hops):
-                self._release(task.request_key, request.delegate, now)
-            request.answers += 1
-            self._routes.answered(request)
-            latency_s = self.lanes[sent.lane].paths.to_client.arrival(now) - request.rank_at
-            if request.status is None and latency_s <= timeout_s:
-                request.status = answer.status
-                request.outcome = answer.measured.outcome if answer.status == "ok" else None
-                request.latency_s = latency_s
-                request.hops = sent.hops
+            self._carry(worker, worker.core.on_answer(answer, now), now)
 
-    def _release(self, request_key: str, delegate: str, now: float) -> None:
-        """An owner has answered what a delegate computed for it, and cancels that."""
-        for number in sorted(self._owned.get(delegate, ()))[:1]:
-            lane = self.lanes[number]
-            cancel = partial(self._cancel, Cancel(request_key))
-            self.timeline.at(lane.paths.to_worker.arrival(now), partial(self._arrive, lane, cancel))
+    def _carry(self, worker: SimulatedWorker, effects: Iterable[Effect], now: float) -> None:
+        """Carry these out; what is sent is acknowledged at once."""
+        for effect in effects:
+            if isinstance(effect, Submit):
+                worker.submit(effect.command)
+            elif isinstance(effect, Reply):
+                self._reply(effect.answer, now)
+                self._carry(worker, worker.core.on_replied(effect.answer.task.origin), now)
+            elif isinstance(effect, Forward):
+                task, sent = effect.answer.task, effect.answer.task.origin
+                self._send(Sent(sent.request, effect.lane, now, time_left_ms(task, now), sent.hops + 1), now)
+                self._carry(worker, worker.core.on_forwarded(effect), now)
+            elif isinstance(effect, Release):
+                lane = self.lanes[effect.lane]
+                cancel = partial(self._cancel, effect.request_key)
+                self.timeline.at(lane.paths.to_worker.arrival(now), partial(self._arrive, lane, cancel))
+            elif isinstance(effect, Done):
+                self._done(worker, effect.record)
+            elif isinstance(effect, CountForward):
+                self.forwards[effect.result] += 1
 
-    @staticmethod
-    def _cancel(cancel: Cancel, worker: SimulatedWorker, now: float) -> None:
-        del now
-        worker.submit(cancel)
+    def _reply(self, answer: Answer, now: float) -> None:
+        """An answer leaves for its client."""
+        sent: Sent = answer.task.origin
+        request = sent.request
+        request.answers += 1
+        self._routes.answered(request)
+        latency_s = self.lanes[sent.lane].paths.to_client.arrival(now) - request.rank_at
+        if request.status is None and latency_s <= self._settings.client.timeout_ms / 1e3:
+            request.status = answer.status
+            request.outcome = answer.measured.outcome if answer.status == "ok" else None
+            request.latency_s = latency_s
+            request.hops = sent.hops
+
+    def _done(self, worker: SimulatedWorker, record: Sent | None) -> None:
+        """A record's offset may be committed; only rankings are read again."""
+        if record is not None and self.lanes[record.lane].ranking.get(record) is worker:
+            del self.lanes[record.lane].ranking[record]
+
+    def _cancel(self, request_key: str, worker: SimulatedWorker, now: float) -> None:
+        self._carry(worker, worker.core.on_cancel(request_key, None, now), now)
 
     # ---- statements ----
 
@@ -333,7 +355,7 @@ class Fleet:
         """Triggers and peers read a status."""
         del now
         self._owners.take(status)
-        self._peers.owners.take(status)
+        self._peers.take(status)
 
     # ---- faults ----
 
@@ -362,10 +384,12 @@ class Fleet:
         lane = self.lanes[number]
         self.moved_lanes += 1
         before, lane.owner = lane.owner, worker
+        moved, none = frozenset([number]), frozenset[int]()
         if before is not None and before.alive:
-            before.submit(LanesLost(frozenset([number])))
+            self._carry(before, before.core.on_lanes(none, moved), now)
+        self._carry(worker, worker.core.on_lanes(moved, none), now)
         # Offsets are committed up to the first unanswered ranking, so unanswered rankings are read again.
-        again: list[Deliver] = [partial(self._ranking, task.origin) for task in lane.ranking]
+        again: list[Deliver] = [partial(self._ranking, sent) for sent in lane.ranking]
         lane.ranking.clear()
         backlog, lane.backlog = lane.backlog, []
         for message in [*again, *backlog]:

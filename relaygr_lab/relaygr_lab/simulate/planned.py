@@ -1,4 +1,5 @@
-"""A plan as text: how many workers and how much memory this traffic needs, with which P99, also when a rack fails."""
+"""A plan as text: how many workers and how much memory this traffic needs, beside full inference, with which P99, also
+when a rack fails."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 
 from relaygr_lab.simulate.plan import Memory, Probe, Simulate, search, size
-from relaygr_lab.simulate.report import render, render_bytes, summary, table
+from relaygr_lab.simulate.report import render, render_bytes, render_ms, summary, table
 from relaygr_lab.simulate.scenario import SURVIVORS_AND_DEAD, Failure, Scenario
 from relaygr_lab.simulate.story import Story, hit_share, late_share, p99
+from relaygr_stream.errors import CapacityError
 
 #: The default failure: this share of the workers, at this second.
 RACK: Final = 0.02
@@ -33,11 +35,13 @@ class Planned:
     verified: Probe
     failing: tuple[Scenario, Story] | None  # None: the fleet has one worker, so no other gets its lanes
     hit_target: float
+    full_workers: int | None  # the smallest fleet in full inference; None: none found, or it is what was planned
 
     def figures(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {
             "workers": self.best.scenario.workers,
+            "full_workers": self.full_workers,
             "holds": self.verified.holds,
             "memory": dataclasses.asdict(self.memory),
             "as_configured": summary(self.best.scenario, self.best.story),
@@ -50,7 +54,18 @@ def plan(scenario: Scenario, hit_target: float, simulate: Simulate, report: Call
     """Search the fleet, size its memory, verify it, simulate a failure. Raises CapacityError if no fleet holds."""
     best = search(scenario, simulate, report)
     needed, verified = size(best, hit_target, simulate, report)
-    return Planned(best, needed, verified, _fail(verified.scenario, scenario, simulate), hit_target)
+    full = _full(scenario, simulate, report)
+    return Planned(best, needed, verified, _fail(verified.scenario, scenario, simulate), hit_target, full)
+
+
+def _full(scenario: Scenario, simulate: Simulate, report: Callable[[Probe], None]) -> int | None:
+    """How many workers the same traffic needs in full inference."""
+    if scenario.mode == "full":
+        return None
+    try:
+        return search(dataclasses.replace(scenario, mode="full"), simulate, report).scenario.workers
+    except CapacityError:
+        return None
 
 
 def _fail(fleet: Scenario, asked: Scenario, simulate: Simulate) -> tuple[Scenario, Story] | None:
@@ -71,14 +86,34 @@ def render_probe(probe: Probe) -> str:
     scenario, story = probe.scenario, probe.story
     late = late_share(story, scenario.settings.relay.slo_ms)
     return (
-        f"{scenario.workers:>9,} workers, {render_bytes(scenario.settings.worker.hbm_bytes):>9} HBM: "
-        f"P99 {p99(story).value:7.1f} ms, {late.value:6.2%} late, device {story.busy.mean():4.0%} busy: "
+        f"{scenario.workers:>9,} workers, {scenario.mode}, {render_bytes(scenario.settings.worker.hbm_bytes):>9} HBM: "
+        f"P99 {render_ms(p99(story).value):>9}, {late.value:6.2%} late, device {story.busy.mean():4.0%} busy: "
         f"{'holds' if probe.holds else 'fails'}"
     )
 
 
+def _answer(planned: Planned) -> str:
+    """The plan in a sentence."""
+    scenario, needed = planned.best.scenario, planned.memory
+    traffic = f"{scenario.settings.relay.slo_ms:g} ms at P99 for {scenario.traffic.rate:g} requests/s"
+    fleet = f"{scenario.workers:,} worker{'s' if scenario.workers > 1 else ''}"
+    memory = f"{render_bytes(needed.hbm)} of HBM and {render_bytes(needed.reuse)} of DRAM each"
+    if not planned.verified.holds:
+        return f"{fleet} with {memory} do not keep {traffic}: that takes more memory, or a higher --hit-target."
+    return f"{fleet} with {memory} keep{'' if scenario.workers > 1 else 's'} {traffic}.{_beside(planned)}"
+
+
+def _beside(planned: Planned) -> str:
+    workers, full = planned.best.scenario.workers, planned.full_workers
+    if planned.best.scenario.mode == "full":
+        return ""
+    if full is None:
+        return " In full inference no fleet that was tried does."
+    return f" Full inference takes {full:,}, {full / workers:.1f} times as many."
+
+
 def render_plan(planned: Planned) -> RenderableType:
-    """The plan as tables."""
+    """The plan: the answer, then why, then the simulations."""
     scenario, needed = planned.best.scenario, planned.memory
     hits = hit_share(planned.verified.story, returning=True)
     of = render_bytes
@@ -96,4 +131,4 @@ def render_plan(planned: Planned) -> RenderableType:
     ]
     failing = ["When a rack fails:", render(*planned.failing)] if planned.failing else [ONE_WORKER]
     verified = render(planned.verified.scenario, planned.verified.story)
-    return Group(table(rows), "\nWith this memory:", verified, "", *failing)
+    return Group(f"{_answer(planned)}\n", table(rows), "\nWith this memory:", verified, "", *failing)

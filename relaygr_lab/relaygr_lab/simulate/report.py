@@ -103,8 +103,8 @@ def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Tab
         ("simulated", f"{len(busy):,} workers for {scenario.seconds:g} s after {scenario.warm_s:g} s of warm-up"),
         ("measured", f"{len(story.at):,} requests"),
         ("", ""),
-        ("P50", f"{_ms(percentile(latencies(story), 0.5))}"),
-        ("P99", f"{_ms(p99(story).value)}{_ms_error(p99(story))}"),
+        ("P50", f"{render_ms(percentile(latencies(story), 0.5))}"),
+        ("P99", f"{render_ms(p99(story).value)}{_ms_error(p99(story))}"),
         *_kinds(scenario, story),
         (f"later than {slo_ms:g} ms", f"{late.value:.2%}{_percent_error(late)}: the SLO {verdict}"),
         ("hits", f"{_percent(hit_share(story))}; returning users {_percent(hit_share(story, returning=True))}"),
@@ -147,12 +147,17 @@ def _failure(scenario: Scenario, story: Story) -> list[Row]:
 
 
 def _window(window: Window) -> str:
-    return f"{window.at:4.0f}  {window.requests:6,}  {_ms(window.p99_ms):>9}  {window.late:6.1%}  {window.hits:6.1%}"
+    return (
+        f"{window.at:4.0f}  {window.requests:6,}  {render_ms(window.p99_ms):>9}  {window.late:6.1%}  {window.hits:6.1%}"
+    )
 
 
 def _forwards(story: Story) -> list[str]:
-    words = {"sent": "forwarded", "delegate": "passed on to a delegate"} | {
-        str(name): f"not: {why}" for name, why in WHY.items()
+    words = {
+        "sent": "forwarded",
+        "delegate": "passed on to a delegate",
+        "delegate_gone": "not passed on to a delegate: it is gone, or would be too late",
+        **{str(name): f"not: {why}" for name, why in WHY.items()},
     }
     return [f"{count:,} {words[name]}" for name, count in story.forwards.most_common()]
 
@@ -162,7 +167,7 @@ def _kinds(scenario: Scenario, story: Story) -> list[Row]:
     if not scenario.traffic.two_kinds:
         return []
     kinds = [("short", p99(story, long=False)), ("long", p99(story, long=True))]
-    return [(f"  {name} users", f"{_ms(each.value)}{_ms_error(each)}") for name, each in kinds]
+    return [(f"  {name} users", f"{render_ms(each.value)}{_ms_error(each)}") for name, each in kinds]
 
 
 def _traffic(scenario: Scenario) -> list[Row]:
@@ -203,10 +208,13 @@ def _percent_error(estimate: Estimate) -> str:
 
 
 def _ms_error(estimate: Estimate) -> str:
-    return "" if math.isnan(estimate.error) else f" ± {estimate.error:.1f} ms"
+    return f" ± {estimate.error:.1f} ms" if math.isfinite(estimate.error) else ""
 
 
-def _ms(value: float) -> str:
+def render_ms(value: float) -> str:
+    """Milliseconds; "no answer" for the time of requests without one, which is infinite; "none" of no requests."""
+    if math.isnan(value):
+        return "none"
     return "no answer" if math.isinf(value) else f"{value:.1f} ms"
 
 

@@ -134,7 +134,6 @@ class Request:
     returning: bool  # the user's history was there before
     long: bool  # one of the traffic's long users
     reason: Reason | None = None  # the trigger's decision
-    delegate: str = ""  # the worker that computes the prefix KV, once the lane's owner knows of it
     latency_s: float = math.inf  # from rank_at to the client's scores
     status: Status | None = None  # of the answer; None: none came in time
     outcome: Outcome | None = None
@@ -153,12 +152,17 @@ class Request:
         return f"u{self.user}.{self.life}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A ranking on its way to a lane: by its client, or by a worker that refused it."""
+    """A ranking on its way to a lane: by its client, or by a worker that refused it. The origin of its task."""
 
     request: Request
     lane: int
     at: float
     timeout_ms: float  # from then on
     hops: int
+
+    @property
+    def record(self) -> Sent:
+        """What is done once it has its answer."""
+        return self

@@ -1,4 +1,5 @@
-"""One simulated worker: the real scheduler, whose turns (take_turn) are events on the timeline.
+"""One simulated worker: the real core of its rules, and the real scheduler, whose turns (take_turn) are events on the
+timeline.
 
 A turn lasts as long as the simulated device and the worker's own steps take; messages that arrive during it wait for
 the next turn.
@@ -25,6 +26,7 @@ from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.worker.core import WorkerCore
 from relaygr_stream.worker.device import Submitted, take_turn
 from relaygr_stream.worker.statement import Identity, Statements
 
@@ -35,11 +37,11 @@ HOST: Final = torch.device("cpu")
 
 
 class SimulatedWorker:
-    """One simulated worker. on_answers(answers, time): called after each half of a turn with answers."""
+    """core: its rules. on_answers(answers, time): called after each half of a turn with answers."""
 
     def __init__(
         self,
-        name: str,
+        core: WorkerCore,
         settings: Settings,
         costs: DeviceCosts,
         timeline: Timeline,
@@ -47,7 +49,8 @@ class SimulatedWorker:
         on_answers: Callable[[list[Answer], float], None],
         policy: Policy = "relay",
     ) -> None:
-        self.name = name
+        self.name = core.name
+        self.core: Final = core
         self.alive = True
         self._timeline = timeline
         self._clock = Clock(timeline.clock.now)
@@ -76,7 +79,7 @@ class SimulatedWorker:
         self._runtime.cache.scratch.give_back(scratch)
         self._clock.now, self.model.busy_s = timeline.clock.now, 0.0
         self._statements = Statements(settings, self._runtime, timeline.clock.now)
-        self._identity = Identity(name, 1, "simulated", 1)
+        self._identity = Identity(self.name, 1, "simulated", 1)
         self.most_pinned = self.most_held = 0  # bytes in any status: by the lanes' admitted requests; by all
 
     def submit(self, command: Command) -> None:

@@ -77,9 +77,17 @@ class FleetHistory:
             self._add_trigger(status, at_s)
 
     def slots(self) -> list[Slot | None]:
-        """The slots of the last fifteen minutes, the oldest first, the last one not over; None: nothing was stated."""
+        """The slots of the last fifteen minutes, the oldest first, the last one not over; None: nothing was stated.
+
+        Nothing changes them any more.
+        """
         now = self._number(self._wall())
-        return [self._slots.get(number) for number in range(now - SLOTS + 1, now + 1)]
+        found = [self._slots.get(number) for number in range(now - SLOTS + 1, now + 1)]
+        for at in (-2, -1):  # a status may be on its way into the one that has just ended
+            if (slot := found[at]) is not None:
+                kept = found[at] = Slot()
+                kept.add(slot)
+        return found
 
     def _add_worker(self, status: WorkerStatus, at_s: float) -> None:
         before, taken = self._follow(self._workers, status, at_s)

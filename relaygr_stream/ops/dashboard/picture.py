@@ -1,4 +1,4 @@
-"""What the page shows, as numbers: taken from the fleet in one go, so that it can be drawn on another thread."""
+"""What the page shows, as numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from relaygr_stream.ops.dashboard.history import FleetHistory, Slot
+from relaygr_stream.ops.dashboard.history import Slot
 from relaygr_stream.ops.status.odd import Oddity, findings
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.tally import RELAY, Tally, lately
@@ -58,9 +58,9 @@ class Picture:
     rate: float
 
 
-def take(view: Overview, history: FleetHistory) -> Picture:
-    """The picture of this moment."""
-    workers, slots, whole = view.living_workers(), history.slots(), Slot()
+def take(view: Overview, slots: list[Slot | None]) -> Picture:
+    """The picture of a moment: a snapshot of the fleet, and the slots until then."""
+    workers, whole = view.living_workers(), Slot()
     for slot in slots:
         if slot is not None:
             whole.add(slot)

@@ -9,6 +9,7 @@ from typing import Final
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.ops.dashboard.board import HEADERS, Board
+from relaygr_stream.ops.dashboard.trace import WITHIN_S
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.listener import Known, Listener
@@ -28,7 +29,9 @@ from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
 HOST: Final = "127.0.0.1"
-PATHS: Final = ("/", "/live")
+#: From a client's first byte to the end of its answer: a trace takes that long at most.
+ANSWER_S: Final = WITHIN_S + REQUEST_S
+PATHS: Final = ("/", "/live", "/trace?id=REQUEST")
 _HTML: Final = "text/html; charset=utf-8"
 #: What a browser of this machine asks for, a tunnel's included. A page elsewhere whose name leads here has another
 #: name, and must not read this one (DNS rebinding).
@@ -47,7 +50,7 @@ async def run_dashboard(settings: Settings, port: int, on_ready: Callable[[str],
     board = Board(settings, topics, reader)
 
     async def serve(connection: socket.socket, _: Known) -> None:
-        await serve_one(connection, lambda asked: answer(board, asked))
+        await serve_one(connection, lambda asked: answer(board, asked), ANSWER_S)
 
     advice = "give another --port (0: any free one)"
     listener = Listener("dashboard", HOST, port, serve, MAX_CLIENTS, GRACE_S, REQUEST_S, advice)
@@ -71,6 +74,8 @@ async def answer(board: Board, asked: PageRequest) -> Page:
         return respond("421 Misdirected Request", TEXT, f"This is served to {' and '.join(_HOSTS)} only.\n")
     if asked.path == "/live":
         return respond("200 OK", _HTML, await board.live(), *HEADERS.items())
+    if asked.path == "/trace":
+        return respond("200 OK", _HTML, await board.trace(asked.query), *HEADERS.items())
     if asked.path != "/":
         return not_found(asked.path, PATHS)
     if JSON in asked.headers.get("accept", ""):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple, TypeVar
 
 from relaygr_stream.bus.away import ranges
 from relaygr_stream.ops.status.overview import Overview, Seen
@@ -13,6 +13,9 @@ from relaygr_stream.wire.trigger_status import KEY_PREFIX, TriggerStatus
 from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_SKEW_S, THROTTLED_MS, prefix_bytes, usable_costs
 
 MIB = 1 << 20
+#: Age in seconds from which a worker without requests is odd.
+NEW_S: Final = 60.0
+S = TypeVar("S", WorkerStatus, TriggerStatus)
 #: Fewer rankings have no 99 %.
 JUDGED_FROM: Final = 100
 #: Share of rankings with scores within the SLO below which something is odd: the SLO is one at P99.
@@ -154,6 +157,7 @@ def _bounds(view: Overview) -> Iterator[str]:
         (policy.risk_ms for policy in policies),
         default=view.settings.trigger.risk_share * view.settings.relay.slo_ms,
     )
+    refused = any(_grown(view.triggers[name], _over_footprint) for name in view.living_triggers())
     for name, status in view.living_workers().items():
         if (line := never_at_risk(status, longest, view.settings.relay.max_candidates, risk_ms)) is not None:
             yield f"{name}: {line}"
@@ -177,9 +181,12 @@ def _bounds(view: Overview) -> Iterator[str]:
             ("no room for a longest prefix now", 0, needs),
             ("room for one longest prefix now, not for two", needs, 2 * needs),
         ):
-            if small := [lane.lane for lane in asked if least <= lane.budget_bytes < most]:
+            if refused and (small := [lane.lane for lane in asked if least <= lane.budget_bytes < most]):
                 size = f"{longest} tokens: {needs / MIB:.1f} MiB"
-                yield f"{name}: lanes {ranges(small)} are in use, and have {room} ({size})"
+                yield (
+                    f"{name}: lanes {ranges(small)} are in use, and have {room} ({size}); requests were refused "
+                    f"as over_footprint: raise worker.hbm_bytes or worker.pinned_share"
+                )
 
 
 def never_at_risk(status: WorkerStatus, tokens: int, candidates: int, risk_ms: float) -> str | None:
@@ -197,7 +204,7 @@ def never_at_risk(status: WorkerStatus, tokens: int, candidates: int, risk_ms: f
 
 
 def _unused(view: Overview) -> Iterator[str]:
-    """Workers without requests, while others get some."""
+    """Workers without requests, while others get some; new ones have had no time for any."""
     asked = {
         name: sum(total for key, total in status.counters.items() if key.startswith("answers_") or key == "signals")
         for name, status in view.living_workers().items()
@@ -205,24 +212,33 @@ def _unused(view: Overview) -> Iterator[str]:
     }
     if any(asked.values()):
         for name in sorted(name for name, total in asked.items() if not total):
+            status = view.workers[name].last
+            if status.sent_ms / 1e3 - status.incarnation / 1e9 < NEW_S:
+                continue
             yield f"{name}: no request for its lanes since its start"
 
 
 def _throttled(view: Overview) -> Iterator[str]:
     """Processes that brokers have throttled since this viewer's start or, seen once, since their own."""
-    grown: dict[str, float] = {}
-    for name in view.living_workers():
-        seen = view.workers[name]
-        first, last = (status.counters.get(THROTTLED_MS, 0.0) for status in (seen.first, seen.last))
-        grown[name] = last - first if seen.first is not seen.last else last
-    for name in view.living_triggers():
-        trigger = view.triggers[name]
-        first, last = trigger.first.throttled_ms, trigger.last.throttled_ms
-        grown[name] = last - first if trigger.first is not trigger.last else last
+    workers, triggers = view.living_workers(), view.living_triggers()
+    grown = {
+        name: _grown(view.workers[name], lambda status: status.counters.get(THROTTLED_MS, 0.0)) for name in workers
+    }
+    grown |= {name: _grown(view.triggers[name], lambda status: status.throttled_ms) for name in triggers}
     for name, ms in grown.items():
         if ms > 0:
             mend = "raise the quota of its client id or user"
             yield f"{name}: brokers throttled it for {ms / 1e3:.1f} s by a quota; {mend}"
+
+
+def _grown(seen: Seen[S], total: Callable[[S], float]) -> float:
+    """What the total gained since this viewer's start or, of a process seen once, since its own."""
+    last = total(seen.last)
+    return last if seen.first is seen.last else last - total(seen.first)
+
+
+def _over_footprint(trigger: TriggerStatus) -> float:
+    return trigger.decisions.get("over_footprint", 0.0)
 
 
 def _records(view: Overview) -> Iterator[str]:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -60,7 +61,7 @@ class Seen(Generic[S]):
 
 @dataclass
 class Overview:
-    """All processes by name, and the number of refused records by reason.
+    """All processes by name, and the number of refused records by reason, since it is live.
 
     on_status: also gets each status that is read, and the Unix time in seconds when it was written.
     """
@@ -87,6 +88,8 @@ class Overview:
             try:
                 self._apply(record)
             except DecodeError as error:
+                if not self.live:
+                    continue  # its sender may have gone long ago
                 self.refused[error.reason] = self.refused.get(error.reason, 0) + 1
         if self.clock() - self._dropped_s > DROP_AFTER_S:
             self._dropped_s = self.clock()
@@ -114,6 +117,14 @@ class Overview:
         elif found is not None:
             _put(self.workers, found, received_s, record.timestamp_ms, self.reader.most_names)
             self.on_status(found, written_s)
+
+    def snapshot(self) -> Overview:
+        """What is known now, for another thread to read: nothing changes it any more."""
+        kept = copy(self)
+        kept.workers = {name: copy(seen) for name, seen in self.workers.items()}
+        kept.triggers = {name: copy(seen) for name, seen in self.triggers.items()}
+        kept.refused = dict(self.refused)
+        return kept
 
     @property
     def silence_ms(self) -> float:

@@ -32,15 +32,14 @@ class Tally:
     def between(cls, before: WorkerStatus | None, now: WorkerStatus) -> Self:
         """What a worker answered between two statuses of one incarnation; before: None for its start."""
         earlier = before.counters if before is not None else {}
-        grown = {name: max(0, int(count - earlier.get(name, 0.0))) for name, count in now.counters.items()}
-        answers = _named(grown, "answers_")
         of = before.latencies or {} if before is not None else {}
+        answers = _grown(now.counters, earlier, "answers_")
         return cls(
             answers,
-            _named(grown, "outcome_"),
+            _grown(now.counters, earlier, "outcome_"),
             {outcome: since(counts, of.get(outcome, ())) for outcome, counts in (now.latencies or {}).items()},
-            grown.get(WITHIN_SLO, 0),
-            answers.total() if WITHIN_SLO in grown else 0,
+            _grown(now.counters, earlier, WITHIN_SLO).total(),
+            answers.total() if WITHIN_SLO in now.counters else 0,
         )
 
     def add(self, other: Tally) -> None:
@@ -96,5 +95,9 @@ def lately(seen: Iterable[Seen[WorkerStatus]]) -> tuple[Tally, float]:
     return whole, rate
 
 
-def _named(counters: dict[str, int], prefix: str) -> Counter[str]:
-    return Counter({name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)})
+def _grown(now: dict[str, float], before: dict[str, float], prefix: str) -> Counter[str]:
+    """By how much counters of a prefix have grown, without it."""
+    cut = len(prefix)
+    return Counter(
+        {name[cut:]: max(0, int(n - before.get(name, 0.0))) for name, n in now.items() if name.startswith(prefix)}
+    )

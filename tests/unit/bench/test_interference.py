@@ -5,8 +5,9 @@ import sys
 from typing import Any
 
 import pytest
-from relaygr_lab.bench.interference import CpuTimes, disturbance_of
+from relaygr_lab.bench.interference import disturbance_of
 from relaygr_lab.bench.modes import RELAY
+from relaygr_lab.cpu_times import CpuTimes
 
 from tests.unit.bench.reports import probe
 from tests.waiting import until_blocking

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from relaygr_stream.cache import memory
-from relaygr_stream.cache.memory import ALIGNMENT, TierMemory, available_host_bytes
+from relaygr_stream.cache.host import available_host_bytes
+from relaygr_stream.cache.memory import ALIGNMENT, TierMemory
 from relaygr_stream.errors import CapacityError
 
 CPU = torch.device("cpu")
@@ -36,6 +38,18 @@ def test_views_of_an_extent_share_its_bytes_and_no_others(dtype: torch.dtype) ->
         extent = extents[other]
         assert extent is not None
         assert not tier.view(extent, torch.uint8).any()
+
+
+def test_memory_is_taken_as_it_is_written() -> None:
+    """A worker of the trial profile took 3.4 GB at its start."""
+    process, size = psutil.Process(), 512 << 20
+    before = process.memory_info().rss
+    tier = TierMemory(size, CPU)
+    assert process.memory_info().rss - before < size // 8
+    written = tier.arena.allocate(size // 4)
+    assert written is not None
+    tier.view(written, torch.float32).fill_(1.0)
+    assert size // 8 < process.memory_info().rss - before < size // 2
 
 
 def test_a_tier_of_nothing_holds_nothing() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from relaygr_lab.demo.traffic import NEWEST, by_reference, known_items, newest_only, requests_of
+from relaygr_lab.demo.traffic import NEWEST, TURNS, Requests, by_reference, known_items, newest_only, requests_of
 
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import InputError, ModelError
@@ -75,6 +75,20 @@ def test_the_last_phase_asks_the_same_with_the_newest_behaviours_only() -> None:
         )  # fmt: skip
     one = newest_only(requests.measured[0], 3)  # fewer than the suffix has: a request has a prefix
     assert len(one.request.prefix) == 1
+
+
+def test_the_modes_take_turns_with_the_same_requests() -> None:
+    requests = requests_of(load_settings(["demo"]).settings, None, seconds=5.0, rate=4.0, seed=7)
+    turns = list(requests.turns())
+    assert len(turns) == TURNS
+    for number, mode in enumerate((requests.relayed, requests.measured, requests.newest)):
+        parts = [turn[number] for turn in turns]
+        assert [item.request for part in parts for item in part] == [item.request for item in mode]
+        assert all(part[0].at == 0.0 for part in parts)
+        gaps = np.diff([item.at for item in mode])
+        assert np.allclose(np.diff([item.at for item in parts[1]]), gaps[len(parts[0]) :][: len(parts[1]) - 1])
+    one = Requests([], requests.measured[:1], requests.measured[:1], requests.newest[:1])
+    assert len(list(one.turns())) == 1
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -186,4 +186,4 @@ async def test_a_worker_goes_on_while_redis_is_away_and_recovers(
         again = await peer.reply(await rank(peer, "r4", "other", other))
         assert again.status == "ok"
         np.testing.assert_allclose(again.matrix(), carried.matrix(), rtol=1e-5, atol=1e-6)
-        await until(lambda: worker.worker.requests.held.nbytes == 0, "released")
+        await until(lambda: worker.worker.requests.held_bytes == 0, "released")

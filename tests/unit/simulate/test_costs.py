@@ -63,7 +63,9 @@ def small_settings(factory: str = "") -> Settings:
 
 
 def test_calibration_measures_the_configured_model() -> None:
-    costs = calibrate(small_settings(), 128, 32, rounds=12)
+    reports: list[tuple[int, int]] = []
+    costs = calibrate(small_settings(), 128, 32, rounds=12, report=lambda done, of: reports.append((done, of)))
+    assert reports == [(done, 12) for done in range(1, 13)]
     assert costs.kv.layout().bytes_per_token == 1 * 2 * 16 * 4
     assert costs.extend(0, 128) > 0 and costs.score([(128, 32)]) > 0
     assert costs.step_ms > 0 and costs.reload_bytes_per_s > 1e6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -136,6 +137,11 @@ def test_the_command_plans(tmp_path: Path) -> None:
     assert code == 0, text
     assert "When a rack fails" in text and "DRAM a worker" in text
     figures = json.loads(out.read_text())
+    answer = next(line for line in text.splitlines() if not re.match(r" *[\d,]+ workers, \w+, ", line))  # a probe's
+    assert re.match(rf"{figures['workers']} workers? with .* of HBM and .* of DRAM each keeps? 40 ms at P99", answer)
+    assert f"Full inference takes {figures['full_workers']:,}, " in text
+    assert figures["full_workers"] >= figures["workers"]
+    assert "inf ms" not in text
     assert figures["workers"] >= 1 and figures["holds"]
     assert figures["failure"]["failure"]["dead"] >= 1
 

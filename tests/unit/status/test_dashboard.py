@@ -20,9 +20,10 @@ from relaygr_stream.ops.dashboard import board as boards
 from relaygr_stream.ops.dashboard.board import HEADERS, Board
 from relaygr_stream.ops.dashboard.charts import lines, nice, stack
 from relaygr_stream.ops.dashboard.history import SLOT_S, SLOTS, FleetHistory, Slot
-from relaygr_stream.ops.dashboard.page import live
+from relaygr_stream.ops.dashboard.page import live, traced
 from relaygr_stream.ops.dashboard.picture import take
 from relaygr_stream.ops.dashboard.server import answer, run_dashboard
+from relaygr_stream.ops.dashboard.trace import RequestTrace, Step
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.pages import PageRequest
 from relaygr_stream.wire.messages import WorkerStatus
@@ -206,7 +207,7 @@ def test_a_large_fleet_has_a_page_of_bounded_size() -> None:
     board = board_of(lanes)
     share = lanes // 1000
     feed(board, *(worker(f"worker-{n:04}" + "x" * 200, range(n * share, (n + 1) * share)) for n in range(1000)))
-    text = live(take(board.view, board._history))
+    text = live(take(board.view, board._history.slots()))
     assert text.count("<tr>") == 101
     assert "900 more" in text
     assert text.count('<rect class="h') <= 1024
@@ -273,3 +274,13 @@ async def test_a_port_that_is_taken_is_named_with_its_option(embedded_settings: 
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*--port"):
             await run_dashboard(Settings(kafka=embedded_settings), port, print)
+
+
+async def test_a_trace_is_asked_for_by_its_form_and_foreign_text_in_it_is_text() -> None:
+    assert "Name a request id." in (await asked("/trace"))[2]
+    found = RequestTrace("r", [Step(1000, "announced", {"tenant": HOSTILE}), Step(1012, "answered ok", {})], ["<why>"])
+    text = traced(found, HOSTILE, HOSTILE)
+    assert "<script>" not in text
+    assert '"onload' not in text
+    assert "12 ms" in text
+    assert "&lt;why&gt;" in text

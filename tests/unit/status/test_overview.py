@@ -82,7 +82,7 @@ def record(status: WorkerStatus | TriggerStatus, written_ms: int = 0) -> Record:
 def overview(*statuses: WorkerStatus | TriggerStatus) -> Overview:
     view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader(len(LANES)), clock=lambda: 100.0)
     view.live = True
-    view.on_records([record(status) for status in statuses])
+    view.on_records([record(status, status.sent_ms) for status in statuses])
     return view
 
 
@@ -159,12 +159,14 @@ def test_hits_are_those_since_we_look_on() -> None:
             "worker.hbm_bytes or worker.pinned_share",
         ),
         (
-            [worker(budget=8 * MIB), trigger()],
-            "w1: lanes 0–3 are in use, and have no room for a longest prefix now (4096 tokens: 16.0 MiB)",
+            [worker(budget=8 * MIB), trigger(decisions={"over_footprint": 1.0})],
+            "w1: lanes 0–3 are in use, and have no room for a longest prefix now (4096 tokens: 16.0 MiB); requests "
+            "were refused as over_footprint: raise worker.hbm_bytes or worker.pinned_share",
         ),
         (
-            [worker(budget=31 * MIB), trigger()],
-            "w1: lanes 0–3 are in use, and have room for one longest prefix now, not for two (4096 tokens: 16.0 MiB)",
+            [worker(budget=31 * MIB), trigger(decisions={"over_footprint": 1.0})],
+            "w1: lanes 0–3 are in use, and have room for one longest prefix now, not for two (4096 tokens: 16.0 MiB); "
+            "requests were refused as over_footprint: raise worker.hbm_bytes or worker.pinned_share",
         ),
         (
             [
@@ -181,7 +183,7 @@ def test_hits_are_those_since_we_look_on() -> None:
             "4.6 ms in full, the threshold is 10.0 ms (trigger.risk_share × relay.slo_ms)",
         ),
         (
-            [worker(lanes=range(2)), worker("w2", range(2, 4), counters={}), trigger()],
+            [worker(lanes=range(2)), worker("w2", range(2, 4), counters={}, sent_ms=61_000), trigger()],
             "w2: no request for its lanes since its start",
         ),
         (
@@ -197,6 +199,21 @@ def test_hits_are_those_since_we_look_on() -> None:
 )  # fmt: skip
 def test_what_is_odd_is_named(statuses: list[WorkerStatus | TriggerStatus], line: str) -> None:
     assert oddities(overview(*statuses)) == [line]
+
+
+def test_what_is_new_or_refuses_nobody_is_not_odd() -> None:
+    new = worker("w2", range(2, 4), counters={}, sent_ms=59_000)
+    assert oddities(overview(worker(lanes=range(2)), new, trigger())) == []
+    assert oddities(overview(worker(budget=8 * MIB), trigger(decisions={"admitted": 9.0}))) == []
+    seen_before = trigger(decisions={"over_footprint": 3.0})
+    assert oddities(overview(worker(budget=8 * MIB), seen_before, seen_before)) == [], "none since this viewer's start"
+
+
+def test_a_bad_record_of_former_times_is_not_told_at_each_look() -> None:
+    view = overview(worker(), trigger())
+    view.live = False
+    view.on_records([record(worker("w2", queue_ms=-1.0))])
+    assert oddities(view) == []
 
 
 def test_what_a_long_lived_viewer_keeps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ PROGRAM = """
 import asyncio, signal, sys, time
 from pathlib import Path
 from relaygr_stream.settings.load import load_settings
-from relaygr_stream.errors import BrokerUnavailable, Superseded
+from relaygr_stream.errors import BrokerUnavailable, ConfigError, Superseded
 from relaygr_stream.telemetry.process import run_process
 
 async def main(ctx):
@@ -194,8 +194,17 @@ def test_a_taken_port_ends_it_with_the_setting_named(start: Any) -> None:
     first.wait_ready()
     second = start("await ctx.stop.wait()", RELAYGR_TELEMETRY_PORT=str(first.port()))
     code, log = second.end()
-    assert code == 1
+    assert code == 78
     assert "telemetry.port" in log[-1]["event"]
+
+
+@pytest.mark.parametrize(("started", "code"), [(False, 78), (True, 1)])
+def test_a_setting_is_to_blame_only_until_the_process_serves(start: Any, started: bool, code: int) -> None:
+    body = f'ctx.started = {started}; raise ConfigError("no such folder")'
+    child = start(body, RELAYGR_TELEMETRY_LOG_FORMAT="console", RELAYGR_WORKER_NAME="w-0")
+    _, err = child.popen.communicate(timeout=PATIENCE_S)
+    assert child.popen.returncode == code
+    assert err.splitlines()[-1] == "error (w-0): no such folder"
 
 
 async def test_readiness_and_liveness_are_what_main_says() -> None:

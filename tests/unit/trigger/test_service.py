@@ -36,8 +36,9 @@ from relaygr_stream.wire.records import (
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
 )
-from relaygr_stream.wire.refusals import Reasons
+from relaygr_stream.wire.refusals import decode_refusals
 from relaygr_stream.wire.topic_files import lane_of, load_topics
+from relaygr_stream.worker.decisions import Decisions
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import WIDE_BOUNDS, RunningTrigger, peer_on, trigger_on, user_on
 from tests.waiting import WITHIN_S, until
@@ -74,13 +75,13 @@ async def test_the_owner_is_told_why_a_request_was_not_admitted(embedded_setting
             reason, tokens = list(zip(sent, (25, 5, 0, 5000), strict=True))[number % 4]
             sent[reason].append(f"r{number}")
             await peer.publish(event(tokens, f"r{number}", f"u{number}"))
-        reasons = Reasons(60_000.0)
+        reasons = Decisions(60_000.0)
         await until(lambda: trigger.decided == 40 and len(peer.signals) == 10, "all decided, 10 signalled")
         told: dict[str, str] = {}
 
         def all_told() -> bool:
             for record in peer.others:
-                reasons.read(record, 0.0)
+                reasons.note(decode_refusals(record.value), 0.0, 0.0)
             peer.others.clear()
             told.update({each: reason for ids in sent.values() for each in ids if (reason := reasons.admission(each))})
             return len(told) == 30
@@ -95,14 +96,14 @@ async def test_a_trigger_that_stops_tells_owners_what_it_has_gathered(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "FLUSH_S", 3600.0)  # nothing is told meanwhile
-    reasons = Reasons(60_000.0)
+    reasons = Decisions(60_000.0)
     async with peer_on(embedded_settings) as peer:
         async with trigger_on(embedded_settings) as trigger:
             await peer.publish(event(5, "r", "u"))
             await until(lambda: trigger.decisions("not_at_risk"))
             assert not peer.others
         await until(lambda: peer.others, "told at the end")
-        reasons.read(peer.others[0], 0.0)
+        reasons.note(decode_refusals(peer.others[0].value), 0.0, 0.0)
     assert reasons.admission("r") == "not_at_risk"
 
 

@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 
 import relaygr_stream
 from relaygr_stream.bus.ages import now_ms
@@ -27,17 +26,13 @@ from relaygr_stream.engine.commands import Query
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
-from relaygr_stream.telemetry.background import Background
-from relaygr_stream.telemetry.tracing import OFF
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.wire.topic_files import Topic, load_topics
 from relaygr_stream.worker.device import DeviceThread
-from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.requests import Bus, Requests
+from tests.unit.worker.made import made_requests
 from tests.waiting import until
 
 PACKAGE: Final = str(Path(relaygr_stream.__file__).parent) + "/"
@@ -127,24 +122,12 @@ async def trace_hit() -> HitPath:
         runtime = await device.start(lambda: build(SETTINGS, lambda *_: False, device.wake))
     finally:
         threading.setprofile(None)
-    topics, registry, scores = load_topics(SETTINGS.kafka), CollectorRegistry(), _Producer()
-    background = Background()
-    bus = Bus(topics, scores, _Producer(), None)  # type: ignore[arg-type]
+    topics, scores = load_topics(SETTINGS.kafka), _Producer()
     done: list[Record] = []
-    requests = Requests(
-        SETTINGS,
-        "w",
-        bus,
-        device,
-        runtime,
-        WorkerMetrics(registry),
-        registry,
-        OwnerDirectory(LONG_MS),
-        OFF,
-        None,
-        done.append,
-        background,
+    requests, _, background, _ = made_requests(
+        SETTINGS, topics, (scores, _Producer()), device, runtime.model, done=done.append
     )
+    device.on_answers, device.on_placed = requests.on_answers, requests.on_placed
     requests.on_lanes(frozenset(range(topics.lanes)), frozenset())
     history = Behaviours.of(np.arange(HISTORY) % 100, np.zeros(HISTORY, np.uint8), 10**12 + np.arange(HISTORY))
     try:

@@ -69,7 +69,7 @@ class Worker:
         self.fleet, self.name, self.lanes = fleet, name, lanes
         self.ms_per_token = ms_per_token
         self.peers = OwnerDirectory(1500.0, clock=lambda: fleet.now)
-        self.forwarding = Forwarding(name, self.peers, fleet.lanes, lambda: fleet.now, seed=1) if forward else None
+        self.forwarding = Forwarding(name, self.peers, partial(lane_of, lanes=fleet.lanes), seed=1) if forward else None
         self.forecast = Forecast()
         self.queue: list[tuple[float, int, Ranking]] = []
         self.running = False
@@ -95,7 +95,7 @@ class Worker:
             self.next()
             return
         lane = "off" if self.forwarding is None else self.forwarding.elsewhere(
-            request.user, request.tokens, 0, hops, left_s * 1e3
+            request.user, request.tokens, 0, hops, left_s * 1e3, fleet.now
         )  # fmt: skip
         if isinstance(lane, str):
             books.answers[request.number].append("overloaded")

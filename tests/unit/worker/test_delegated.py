@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.engine.commands import DELEGATED_LANE, LanesLost
+from relaygr_stream.engine.commands import DELEGATED_LANE, LanesLost, Rank
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.wire.behaviours import Behaviours
@@ -18,6 +18,7 @@ from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.fleet import TRAVEL_MS
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
+from relaygr_stream.worker.core import Release
 from relaygr_stream.worker.forwarding import IN_TIME_SHARES
 from relaygr_stream.worker.intake import Intake
 from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
@@ -147,7 +148,7 @@ async def test_a_ranking_passed_on_is_a_hop_to_its_delegate() -> None:
     assert more["partition"] == 6
     assert decode(RankingRequest, value).hops == 1
     assert out.asked == [], "no other worker is looked for"
-    assert (out.done, out.scores.sent, out.again) == ([asked], [], [])
+    assert (out.done, out.scores.sent, len(out.device)) == ([asked], [], 1)
     assert (out.forwards("delegate"), out.forwards("sent")) == (1, 0)
 
 
@@ -155,7 +156,8 @@ async def test_one_that_cannot_be_passed_on_is_ranked_here() -> None:
     out = Outgoing("alone")
     out.others.error = BrokerError("no leader")
     await out.settle(pass_to=6)
-    (rank,) = out.again
+    _, rank = out.device
+    assert isinstance(rank, Rank)
     assert rank.pass_to is None
     assert rank.waited_s > 0.0
     assert (out.done, out.scores.sent) == ([], []), "it has no answer yet"
@@ -164,14 +166,11 @@ async def test_one_that_cannot_be_passed_on_is_ranked_here() -> None:
 async def test_a_cancel_is_copied_to_the_delegate_and_may_be_lost() -> None:
     out = Outgoing("alone")
     cancel = Record("ranking", 3, 7, 0, b"u", b"value", ((HEADER_KIND, b"cancel"),))
-    out.outbox.pass_on(cancel, 6)
-    await out.outbox.flush(5.0)
+    await out.requests.outbox.release(Release("r", 6, cancel))
     ((topic, value, more),) = out.others.sent
     assert (topic, value, more["partition"], more["headers"]) == ("ranking", b"value", 6, cancel.headers)
     out.others.error = BrokerError("no leader")
-    out.outbox.pass_on(cancel, 6)
-    await out.outbox.flush(5.0)
-    out.background.check()
+    await out.requests.outbox.release(Release("r", 6, cancel))
 
 
 def test_a_delegate_that_is_gone_or_late_is_not_asked() -> None:

@@ -6,14 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from relaygr_stream.engine.commands import Answer, Command, Measured, Rank
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.telemetry.background import Background
-from relaygr_stream.telemetry.tracing import OFF
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.erase import Erase, user_mark
@@ -37,9 +34,8 @@ from relaygr_stream.wire.records import (
     kind_of,
 )
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
-from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.requests import Bus, Requests
 from tests.statuses import lane_statuses, worker_status
+from tests.unit.worker.made import made_requests
 from tests.unit.worker.test_outbox_forwards import TOPICS, Producer
 from tests.waiting import until
 
@@ -54,7 +50,6 @@ class Owner:
     """A worker's requests between a device, of which a test gives the answers, and two producers."""
 
     def __init__(self, store: HistoryStore | None = None) -> None:
-        self.registry, self.background = CollectorRegistry(), Background()
         self.scores, self.others = Producer(), Producer()
         self.device: list[Command] = []
         self.peers = OwnerDirectory(LONG_MS)
@@ -63,20 +58,11 @@ class Owner:
         device = SimpleNamespace(
             prefill_bytes=0, submit=lambda *commands: self.device.extend(commands), ask=self.nothing
         )
-        self.requests = Requests(
-            Settings(),
-            "w1",
-            Bus(TOPICS, self.scores, self.others, None),  # type: ignore[arg-type]
-            device,  # type: ignore[arg-type]
-            SimpleNamespace(model=SimpleNamespace(version="m", tasks=("click",))),  # type: ignore[arg-type]
-            WorkerMetrics(self.registry),
-            self.registry,
-            self.peers,
-            OFF,
-            store,
-            lambda record: None,
-            self.background,
+        model = SimpleNamespace(version="m", tasks=("click",))
+        made = made_requests(
+            Settings(), TOPICS, (self.scores, self.others), device, model, peers=self.peers, store=store
         )
+        self.requests, self.background = made.requests, made.background
         self.requests.on_lanes(frozenset({LANE}), frozenset())
 
     async def nothing(self, command: Command) -> list[str]:
@@ -126,7 +112,7 @@ class Owner:
 
     async def settle(self) -> None:
         for _ in range(2):  # what a forward that failed has left
-            await self.requests.outbox.flush(5.0)
+            await self.requests.flush(5.0)
         self.background.check()
 
     def passed_on(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -17,6 +18,7 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, RankingRequest, WorkerStatus
+from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.worker.forwarding import FULL_SHARE, IN_TIME_SHARES, Forwarding, next_hop
 from tests.retained import retained
 from tests.statuses import lane_statuses, worker_status
@@ -31,7 +33,7 @@ class View:
     def __init__(self) -> None:
         self.now = 100.0
         self.peers = OwnerDirectory(1500.0, clock=lambda: self.now)
-        self.forwarding = Forwarding("a", self.peers, LANES, lambda: self.now, seed=1)
+        self.forwarding = Forwarding("a", self.peers, partial(lane_of, lanes=LANES), seed=1)
         self.state("a", (0, 1))
 
     def state(self, name: str, lanes: tuple[int, ...], **changes: Any) -> None:
@@ -40,7 +42,7 @@ class View:
         self.peers.take(msgspec.structs.replace(plain, **changes))
 
     def ask(self, left_ms: float = 100.0, hops: int = 0, home: int = 0, prefix: int = 50) -> int | str:
-        return self.forwarding.elsewhere(users_of(home, LANES, 1)[0], prefix, 5, hops, left_ms)
+        return self.forwarding.elsewhere(users_of(home, LANES, 1)[0], prefix, 5, hops, left_ms, self.now)
 
 
 def test_it_goes_to_a_lane_of_a_worker_that_is_in_time() -> None:

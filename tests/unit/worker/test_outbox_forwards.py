@@ -9,29 +9,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import WAY_MS
-from relaygr_stream.engine.commands import Answer, Measured, Rank
-from relaygr_stream.errors import BrokerError, DecodeError
-from relaygr_stream.settings.schema import Kafka, Relay
-from relaygr_stream.telemetry.background import Background
+from relaygr_stream.engine.commands import Answer, Command, Measured, Rank
+from relaygr_stream.errors import BrokerError
+from relaygr_stream.settings.schema import Client, Kafka, Settings
+from relaygr_stream.settings.worker import Worker
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, Status
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker import replies as outbox
+from relaygr_stream.worker import under_way
 from relaygr_stream.worker.forwarding import WhyKept
-from relaygr_stream.worker.intake import Intake, TooMuch
-from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.replies import Outbox
+from tests.unit.worker.made import made_requests
 from tests.waiting import until
 
 TOPICS = load_topics(Kafka(partitions=8))
+PREFIX = Behaviours.of([1, 2], [0, 0], [1, 2])
 HEADERS = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"1"), ("trace", b"t"))
 DEFAULT_TIMEOUT_MS = 900.0
-REPLY_MS = 40.0  # every worker takes it off the time that the client has given, each for itself
+SETTINGS = Settings(client=Client(timeout_ms=DEFAULT_TIMEOUT_MS), worker=Worker(max_timeout_ms=3.6e6))
+REPLY_MS = SETTINGS.worker.reply_ms  # every worker takes it off the time that the client has given, each for itself
 #: What a request spends here before it is refused.
 SPENT_S = 0.2
 
@@ -54,32 +54,41 @@ class Producer:
 
 
 class World:
-    """An outbox between an intake and two producers; `where`: what forwarding says."""
+    """Requests between a device, of which a test gives the answers, and two producers; `where`: what forwarding
+    says."""
 
     def __init__(self, where: int | WhyKept) -> None:
         self.scores, self.others = Producer(), Producer()
         self.done: list[Record] = []
-        self.again: list[Rank] = []
+        self.device: list[Command] = []
         self.asked: list[tuple[Any, ...]] = []
-        self.registry = CollectorRegistry()
-        self.background = Background()
 
         def elsewhere(*question: Any) -> int | WhyKept:
             self.asked.append(question)
             return where
 
-        self.outbox = Outbox(
+        made = made_requests(
+            SETTINGS,
             TOPICS,
-            self.scores,  # type: ignore[arg-type]
-            self.others,  # type: ignore[arg-type]
-            WorkerMetrics(self.registry),
-            "w1",
+            (self.scores, self.others),
+            SimpleNamespace(prefill_bytes=0, submit=lambda *commands: self.device.extend(commands)),
             SimpleNamespace(version="m", tasks=("click",)),
-            self.done.append,
-            self.again.append,
-            self.background,
-            SimpleNamespace(elsewhere=elsewhere),  # type: ignore[arg-type]
+            done=self.done.append,
         )
+        self.requests, self.core, self.background, self.registry = made
+        self.core._forwarding = SimpleNamespace(elsewhere=elsewhere)  # type: ignore[assignment]
+
+    def ask(self, **fields: Any) -> Record:
+        """A ranking comes."""
+        request = RankingRequest(
+            **{"request_id": "r", "user_id": "u", "prefix": PREFIX, "candidates": pack_items([7]), **fields}
+        )
+        return self.read(encode(request))
+
+    def read(self, value: bytes) -> Record:
+        record = Record(TOPICS.ranking.name, 5, 40, 0, b"u", value, HEADERS)
+        self.requests.on_records([record])
+        return record
 
     async def settle(
         self,
@@ -92,24 +101,16 @@ class World:
     ) -> Record:
         """A ranking request as it comes in, and what the device says to it. cut: to so many behaviours, or not (0).
         pass_to: the lane of a worker that has its prefix KV."""
-        request = RankingRequest(
-            request_id="r",
-            user_id="u",
-            prefix=Behaviours.of([1, 2], [0, 0], [1, 2]),
-            candidates=pack_items([7]),
-            **fields,
-        )
-        record = Record(TOPICS.ranking.name, 5, 40, 0, b"u", as_sent(encode(request)), HEADERS)
-        intake = Intake(Relay(), DEFAULT_TIMEOUT_MS, 4, 1 << 20, lambda: None, reply_ms=REPLY_MS)
-        rank = intake.ranking(record, intake.route(record))._replace(pass_to=pass_to)
+        request = RankingRequest(request_id="r", user_id="u", prefix=PREFIX, candidates=pack_items([7]), **fields)
+        record = self.read(as_sent(encode(request)))
+        (rank,) = self.device
+        assert isinstance(rank, Rank)
         await asyncio.sleep(SPENT_S)
-        self.outbox.deliver(
-            Answer(
-                rank, status, detail="no time", measured=Measured("truncated" if cut else None, truncated_to=cut or 0)
-            )
-        )
-        await self.outbox.flush(5.0)
-        await self.outbox.flush(5.0)  # what a forward that failed has left
+        measured = Measured("truncated" if cut else None, truncated_to=cut or 0)
+        rank = rank._replace(pass_to=pass_to)
+        self.requests.on_answers([Answer(rank, status, detail="no time", measured=measured)])
+        await self.requests.flush(5.0)
+        await self.requests.flush(5.0)  # what a forward that failed has left
         return record
 
     def forwards(self, result: str) -> float:
@@ -147,7 +148,7 @@ async def test_a_forward_is_the_request_with_one_hop_more_and_the_time_left(
     assert world.done == [record]
     assert not world.scores.sent
     assert world.forwards("sent") == 1
-    ((user, prefix, candidates, hops, left_ms),) = world.asked
+    ((user, prefix, candidates, hops, left_ms, _),) = world.asked
     assert (user, prefix, candidates, hops) == ("u", 2, 1, 1)
     assert left_ms <= whole - REPLY_MS - SPENT_S * 1e3
 
@@ -243,8 +244,8 @@ async def test_a_forward_that_the_end_cuts_short_is_not_done() -> None:
 
     world.others.send_and_wait = never  # type: ignore[method-assign]
     settling = asyncio.create_task(world.settle())
-    await until(lambda: world.outbox.sending, "on its way")
-    world.outbox.close()
+    await until(lambda: world.requests.under_way.tasks, "on its way")
+    world.requests.stop_sending()
     hold.set()  # a forward that goes on would be done
     await settling
     assert not world.done
@@ -269,10 +270,10 @@ async def test_a_cut_ranking_that_lost_its_place_is_not_forwarded() -> None:
     assert world.asked == []
 
 
-@pytest.mark.parametrize("what", ["decline", "refuse", "dead_letter"])
+@pytest.mark.parametrize("what", ["declined", "too much", "dead letter"])
 async def test_refusals_that_nobody_takes_stop_the_reading(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No byte of them is counted, and each record that is read may add one."""
-    monkeypatch.setattr(outbox, "REFUSALS_LIMIT", 2)
+    monkeypatch.setattr(under_way, "REFUSALS_LIMIT", 2)
     world, hold = World("alone"), asyncio.Event()
 
     async def wait(*_: Any, **__: Any) -> int:
@@ -280,19 +281,15 @@ async def test_refusals_that_nobody_takes_stop_the_reading(what: str, monkeypatc
         return 0
 
     world.scores.send_and_wait = wait  # type: ignore[method-assign]
-    request = RankingRequest(request_id="r", user_id="u", prefix=Behaviours(), candidates=pack_items([7]))
-    record = Record(TOPICS.ranking.name, 5, 40, 0, b"u", encode(request), HEADERS)
-    intake = Intake(Relay(), DEFAULT_TIMEOUT_MS, 4, 1 << 20, lambda: None)
+    if what == "declined":
+        world.core.held.limit = 0
     for _ in range(2):
-        assert not world.outbox.full
-        origin = intake.route(record)
-        if what == "decline":
-            world.outbox.decline(intake.ranking(record, origin), "no memory")
-        elif what == "refuse":
-            world.outbox.refuse(origin, TooMuch("too long", request))
+        assert not world.requests.full
+        if what == "dead letter":
+            world.read(b"\xc1")
         else:
-            world.outbox.dead_letter(record, DecodeError("malformed", "…"), origin)
-    assert world.outbox.full
+            world.ask(candidates=pack_items(range(SETTINGS.relay.max_candidates + (what == "too much"))))
+    assert world.requests.full
     hold.set()
-    await world.outbox.flush(5.0)
-    assert not world.outbox.full
+    await world.requests.flush(5.0)
+    assert not world.requests.full

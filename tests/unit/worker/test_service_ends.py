@@ -29,7 +29,7 @@ from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
 from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.process import CLOSE_S
-from relaygr_stream.worker.replies import Outbox
+from relaygr_stream.worker.requests import Requests
 from relaygr_stream.worker.statement import Statements
 from relaygr_stream.worker.status import ANNOUNCE_S
 from relaygr_stream.worker.watch import WATCH_S
@@ -41,13 +41,13 @@ async def test_a_device_that_always_fails_ends_the_worker_with_answers(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
-        flush = Outbox.flush
+        flush = Requests.flush
 
-        async def slowly(outbox: Outbox, timeout_s: float) -> None:
-            await flush(outbox, timeout_s)
+        async def slowly(requests: Requests, timeout_s: float) -> None:
+            await flush(requests, timeout_s)
             await asyncio.sleep(2 * WATCH_S)  # what watches it looks again, and must not find it ready
 
-        monkeypatch.setattr(Outbox, "flush", slowly)
+        monkeypatch.setattr(Requests, "flush", slowly)
         w.model.fail_prefill = 10**6
         correlations = [await peer.rank(f"r{number}", f"u{number}", 60) for number in range(8)]
         with pytest.raises(DeviceError, match="8 times in a row, at last with RuntimeError: the device is on fire"):

@@ -126,7 +126,7 @@ async def test_no_scores_from_another_history_than_the_reference_says(
         assert column.status == "rejected"
         assert "'x:int32'" in column.detail
         assert (await peer.reply(await rank(peer, "fine", "u", there))).status == "ok"
-        await until(lambda: w.worker.requests.held.nbytes == 0, "released")
+        await until(lambda: w.worker.requests.held_bytes == 0, "released")
         assert peer.dead == []
 
 
@@ -154,7 +154,7 @@ async def test_a_worker_without_a_store_says_so(embedded_settings: Kafka) -> Non
         reply = await peer.reply(await rank(peer, "r", "u", reference))
         assert reply.status == "failed"
         assert "history.store" in reply.detail
-        await until(lambda: w.worker.requests.held.nbytes == 0, "released")
+        await until(lambda: w.worker.requests.held_bytes == 0, "released")
 
 
 class Gate:
@@ -197,7 +197,7 @@ async def test_waiting_for_the_store_stops_nothing_else_and_ends_at_the_deadline
         finally:
             Gate.open = True
         assert (await peer.reply(slow)).status == "ok"
-        await until(lambda: w.worker.requests.held.nbytes == 0, "released")
+        await until(lambda: w.worker.requests.held_bytes == 0, "released")
 
 
 async def test_signals_that_wait_for_their_history_count_as_pinned(embedded_settings: Kafka) -> None:
@@ -212,7 +212,7 @@ async def test_signals_that_wait_for_their_history_count_as_pinned(embedded_sett
             assert len(w.runtime.scheduler.pins) == 0
         finally:
             Gate.open = True
-        await until(lambda: w.worker.requests.resolver.signal_tokens(lane) == [])
+        await until(lambda: w.worker.core.fetching_tokens(lane) == [])
         read = len(peer.statuses)
         await until(lambda: len(peer.statuses) > read + 2)
         # A status that is made while the history comes may count the signal twice.
@@ -231,8 +231,8 @@ async def test_an_expired_signal_leaves_nothing_behind(embedded_settings: Kafka)
         try:
             await signal(peer, "r", "u", HistoryReference.of(history("u", 100)), life_ms=200.0)
             await until(lambda: w.total("histories") == 1)
-            assert w.worker.requests.held.nbytes == 0
-            assert w.worker.requests.resolver.signal_tokens(peer.lane("u")) == []
+            assert w.worker.requests.held_bytes == 0
+            assert w.worker.core.fetching_tokens(peer.lane("u")) == []
         finally:
             Gate.open = True
 
@@ -257,7 +257,7 @@ async def test_a_device_that_fails_answers_those_that_wait_for_the_store_once(em
         Gate.open = False
         try:
             waiting = await rank(peer, "waiting", "u", HistoryReference.of(history("u", 100)))
-            await until(lambda: w.worker.requests.in_flight)
+            await until(lambda: w.worker.core.in_flight)
             w.worker.device.failed.set_exception(DeviceError("broken by a test"))
             reply = await peer.reply(waiting)
             assert (reply.status, reply.detail) == ("failed", "broken by a test")

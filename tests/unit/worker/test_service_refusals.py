@@ -37,7 +37,7 @@ async def test_no_client_makes_a_worker_wait_longer_than_its_setting(embedded_se
         await peer.signal("first", "u", 100)
         await until(lambda: w.model.hung, "the device hangs")
         late = await peer.rank("late", "v", 20, timeout_ms=3_600_000.0)
-        await until(lambda: any(time.monotonic() > rank.task.deadline for rank in w.worker.requests.in_flight.values()))
+        await until(lambda: any(time.monotonic() > rank.task.deadline for rank in w.worker.core.in_flight.values()))
         w.model.hang = False
         assert (await peer.reply(late)).status == "deadline_exceeded"
 
@@ -95,7 +95,7 @@ async def test_a_ranking_of_many_headers_is_refused_and_told_why(embedded_settin
         await until(lambda: len(peer.dead) == 1)
         assert len(peer.dead[0].headers) < 12
         assert (await peer.reply(await peer.rank("fine", "u", 20))).status == "ok"
-        assert w.worker.requests.held.nbytes == 0
+        assert w.worker.requests.held_bytes == 0
 
 
 async def test_what_is_larger_than_dead_letters_may_be_holds_up_no_lane(embedded_settings: Kafka) -> None:

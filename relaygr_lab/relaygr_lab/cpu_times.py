@@ -1,0 +1,70 @@
+"""Processor time of this process and its descendants, and of others.
+
+Reads Linux's /proc; on other systems nothing is known. Time taken by a hypervisor (steal) counts as other processes'.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+#: Columns of /proc/stat's first line that are work: user, nice, system, irq, softirq, steal (idle and iowait are not).
+WORK_COLUMNS: Final = (1, 2, 3, 6, 7, 8)
+PROC: Final = Path("/proc")
+#: Cores that others may use without disturbing a measurement: of two cores, the relay's own processes need one and a
+#: half.
+OTHERS_CORES: Final = 0.2
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Seconds of all cores since the system started: all work, and that of this process and its descendants."""
+
+    at_s: float
+    work_s: float
+    ours_s: float
+
+    @classmethod
+    def now(cls) -> Self | None:
+        """The current values; None where they are unknown."""
+        if sys.platform != "linux":
+            return None
+        tick = os.sysconf("SC_CLK_TCK")
+        columns = (PROC / "stat").read_text(encoding="ascii").splitlines()[0].split()
+        work = sum(int(columns[column]) for column in WORK_COLUMNS)
+        return cls(time.monotonic(), work / tick, _ours() / tick)
+
+    def busy_since(self, before: CpuTimes) -> float:
+        """Share of all cores' time that was work between the two."""
+        seconds = max(1e-3, self.at_s - before.at_s)
+        return (self.work_s - before.work_s) / seconds / (os.cpu_count() or 1)
+
+    def others_since(self, before: CpuTimes) -> float:
+        """Cores that others kept busy between the two, on average."""
+        seconds = max(1e-3, self.at_s - before.at_s)
+        return max(0.0, (self.work_s - before.work_s) - (self.ours_s - before.ours_s)) / seconds
+
+
+def _ours() -> int:
+    """Clock ticks of this process and every descendant that still runs."""
+    parents, ticks = {}, {}
+    for entry in PROC.iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            except OSError:
+                continue  # it ended meanwhile
+            # Behind the name: state, ppid, …, utime and stime as the 12th and 13th.
+            parents[int(entry.name)] = int(fields[1])
+            ticks[int(entry.name)] = int(fields[11]) + int(fields[12])
+    family = {os.getpid()}
+    grown = True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent in family} - family
+        family |= more
+        grown = bool(more)
+    return sum(ticks.get(pid, 0) for pid in family)

@@ -1,0 +1,348 @@
+"""The worker's rules for what it reads: rankings, signals, cancels, notices and answers go in, effects come out.
+
+    ranking ─► on_ranking ─► Submit | Fetch | Reply | Forward         signal ─► on_signal ─► Submit | Fetch | SignalOver
+    its history ─► on_history ─► Submit | Reply | Forward             answer ─► on_answer ─► Reply | Forward
+    what became of a Forward ─► on_forwarded | on_not_forwarded       of a Reply ─► on_replied ─► Done
+
+Knows no Kafka, no event loop, no device and no clock: the caller passes the time, carries the effects out in their
+order, and reports what became of them. The worker process (requests.py), the simulator and the tests run the same core.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from relaygr_stream.engine.commands import (
+    DELEGATED_LANE,
+    Answer,
+    Cancel,
+    LanesLost,
+    Placed,
+    Prefill,
+    Rank,
+    RankTask,
+)
+from relaygr_stream.errors import CRASHED, DecodeError
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.erase import Erase
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.messages import Status
+from relaygr_stream.wire.refusals import Refusals
+from relaygr_stream.worker.decisions import Decisions
+from relaygr_stream.worker.forwarding import WHY, Forwarding
+from relaygr_stream.worker.held import HeldBytes
+
+# ---- effects ----
+
+
+class Submit(NamedTuple):
+    """Effect: hand the command to the device. record: done once the device has taken it; None: none waits for that."""
+
+    command: Rank | Prefill | Cancel | LanesLost
+    record: Any = None
+
+
+class Fetch(NamedTuple):
+    """Effect: find the history that the command refers to, and report it to `on_history`.
+
+    stored: read it from the store unless it is kept; False: it must be kept.
+    """
+
+    command: Rank | Prefill
+    stored: bool = True
+
+
+class Reply(NamedTuple):
+    """Effect: send this answer, and report that to `on_replied`. admission: what the trigger decided on the request.
+
+    declined: nothing of the request is counted, so nothing of it may be kept.
+    """
+
+    answer: Answer
+    admission: str
+    declined: bool = False
+
+
+class Reject(NamedTuple):
+    """Effect: answer a record that became no task. done: the record is done with that, not with its dead letter."""
+
+    origin: Any
+    status: Status
+    detail: str
+    request_id: str = ""
+    done: bool = True
+
+
+class Forward(NamedTuple):
+    """Effect: send the ranking to this lane, with one hop more, and report to `on_forwarded` or `on_not_forwarded`.
+
+    answer: what the ranking gets here if no broker takes it.
+    """
+
+    answer: Answer
+    lane: int
+
+
+class Release(NamedTuple):
+    """Effect: tell the worker that owns this lane that no ranking of the request will come there.
+
+    cancel: the client's record, to be passed on; None: one of our own is sent. A lost one is harmless: the pin ends
+    with its life window.
+    """
+
+    request_key: str
+    lane: int
+    cancel: Any = None
+
+
+class DeadLetter(NamedTuple):
+    """Effect: dead-letter the record, which is done with that."""
+
+    record: Any
+    error: DecodeError
+
+
+class SignalOver(NamedTuple):
+    """Effect: a signal has come to this; its span ends, and its record is done if it is not yet."""
+
+    placed: Placed
+
+
+class Done(NamedTuple):
+    """Effect: the record is done, so that its offset may be committed."""
+
+    record: Any
+
+
+class CountForward(NamedTuple):
+    """Effect: count what became of a ranking that was to go elsewhere: `sent`, `delegate`, or why it did not go."""
+
+    result: str
+
+
+Effect = Submit | Fetch | Reply | Reject | Forward | Release | DeadLetter | SignalOver | Done | CountForward
+Effects = list[Effect]
+
+
+class Missing(NamedTuple):
+    """Why a command gets no history."""
+
+    status: Status
+    detail: str
+
+
+# ---- the core ----
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPolicy:
+    """What the settings say of a worker's rules."""
+
+    forward: bool
+    life_ms: float  # the life window: what the trigger told counts for so long
+    longest_s: float  # the longest timeout granted
+    held_bytes: int  # of rankings without an answer, and signals not taken
+    averaging: float = 1.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> WorkerPolicy:
+        """As configured."""
+        worker, relay = settings.worker, settings.relay
+        return cls(
+            worker.forward, relay.life_window_ms, worker.max_timeout_ms / 1e3, worker.max_waiting_bytes, relay.averaging
+        )
+
+
+class WorkerCore:
+    """The rules of one worker, and its books of what it has read and not answered. Each ranking gets one Reply or goes
+    to another worker.
+
+    name: the worker's. peers: what the others state; the caller feeds it. home: the lane of a user. An origin, of a
+    ranking's task, has the `record` that is done with its answer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy: WorkerPolicy,
+        peers: OwnerDirectory,
+        home: Callable[[str], int],
+        seed: int | None = None,
+    ) -> None:
+        self.name: Final = name
+        self._policy = policy
+        self._forwarding = Forwarding(name, peers, home, policy.averaging, seed)
+        self._decisions = Decisions(policy.life_ms)
+        self._lanes: frozenset[int] = frozenset()
+        self.held: Final = HeldBytes(policy.held_bytes)
+        self.in_flight: Final[dict[Any, Rank]] = {}  # rankings without an answer, by origin
+        self._fetching: defaultdict[int, list[int]] = defaultdict(list)  # tokens of signals that wait for it, by lane
+        self._erased: list[tuple[float, Erase]] = []  # users lately erased, for rankings that come back to be ranked
+
+    def on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> Effects:
+        """Handle a change of the lanes that this worker owns."""
+        self._lanes = self._lanes - lost | gained
+        return [Submit(LanesLost(lost))] if lost else []
+
+    def on_erased(self, erase: Erase, now: float) -> None:
+        """A user is to leave nothing here: neither by what is read now, nor by what comes back."""
+        kept = [(at, each) for at, each in self._erased if at > now - self._policy.longest_s]
+        self._erased = [*kept, (now, erase)]
+
+    def fetching_tokens(self, lane: int) -> list[int]:
+        """The prefix lengths of a lane's signals that wait for their history: read, and not yet pinned."""
+        return self._fetching.get(lane, [])
+
+    # ---- what is read ----
+
+    def on_ranking(self, rank: Rank, now: float) -> Effects:
+        """A ranking: to the device, with its history; to its delegate, if that alone has what it needs."""
+        task, effects = rank.task, Effects()
+        if not (task.hops or task.full) and (name := self._decisions.delegate(task.request_key, now)):
+            lane = self._forwarding.lane_of_delegate(name, (task.deadline - now) * 1e3)
+            rank = rank._replace(pass_to=lane)
+            if lane is None:
+                effects.append(CountForward("delegate_gone"))
+        if not self.held.ranking(task.origin, task.nbytes):
+            why = f"requests of {self.held.nbytes >> 20} MiB wait for their answers (worker.max_waiting_bytes)"
+            return [*effects, self._reply(Answer(rank, "overloaded", detail=why), declined=True)]
+        return [*effects, self._take(rank)]
+
+    def on_signal(self, command: Prefill, now: float, record: Any = None) -> Effects:
+        """A signal, our own or on another worker's behalf. record: is done at once, because a ranking whose signal is
+        lost with the process runs in full; None: when the signal is over."""
+        del now
+        task = command.task
+        self._decisions.admitted(task.request_key, delegated=task.lane == DELEGATED_LANE)
+        done: Effects = [] if record is None else [Done(record)]
+        if not self.held.signal(task.nbytes):
+            return [*done, SignalOver(Placed(task, "no_memory", completed=False))]
+        if command.referred is None:
+            return [*done, Submit(command)]
+        self._fetching[task.lane].append(command.referred.reference.length)
+        return [*done, Fetch(command)]
+
+    def on_cancel(self, request_key: str, record: Any, now: float, *, suspect: bool = False) -> Effects:
+        """A client's cancel. suspect: it may end this worker, and is done only when the device has taken it."""
+        command = Cancel(request_key)
+        effects = self._release(request_key, now, record)
+        return [*effects, Submit(command, record)] if suspect else [*effects, Done(record), Submit(command)]
+
+    def on_notice(self, refusals: Refusals, age_ms: float, now: float) -> Effects:
+        """What the trigger decided on requests, so long ago; one that was answered here needs its delegate no more."""
+        return [
+            effect
+            for key in self._decisions.note(refusals, age_ms, now)
+            if self._decisions.is_answered(key)
+            for effect in self._release(key, now)
+        ]
+
+    def on_too_much(self, origin: Any, request_key: str, request_id: str, detail: str, now: float) -> Effects:
+        """A well-formed ranking beyond the limits: rejected."""
+        return [Reject(origin, "rejected", detail, request_id), *self._answered(request_key, now)]
+
+    def on_unreadable(self, record: Any, error: DecodeError, origin: Any = None) -> Effects:
+        """A record that is no message, or ends workers: dead-lettered, and answered where its headers allow that."""
+        status: Status = "failed" if error.reason == CRASHED else "rejected"
+        reject: Effects = [] if origin is None else [Reject(origin, status, str(error), done=False)]
+        return [*reject, DeadLetter(record, error)]
+
+    def on_history(self, command: Rank | Prefill, found: Rank | Prefill | Missing, now: float) -> Effects:
+        """The history of a Fetch. found: the command with its tokens, or why there are none."""
+        if isinstance(command, Prefill):
+            return self._on_signal_history(command, found)
+        if command.task.origin not in self.in_flight:  # it was answered meanwhile
+            return []
+        if isinstance(found, Missing):
+            return self.on_answer(Answer(command, found.status, detail=found.detail), now)
+        return [Submit(found)]
+
+    def _on_signal_history(self, command: Prefill, found: Rank | Prefill | Missing) -> Effects:
+        task = command.task
+        assert command.referred is not None
+        self._fetching[task.lane].remove(command.referred.reference.length)
+        if isinstance(found, Missing) or not (task.lane in self._lanes or task.lane == DELEGATED_LANE):
+            self.held.signal_over(task.nbytes)
+            return [SignalOver(Placed(task, "no_history", completed=False))]
+        return [Submit(found)]
+
+    def _take(self, rank: Rank) -> Effect:
+        """Rank it here. What its delegate has need not be read here, too."""
+        self.in_flight[rank.task.origin] = rank
+        return Submit(rank) if rank.referred is None else Fetch(rank, stored=rank.pass_to is None)
+
+    # ---- answers ----
+
+    def on_answer(self, answer: Answer, now: float) -> Effects:
+        """The device's answer; a ranking that has its answer already gets no second. One that was refused goes to the
+        worker that has its prefix KV, or to one that is in time."""
+        task = answer.task
+        if self.in_flight.pop(task.origin, None) is None:  # it was answered here when the device failed
+            return []
+        if answer.status == "overloaded":  # its delegate keeps the prefix KV: the ranking goes there, or is repeated
+            return self._refused(answer, now)
+        reply = self._reply(answer)
+        return [reply] if task.hops or task.full else [reply, *self._answered(task.request_key, now)]
+
+    def on_device_failed(self, detail: str, now: float) -> Effects:
+        """Answer all that is in flight, so that the lanes' next owners do not read it again: it may be the cause."""
+        answers = [Answer(rank, "failed", detail=detail) for rank in self.in_flight.values()]
+        return [effect for answer in answers for effect in self.on_answer(answer, now)]
+
+    def _refused(self, answer: Answer, now: float) -> Effects:
+        rank, task = answer.rank, answer.task
+        if rank.pass_to is not None:
+            return [Forward(answer, rank.pass_to)]
+        # What is left of one that was truncated does not say how long another worker would take.
+        if not self._policy.forward or answer.measured.truncated_to:
+            return [self._reply(answer)]
+        lane = self._elsewhere(task, now)
+        if isinstance(lane, int):
+            return [Forward(answer, lane)]
+        return [CountForward(lane), self._reply(replace(answer, detail=f"{answer.detail}; {WHY[lane]}"))]
+
+    def _elsewhere(self, task: RankTask, now: float) -> Any:
+        left_ms = (task.deadline - now) * 1e3
+        return self._forwarding.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms, now)
+
+    def _reply(self, answer: Answer, *, declined: bool = False) -> Reply:
+        return Reply(answer, self._decisions.admission(answer.task.request_key), declined)
+
+    def on_replied(self, origin: Any) -> Effects:
+        """The answer has left, or is given up."""
+        self.held.over(origin)
+        return [Done(origin.record)]
+
+    def on_forwarded(self, forward: Forward) -> Effects:
+        """A broker has taken the ranking."""
+        task, to_delegate = forward.answer.task, forward.answer.rank.pass_to is not None
+        if to_delegate:
+            self._decisions.passed_on(task.request_key)
+        self.held.over(task.origin)
+        return [CountForward("delegate" if to_delegate else "sent"), Done(task.origin.record)]
+
+    def on_not_forwarded(self, forward: Forward, tried_s: float) -> Effects:
+        """No broker took it in this time. One that was refused here gets that answer; any other is ranked here."""
+        rank = forward.answer.rank
+        if rank.pass_to is None:
+            return [CountForward("unsent"), self._reply(forward.answer)]
+        rank = rank._replace(pass_to=None, waited_s=rank.waited_s + tried_s)  # no delay of the device
+        if any(at > rank.task.arrived and erase.names(rank.task.user_key) for at, erase in self._erased):
+            rank = rank._replace(leaves_nothing=True)
+        return [CountForward("unsent"), self._take(rank)]
+
+    # ---- delegates: workers that computed prefix KV on this one's behalf (trigger/delegation.py) ----
+
+    def _answered(self, request_key: str, now: float) -> Effects:
+        """The request has its final answer from here: its delegate, also one that is told later, pins for nothing."""
+        self._decisions.answered(request_key)
+        return self._release(request_key, now)
+
+    def _release(self, request_key: str, now: float, cancel: Any = None) -> Effects:
+        """Have released what a delegate pins for this request, unless a ranking went there."""
+        name = self._decisions.drop_delegate(request_key, now)
+        lane = self._forwarding.lane_of_delegate(name) if name else None
+        return [] if lane is None else [Release(request_key, lane, cancel)]

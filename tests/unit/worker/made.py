@@ -1,0 +1,52 @@
+"""A worker's requests without a worker around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.history.store import HistoryStore
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.tracing import OFF
+from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import TopicSet, lane_of
+from relaygr_stream.worker.context import WorkerConnections, WorkerContext
+from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
+from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.requests import Requests
+
+
+class Made(NamedTuple):
+    """Requests with their real core, between producers and a device that the test gives."""
+
+    requests: Requests
+    core: WorkerCore
+    background: Background
+    registry: CollectorRegistry
+
+
+def made_requests(
+    settings: Settings,
+    topics: TopicSet,
+    producers: tuple[Any, Any],
+    device: Any,
+    model: Any,
+    *,
+    name: str = "w1",
+    peers: OwnerDirectory | None = None,
+    store: HistoryStore | None = None,
+    done: Callable[[Record], None] = lambda record: None,
+) -> Made:
+    """producers: of scores, and of all else."""
+    registry, background = CollectorRegistry(), Background()
+    context = WorkerContext(settings, name, WorkerMetrics(registry), registry, OFF, background)
+    connections = WorkerConnections(topics, *producers, None, store)  # type: ignore[arg-type]
+    core = WorkerCore(
+        name, WorkerPolicy.of(settings), peers or OwnerDirectory(60_000.0), partial(lane_of, lanes=topics.lanes)
+    )
+    return Made(Requests(context, connections, device, model, core, done), core, background, registry)
