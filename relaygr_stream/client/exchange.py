@@ -23,7 +23,7 @@ from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Sender
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.fleet import OwnerDirectory, few
+from relaygr_stream.wire.fleet import OwnerDirectory, draw_sample
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
 
@@ -122,7 +122,7 @@ class Hedges:
         excluded = {claim.worker.name for claim in owners if claim is not None}
         looked_at = [
             status
-            for status in self._owners.some(self._random, self._max_age_ms)
+            for status in self._owners.sample_workers(self._random, self._max_age_ms)
             if status.state == "serving" and status.queue_ms <= self._busy_ms
         ]
         if owner is not None:
@@ -134,7 +134,7 @@ class Hedges:
             and (
                 lanes := [
                     each.lane
-                    for each in few(status.lanes, self._random)
+                    for each in draw_sample(status.lanes, self._random)
                     if each.lane not in tried and self._waiting_s(each.lane) <= patience_s
                 ]
             )

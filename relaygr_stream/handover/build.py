@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.engine.build import WorkerRuntime, longest_sequence
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
-from relaygr_stream.handover.service import Handover
-from relaygr_stream.handover.wire import Identity, token_bytes
+from relaygr_stream.handover.service import HandoverService
+from relaygr_stream.handover.wire import PrefixIdentity, token_bytes
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.loading import BuiltIn
 from relaygr_stream.settings.schema import Settings
@@ -23,7 +23,7 @@ def hands_over(settings: Settings) -> bool:
     if given and not (handover.tls_ca and handover.tls_certificate):
         raise ConfigError(
             f"of the hand-over's TLS files only {', '.join(f'`handover.{name}`' for name in given)} are set: set both "
-            f"handover.tls_ca and handover.tls_certificate, or none"
+            f"handover.tls_ca (or tls.ca) and handover.tls_certificate, or none"
         )
     return bool(handover.secret or handover.tls_certificate)
 
@@ -36,7 +36,7 @@ def handover_for(
     lanes: int,
     peers: OwnerDirectory,
     registry: CollectorRegistry,
-) -> Handover | None:
+) -> HandoverService | None:
     """The hand-over of this worker; None if it is off. Raises ConfigError for settings that clash."""
     if not hands_over(settings):
         return None
@@ -45,7 +45,7 @@ def handover_for(
             "the hand-over is on and `worker.dram_bytes` = 0: prefix KV move from DRAM tier to DRAM tier; set "
             "worker.dram_bytes, or unset handover.secret and handover.tls_certificate"
         )
-    return Handover(
+    return HandoverService(
         settings.handover,
         name,
         identity_of(runtime, lanes),
@@ -58,7 +58,7 @@ def handover_for(
     )
 
 
-def identity_of(runtime: WorkerRuntime, lanes: int) -> Identity:
+def identity_of(runtime: WorkerRuntime, lanes: int) -> PrefixIdentity:
     """The origin and shape of this worker's prefix KV.
 
     The kind of device and the kernels are part of it: with others, the same weights give K and V that differ in their
@@ -67,7 +67,7 @@ def identity_of(runtime: WorkerRuntime, lanes: int) -> Identity:
     layout, device = runtime.model.layout, runtime.device.type
     if isinstance(runtime.model, BuiltIn):
         device = f"{device}/{runtime.model.kernels}"
-    return Identity(
+    return PrefixIdentity(
         model_version=runtime.model.version,
         layers=layout.layers,
         heads=layout.heads,

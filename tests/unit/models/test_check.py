@@ -20,7 +20,7 @@ from relaygr_stream.cli.main import main
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import RankingModel
 from relaygr_stream.models.check import properties, run
-from relaygr_stream.models.check.probe import Bounds, Deviations, Measure, Probe
+from relaygr_stream.models.check.probe import Deviations, Measure, Probe, RequestBounds
 from relaygr_stream.models.check.registry import PROPERTIES
 from relaygr_stream.models.check.run import check_model, probe_for, run_properties
 from relaygr_stream.models.loading import load_model, save_random
@@ -79,7 +79,7 @@ from tests.unit.models.broken_models import (
     WritesSuffix,
 )
 
-BOUNDS = Bounds(prefix=120, suffix=16, candidates=20, items=50, max_stale=9)
+BOUNDS = RequestBounds(prefix=120, suffix=16, candidates=20, items=50, max_stale=9)
 SMALL = settings.Model(layers=2, dim=16, heads=2, dqk=8, dv=12, vocab=50, max_positions=200, scale_tokens=64)
 SHAPE = settings.Model(layers=2, dim=16, heads=2, dqk=8, dv=8, vocab=50, max_positions=200)
 SETTINGS = [
