@@ -46,7 +46,7 @@ _limited = LogLimiter().limited
 DROP_AFTER_S: Final = 600.0
 
 
-def sampled(things: Sequence[T], choice: random.Random) -> list[T]:
+def draw_sample(things: Sequence[T], choice: random.Random) -> list[T]:
     """At most LOOKED_AT of them, chosen at random if there are more."""
     return list(things) if len(things) <= LOOKED_AT else choice.sample(things, LOOKED_AT)
 
@@ -176,9 +176,9 @@ class OwnerDirectory:
         lanes = [lane for lane in known.claims if self._owners[lane].worker.name == name]
         return (known.status, lanes) if lanes else None
 
-    def sampled(self, choice: random.Random, silence_ms: float | None = None) -> list[WorkerStatus]:
+    def sample_workers(self, choice: random.Random, silence_ms: float | None = None) -> list[WorkerStatus]:
         """At most LOOKED_AT of `workers`, chosen at random: for frequent callers that need any suitable worker."""
-        return sampled(list(self.workers(silence_ms).values()), choice)
+        return draw_sample(list(self.workers(silence_ms).values()), choice)
 
     def _give_to_newest(self, lane: int) -> None:
         claimants = [worker for worker in self._workers.values() if lane in worker.claims]

@@ -22,7 +22,7 @@ from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Sender
 from relaygr_stream.errors import BrokerError
-from relaygr_stream.fleet import OwnerDirectory, better_of_two, sampled
+from relaygr_stream.fleet import OwnerDirectory, better_of_two, draw_sample
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
@@ -121,7 +121,7 @@ class Hedges:
         excluded = {claim.worker.name for claim in owners if claim is not None}
         looked_at = [
             status
-            for status in self._owners.sampled(self._random, self._max_age_ms)
+            for status in self._owners.sample_workers(self._random, self._max_age_ms)
             if status.state == "serving" and status.queue_ms <= self._busy_ms
         ]
         if owner is not None:
@@ -133,7 +133,7 @@ class Hedges:
             and (
                 lanes := [
                     each.lane
-                    for each in sampled(status.lanes, self._random)
+                    for each in draw_sample(status.lanes, self._random)
                     if each.lane not in tried and self._waiting_s(each.lane) <= patience_s
                 ]
             )

@@ -41,7 +41,7 @@ class Stated(NamedTuple):
     on_hold: int
 
 
-class Statements:
+class TriggerStatements:
     """Publishes statuses on a topic, in the trigger's name. stated: returns the current values.
 
     erasures: stated at once when one is carried out.

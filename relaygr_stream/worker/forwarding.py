@@ -122,7 +122,7 @@ class Forwarding:
         home = self._peers.owner(self._home(user_id))
         # The owner of the user's lane had the request first, or reads it there: two hops never lead back.
         been = {self._name} if home is None else {self._name, home.worker.name}
-        found = self._peers.sampled(self._random)
+        found = self._peers.sample_workers(self._random)
         peers = [s for s in found if s.state == "serving" and s.lanes and s.name not in been]
         if not peers:
             return "alone"

@@ -44,8 +44,8 @@ from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
-from relaygr_stream.worker.context import Connections, WorkerContext
-from relaygr_stream.worker.core import Policy, WorkerCore
+from relaygr_stream.worker.context import WorkerConnections, WorkerContext
+from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
 from relaygr_stream.worker.device import Device, DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import check_answers_fit
@@ -61,7 +61,7 @@ AGES_S: Final = 0.25
 CLOSE_S: Final = 2.0
 
 
-class Handover(Protocol):
+class LaneHandover(Protocol):
     """Prefix KV of lanes that move between workers, as a worker sees it (handover/service.py)."""
 
     @property
@@ -89,7 +89,7 @@ class Handover(Protocol):
 
 
 #: Makes a worker's hand-over, with the number of lanes and what peers state; None: it is off.
-MakeHandover = Callable[[WorkerContext, Device, int, OwnerDirectory], Handover | None]
+MakeHandover = Callable[[WorkerContext, Device, int, OwnerDirectory], LaneHandover | None]
 
 
 #: Builds a worker's runtime on the device thread, of its settings, where audits are reported, and what wakes the
@@ -108,7 +108,7 @@ async def run_worker(
 @asynccontextmanager
 async def made_worker(
     context: ProcessContext, make_handover: MakeHandover = lambda *_: None, build: Build = build
-) -> AsyncIterator[Worker]:
+) -> AsyncIterator[WorkerProcess]:
     """A worker whose model is loaded and whose producers are connected; all of it is closed at the end."""
     settings, topics = context.settings, load_topics(context.settings.kafka)
     context.set_ready(False, "loading the model")
@@ -151,9 +151,9 @@ async def made_worker(
             await ends.__aenter__()
             stack.push_async_callback(end, "the lanes' ends", partial(ends.__aexit__, None, None, None), CLOSE_S)
             store = open_store(settings.history) if settings.history.store else None
-            connections = Connections(topics, scores, others, ends, store)
+            connections = WorkerConnections(topics, scores, others, ends, store)
             shared = WorkerContext(settings, name, metrics, context.registry, tracing, Background())
-            worker = Worker(context, shared, connections, Device(device, runtime), audits, make_handover)
+            worker = WorkerProcess(context, shared, connections, Device(device, runtime), audits, make_handover)
             stack.push_async_callback(end, "the history store", worker.requests.close, CLOSE_S)
             yield worker
     finally:
@@ -163,14 +163,14 @@ async def made_worker(
         device.failed.result()  # its books did not balance when it closed
 
 
-class Worker:
+class WorkerProcess:
     """One worker process: `run` serves until it is told to stop."""
 
     def __init__(
         self,
         process: ProcessContext,
         context: WorkerContext,
-        connections: Connections,
+        connections: WorkerConnections,
         device: Device,
         audits: AuditReport,
         make_handover: MakeHandover,
@@ -190,7 +190,7 @@ class Worker:
             on_unsigned=metrics.statuses_unsigned.inc,
             reader=StatusReader.of(settings, topics),
         )
-        self.core: Final = WorkerCore(name, Policy.of(settings), peers, partial(lane_of, lanes=topics.lanes))
+        self.core: Final = WorkerCore(name, WorkerPolicy.of(settings), peers, partial(lane_of, lanes=topics.lanes))
         self.requests: Final = Requests(
             context, connections, device.thread, device.runtime.model, self.core, self._done
         )

@@ -30,11 +30,11 @@ from relaygr_stream.errors import CRASHED, DecodeError, DeviceError
 from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
-from relaygr_stream.wire.erase import Erase, named
+from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
-from relaygr_stream.worker.context import Connections, WorkerContext
+from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.core import (
     CountForward,
     DeadLetter,
@@ -71,7 +71,7 @@ class Requests:
     def __init__(
         self,
         context: WorkerContext,
-        connections: Connections,
+        connections: WorkerConnections,
         device: DeviceThread,
         model: RankingModel,
         core: WorkerCore,
@@ -293,7 +293,7 @@ class Requests:
         if self.resolver.histories is not None:
             await self.resolver.histories.erase(erase.names)
         users: list[str] = await self._device.ask(ListUsers())
-        found = await named(users, erase.names)
+        found = await filter_named_users(users, erase.names)
         entries = await self._device.ask(EraseUser(erase, found, set(users)))
         log.info("a user was erased", erase=erase.id, entries=entries)
 

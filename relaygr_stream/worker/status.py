@@ -38,7 +38,7 @@ from relaygr_stream.wire.worker_status import (
     StatusReader,
     rising_ms,
 )
-from relaygr_stream.worker.context import Connections, WorkerContext
+from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.device import Device
 from relaygr_stream.worker.statement import Identity, Statements
 
@@ -78,7 +78,7 @@ class StatusReporter:
     def __init__(
         self,
         context: WorkerContext,
-        connections: Connections,
+        connections: WorkerConnections,
         device: Device,
         peers: OwnerDirectory,
         consumer: LaneConsumer,

@@ -43,8 +43,17 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import RequestEvent, WorkerStatus, tenant_key
 from relaygr_stream.wire.refusals import Refusals
 from relaygr_stream.wire.topic_files import load_topics
-from relaygr_stream.worker.core import CountForward, Done, Effect, Forward, Release, Reply, Submit, WorkerCore
-from relaygr_stream.worker.core import Policy as WorkerPolicy
+from relaygr_stream.worker.core import (
+    CountForward,
+    Done,
+    Effect,
+    Forward,
+    Release,
+    Reply,
+    Submit,
+    WorkerCore,
+    WorkerPolicy,
+)
 from relaygr_stream.worker.forwarding import time_left_ms
 from relaygr_stream.worker.intake import due_ms
 from relaygr_stream.workload.users import Part

@@ -17,9 +17,9 @@ from relaygr_stream.handover.certificates import Credentials, Networks, make_cre
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
-from relaygr_stream.handover.service import Handover
+from relaygr_stream.handover.service import HandoverService
 from relaygr_stream.handover.session import Taker
-from relaygr_stream.handover.wire import Ask, Identity
+from relaygr_stream.handover.wire import Ask, PrefixIdentity
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.device import DeviceThread
@@ -61,7 +61,7 @@ class Peer:
         self.known: dict[str, WorkerStatus] = {}
         self.registry = CollectorRegistry()
         layout = self.world.truth.layout
-        self.identity = Identity(
+        self.identity = PrefixIdentity(
             model_version=self.world.truth.version,
             layers=layout.layers,
             heads=layout.heads,
@@ -73,7 +73,7 @@ class Peer:
         )
         self.nbytes_of = layout.nbytes
         self.desk, self.metrics = Desk(self.thread, LANES), HandoverMetrics(self.registry)
-        self.handover = Handover(
+        self.handover = HandoverService(
             settings or HandoverSettings(secret=secret, mib_per_s=rate),
             name,
             self.identity,
