@@ -54,7 +54,7 @@ ANNOUNCE_S: Final = 1.0
 TOLD: Final = frozenset({"signals", DELEGATED_PINNED, THROTTLED_MS})
 
 
-class Stated(Protocol):
+class StatedWorker(Protocol):
     """What a status tells beside the scheduler's snapshot, and who carries out what `worker-status` asks for."""
 
     @property
@@ -82,7 +82,7 @@ class StatusReporter:
         device: Device,
         peers: OwnerDirectory,
         consumer: LaneConsumer,
-        worker: Stated,
+        worker: StatedWorker,
     ) -> None:
         settings, topics, runtime = context.settings, connections.topics, device.runtime
         self._background = background = context.background
