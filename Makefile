@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # mkdocs-material prints a notice about its successor at every build unless told not to.
 export NO_MKDOCS_2_WARNING := true
 
-.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs format lock clean soak fuzz example-movielens demo-checkpoint
+.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs docs-serve format lock clean soak fuzz example-movielens demo-checkpoint
 .PHONY: bench-cache bench-delegation bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
@@ -54,7 +54,7 @@ demo: $(STAMP) ## run the whole relay on an embedded broker and show what it doe
 test: $(STAMP) ## unit tests, the bus on the embedded broker, end to end with real processes (6 to 7 minutes on two cores)
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
 
-test-stack: $(STAMP) ## what make test leaves out: the wheel, on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), GPU kernels compiled, broken workers that the ledger must find, the SLO bench
+test-stack: $(STAMP) ## what make test leaves out: the wheel, on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), GPU kernels compiled and interpreted, the longest unit tests, broken workers that the ledger must find, the SLO bench
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "(kafka or stack) and not long and not faults" $(ARGS)
 
 test-repeat: $(STAMP) ## make test N times beside BUSY busy loops, and what failed (N=20 BUSY=0; Ctrl-C lists what there is)
@@ -99,6 +99,9 @@ check: docs $(STAMP) ## ruff, mypy --strict, who may import whom (pyproject.toml
 
 docs: $(STAMP) ## the documentation as a site, in .cache/site/index.html; a broken link fails
 	$(BIN)/mkdocs build --strict  # with --quiet, mkdocs counts no warnings and strict fails on none
+
+docs-serve: $(STAMP) ## the same at http://127.0.0.1:8000, built again at each change (with search, which browsers refuse to files)
+	$(BIN)/mkdocs serve
 
 format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff format .

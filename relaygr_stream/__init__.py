@@ -39,7 +39,7 @@ from relaygr_stream.errors import (
 )
 
 if TYPE_CHECKING:
-    from relaygr_stream.client import Ranking, RelayClient, Request
+    from relaygr_stream.client import Ranking, RelayClient, Request, SyncRelayClient
     from relaygr_stream.history.store import HistoryStore, open_store
     from relaygr_stream.models.api import RankingModel, ScoreInput, SteppedModel, Tokens, WarmedModel
     from relaygr_stream.models.kv import KVLayout, KVRegion
@@ -91,6 +91,7 @@ __all__ = [
     "Settings",
     "SteppedModel",
     "Superseded",
+    "SyncRelayClient",
     "Tokens",
     "TopicError",
     "WarmedModel",
@@ -103,6 +104,7 @@ __all__ = [
 _LAZY: Final = {
     "Ranking": "relaygr_stream.client",
     "RelayClient": "relaygr_stream.client",
+    "SyncRelayClient": "relaygr_stream.client",
     "Request": "relaygr_stream.client",
     "KVLayout": "relaygr_stream.models.api",
     "KVRegion": "relaygr_stream.models.api",

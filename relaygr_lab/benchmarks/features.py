@@ -28,7 +28,7 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema, FeatureTables, Of
 from relaygr_stream.wire.messages import RankingRequest
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
-from relaygr_stream.worker.intake import Intake
+from relaygr_stream.worker.intake import Intake, IntakeLimits
 
 COLUMNS: Final = (0, 10, 40, 120)
 PREFIX, SUFFIX, CANDIDATES = 1024, 16, 200
@@ -57,7 +57,7 @@ class Case:
         self.items = rng.integers(0, 5000, PREFIX + SUFFIX)
         self.candidates = rng.integers(0, 5000, CANDIDATES)
         self.record = Record("ranking", 0, 0, 0, b"user", encode(self.made()), ROUTE)
-        self.intake = Intake(Relay(), 1000.0, 1, 1 << 30, lambda: None, features=self.schema)
+        self.intake = Intake(IntakeLimits(Relay(), 1000.0, 1, 1 << 30), features=self.schema)
         self.task = self.intake.ranking(self.record, self.intake.route(self.record)).task
         config = HSTUConfig(
             layers=2, dim=256, heads=4, dqk=64, dv=64, vocab=5000, max_positions=2048, scale_tokens=2048,

@@ -33,7 +33,7 @@ import torch
 from targets import end
 
 from relaygr_stream.engine.build import WorkerRuntime, build
-from relaygr_stream.engine.commands import Answer, Query
+from relaygr_stream.engine.commands import Answer, Placed, Query
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.models.api import RankingModel, Tokens
 from relaygr_stream.models.kv import KVRegion
@@ -44,7 +44,7 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import Record
 from relaygr_stream.worker.device import DeviceThread
-from relaygr_stream.worker.intake import Intake, Origin
+from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin
 from relaygr_stream.workload.quantiles import nearest_rank
 
 #: Shares of the device's time that are asked for pre-inference.
@@ -123,8 +123,8 @@ class Device:
     def __init__(self, bound_ms: float) -> None:
         self.settings = settings(bound_ms)
         self.bounded = bound_ms < UNBOUNDED_MS
-        self.thread = DeviceThread(asyncio.get_running_loop(), self._on_answers)
-        self.intake = Intake(self.settings.relay, 1000.0, 1, 1 << 20, lambda: None)
+        self.thread = DeviceThread(asyncio.get_running_loop(), self)
+        self.intake = Intake(IntakeLimits(self.settings.relay, 1000.0, 1, 1 << 20))
         self.answers: list[Answer] = []
         self.runtime: WorkerRuntime | None = None
         self.watched = Watched(None)
@@ -151,7 +151,9 @@ class Device:
         self.runtime.executor.model = cast(RankingModel, self.watched)
         return self.runtime
 
-    def _on_answers(self, answers: list[Answer]) -> None:
+    def on_placed(self, placed: list[Placed]) -> None: ...
+
+    def on_answers(self, answers: list[Answer]) -> None:
         self.answers += answers
 
     def signal(self, user: str, tokens: int) -> Callable[[], None]:

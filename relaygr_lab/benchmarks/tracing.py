@@ -92,9 +92,9 @@ async def measure(mode: str) -> float:  # noqa: PLR0915
     from relaygr_stream.telemetry.tracing import OFF
     from relaygr_stream.wire.records import Record
     from relaygr_stream.wire.topic_files import load_topics
-    from relaygr_stream.worker.context import Connections, WorkerContext
+    from relaygr_stream.worker.context import WorkerConnections, WorkerContext
     from relaygr_stream.worker.core import Reply
-    from relaygr_stream.worker.intake import Intake
+    from relaygr_stream.worker.intake import Intake, IntakeLimits
     from relaygr_stream.worker.metrics import WorkerMetrics
     from relaygr_stream.worker.replies import Outbox, Sending
 
@@ -117,13 +117,13 @@ async def measure(mode: str) -> float:  # noqa: PLR0915
     model: Any = types.SimpleNamespace(tasks=("click", "like"), version="bench")
     background = Background()
     context = WorkerContext(Settings(), "w", WorkerMetrics(registry), registry, OFF, background)
-    outbox = Outbox(context, Connections(topics, sink, sink, None), model)  # type: ignore[arg-type]
+    outbox = Outbox(context, WorkerConnections(topics, sink, sink, None), model)  # type: ignore[arg-type]
 
     async def send(sending: Sending) -> None:
         await outbox.send(sending)
         done(sending.origin.record)
 
-    intake = Intake(Relay(), 1e6, 8, 1 << 20, lambda: None)
+    intake = Intake(IntakeLimits(Relay(), 1e6, 8, 1 << 20))
     record = ranking_record(mode, topics.ranking.name)
     scores = np.zeros((CANDIDATES, 2), np.float32)
     async with tracing_of(Telemetry(traces=mode in {"0", "1"}), "worker", registry) as tracing:

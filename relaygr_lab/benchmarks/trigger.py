@@ -17,11 +17,11 @@ from targets import end
 from trigger_costs import CASES, WARM_UP, in_hindsight, measure, predict
 from trigger_rate import Mix, Rate, measure_rates
 
+from relaygr_stream.fleet import Claim
 from relaygr_stream.ops.brokers.local import broker_at_hand
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.wire.behaviours import Behaviours
-from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, WorkerStatus
 from relaygr_stream.workload.quantiles import nearest_rank
 

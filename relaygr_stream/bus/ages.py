@@ -75,7 +75,10 @@ class SenderLag:
     def most_ms(self, now_s: float) -> float | None:
         """The largest lag in the last LAG_PERIOD_S to 2 · LAG_PERIOD_S, or assumed_ms; None if neither is known."""
         self._turn(now_s)
-        return max((lag for lag in (self._before, self._now) if lag is not None), default=self._assumed_ms)
+        if self._before is None or self._now is None:
+            known = self._now if self._before is None else self._before
+            return self._assumed_ms if known is None else known
+        return max(self._before, self._now)
 
     def _turn(self, now_s: float) -> None:
         periods = (now_s - self._began_s) / LAG_PERIOD_S

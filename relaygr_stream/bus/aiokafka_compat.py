@@ -53,6 +53,10 @@ _TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
 # Security.
 
 
+def _setting(name: str) -> str:
+    return name.replace("_", ".", 1)
+
+
 def security_options(kafka: Kafka) -> dict[str, Any]:
     """aiokafka's options for `kafka.security_protocol`. Raises ConfigError if settings clash or a file is invalid."""
     protocol = kafka.security_protocol
@@ -82,7 +86,7 @@ def security_options(kafka: Kafka) -> dict[str, Any]:
     if tls:
         options["ssl_context"] = _tls_context(kafka)
     else:
-        given = [f"`kafka.{name}`" for name in _TLS_FILES if getattr(kafka, name)]
+        given = [f"`{_setting(name)}`" for name in _TLS_FILES if getattr(kafka, name)]
         if given:
             raise ConfigError(
                 f"{', '.join(given)} is set, but `kafka.security_protocol` = {protocol} does not encrypt; set it to "
@@ -96,14 +100,14 @@ def _tls_context(kafka: Kafka) -> ssl.SSLContext:
     for name in _TLS_FILES:
         path = getattr(kafka, name)
         if path and not Path(path).is_file():
-            raise ConfigError(f"`kafka.{name}` = {path!r}: no such file")
+            raise ConfigError(f"`{_setting(name)}` = {path!r}: no such file")
     try:
         context = ssl.create_default_context(cafile=kafka.tls_ca or None)
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"`kafka.tls_ca` = {kafka.tls_ca!r}: not certificates in PEM form ({error})") from error
+        raise ConfigError(f"`tls.ca` = {kafka.tls_ca!r}: not certificates in PEM form ({error})") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if kafka.tls_key and not kafka.tls_certificate:
-        raise ConfigError("`kafka.tls_key` is set without `kafka.tls_certificate`; set both, or none")
+        raise ConfigError("`tls.key` is set without `tls.certificate`; set both, or none")
     if kafka.tls_certificate:
         try:
             context.load_cert_chain(
@@ -111,8 +115,8 @@ def _tls_context(kafka: Kafka) -> ssl.SSLContext:
             )
         except (ssl.SSLError, OSError, ValueError) as error:
             raise ConfigError(
-                f"`kafka.tls_certificate` = {kafka.tls_certificate!r}, `kafka.tls_key` = {kafka.tls_key!r}: not a "
-                f"certificate and its key in PEM form, or `kafka.tls_key_password` is not the key's ({error})"
+                f"`tls.certificate` = {kafka.tls_certificate!r}, `tls.key` = {kafka.tls_key!r}: not a "
+                f"certificate and its key in PEM form, or `tls.key_password` is not the key's ({error})"
             ) from error
     return context
 

@@ -21,7 +21,7 @@ from relaygr_stream.wire.records import Record
 FIRST_CHUNK: Final = 10_000
 
 
-class Span(NamedTuple):
+class OffsetSpan(NamedTuple):
     """The offsets that a partition holds: begin ≤ offset < end."""
 
     begin: int
@@ -47,7 +47,7 @@ async def read_all(kafka: Kafka, topic: str, partitions: Sequence[int], away: Aw
     return records
 
 
-async def spans(kafka: Kafka, topic: str, partitions: Sequence[int], away: Away) -> dict[int, Span]:
+async def spans(kafka: Kafka, topic: str, partitions: Sequence[int], away: Away) -> dict[int, OffsetSpan]:
     """What each of these partitions holds, of those that a broker serves; `away` gets the others.
 
     Raises BrokerUnavailable, BrokerError.
@@ -70,7 +70,7 @@ async def read_back(kafka: Kafka, topic: str, partition: int = 0) -> AsyncGenera
         back = FIRST_CHUNK
         while end > begin:
             start, back = max(begin, end - back), 2 * back
-            chunk = await _read(kafka, consumer, {one: Span(start, end)}, away)
+            chunk = await _read(kafka, consumer, {one: OffsetSpan(start, end)}, away)
             away.check()
             yield chunk
             end = start
@@ -91,7 +91,7 @@ async def read_since(
         since = await consumer.offsets_for_times(asked)
         # None, or from the embedded broker a negative time: there are no such records.
         begins = {one: found.offset for one, found in since.items() if found and found.timestamp >= 0}
-        spans = {one: Span(begin, held[one.partition].end) for one, begin in begins.items()}
+        spans = {one: OffsetSpan(begin, held[one.partition].end) for one, begin in begins.items()}
         if spans := {one: span for one, span in spans.items() if span.begin < span.end}:
             async for batch in _batches(kafka, consumer, spans, away):
                 yield batch
@@ -114,7 +114,7 @@ async def _reader(kafka: Kafka, topic: str) -> AsyncIterator[Any]:
         await end_client(f"the reader of {topic}", consumer)
 
 
-async def _spans(consumer: Any, topic: str, partitions: Sequence[int], away: Away) -> dict[int, Span]:
+async def _spans(consumer: Any, topic: str, partitions: Sequence[int], away: Away) -> dict[int, OffsetSpan]:
     asked = [TopicPartition(topic, partition) for partition in partitions]
     answers = await asyncio.gather(*(_span(consumer, one) for one in asked))
     for one, span in zip(asked, answers, strict=True):
@@ -123,7 +123,7 @@ async def _spans(consumer: Any, topic: str, partitions: Sequence[int], away: Awa
     return {one.partition: span for one, span in zip(asked, answers, strict=True) if span is not None}
 
 
-async def _span(consumer: Any, one: TopicPartition) -> Span | None:
+async def _span(consumer: Any, one: TopicPartition) -> OffsetSpan | None:
     """What the partition holds; None: no broker says so within the request timeout. Raises aiokafka's other errors.
 
     Each partition is asked for alone: aiokafka gives all of a request up for one without a leader.
@@ -135,16 +135,16 @@ async def _span(consumer: Any, one: TopicPartition) -> Span | None:
         if not (error.retriable or isinstance(error, KafkaTimeoutError)):
             raise
         return None
-    return Span(begin, end)
+    return OffsetSpan(begin, end)
 
 
-async def _read(kafka: Kafka, consumer: Any, spans: dict[TopicPartition, Span], missing: Away) -> list[Record]:
+async def _read(kafka: Kafka, consumer: Any, spans: dict[TopicPartition, OffsetSpan], missing: Away) -> list[Record]:
     """The records of these spans; partitions that stop answering are added to `missing`."""
     return [record async for batch in _batches(kafka, consumer, spans, missing) for record in batch]
 
 
 async def _batches(
-    kafka: Kafka, consumer: Any, spans: dict[TopicPartition, Span], missing: Away
+    kafka: Kafka, consumer: Any, spans: dict[TopicPartition, OffsetSpan], missing: Away
 ) -> AsyncGenerator[list[Record], None]:
     """As _read, as they come."""
     ends = {one: span.end for one, span in spans.items()}

@@ -71,7 +71,7 @@ def _cause(kafka: Kafka, error: BaseException) -> str:
     match error:
         case ssl.SSLCertVerificationError():
             cause = (
-                f"its certificate was not accepted: {error.verify_message}; is `kafka.tls_ca` "
+                f"its certificate was not accepted: {error.verify_message}; is `tls.ca` "
                 f"({kafka.tls_ca or 'the system’s'}) its authority, and is it made out to that host?"
             )
         case ssl.SSLError():
@@ -81,7 +81,7 @@ def _cause(kafka: Kafka, error: BaseException) -> str:
         case UnsupportedSaslMechanismError():
             cause = f"`kafka.sasl_mechanism` = {kafka.sasl_mechanism}: {cause}"
         case KafkaConnectionError():
-            cause = f"it closed the connection; {listener} Does it ask for a certificate (`kafka.tls_certificate`)?"
+            cause = f"it closed the connection; {listener} Does it ask for a certificate (`tls.certificate`)?"
         case KafkaError():
             cause = f"it refused user {kafka.sasl_username!r} by {kafka.sasl_mechanism}: {cause}"
     return cause

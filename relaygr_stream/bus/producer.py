@@ -26,7 +26,7 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from relaygr_stream.bus.aiokafka_compat import CLOSE_S, broker_error, client_options, typed_errors
 from relaygr_stream.bus.broker_errors import unreachable
-from relaygr_stream.bus.refused import Refused
+from relaygr_stream.bus.refused import RefusedTopics
 from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.throttling import throttled_for
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, MessageTooLarge, TopicError
@@ -78,7 +78,7 @@ class Producer:
         self._client_id = client_id
         self._acks = acks
         self._max_bytes = max_bytes
-        self._refused = Refused()
+        self._refused = RefusedTopics()
         self._renewed = Renewed(kafka, "a producer", self._make, leave=_fail_unsent)
 
     def _make(self) -> Any:

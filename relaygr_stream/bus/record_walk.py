@@ -15,7 +15,7 @@ _KEPT: Final = {name.encode(): name for name in (HEADER_CORRELATION, HEADER_REPL
 _WORD: Final = 2**64 - 1
 
 
-class Refused(NamedTuple):
+class RefusedRecord(NamedTuple):
     """A record with too many headers: why it is not read, and the headers that say where to answer."""
 
     why: str
@@ -31,13 +31,13 @@ class Walk(NamedTuple):
 
     content: bytes | memoryview
     records: int
-    refused: dict[int, Refused]
+    refused: dict[int, RefusedRecord]
     whole: bool
 
 
 def walk(content: bytes | memoryview, count: int) -> Walk:
     """Walk the `count` uncompressed records of a batch. Copies them only if one is refused."""
-    refused: dict[int, Refused] = {}
+    refused: dict[int, RefusedRecord] = {}
     parts: list[bytes] = []  # what is kept of the content before `copied`
     copied = at = index = 0
     try:
@@ -62,7 +62,7 @@ def walk(content: bytes | memoryview, count: int) -> Walk:
             if at > end or end > len(content):
                 raise ValueError
             if headers > MOST_HEADERS:
-                refused[index] = Refused(
+                refused[index] = RefusedRecord(
                     f"its record has {headers} headers in {end - at} bytes, at most {MOST_HEADERS} are read",
                     _kept(content, at, end),
                 )

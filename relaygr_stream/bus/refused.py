@@ -24,7 +24,7 @@ COUNTS_S: Final = 60.0
 refusals: Final[Counter[str]] = Counter()
 
 
-class Refused:
+class RefusedTopics:
     """The topics that refused the last send of one producer. now_s: a monotonic clock."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:

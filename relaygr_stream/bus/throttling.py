@@ -68,11 +68,9 @@ def throttled_ms() -> float:
 def throttled_for(client: Any, node_id: int | None) -> float:
     """For how many seconds from now the broker reads nothing from this AIOKafkaClient. 0: it reads."""
     now = time.monotonic()
-    return max(
-        (
-            getattr(connection, "_relaygr_throttled_until", 0.0) - now
-            for (node, _), connection in client._conns.items()
-            if node == node_id
-        ),
-        default=0.0,
+    until_s = (
+        getattr(connection, "_relaygr_throttled_until", now)
+        for (node, _), connection in client._conns.items()
+        if node == node_id
     )
+    return max(0.0, max(until_s, default=now) - now)

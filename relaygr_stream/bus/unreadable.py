@@ -23,7 +23,7 @@ from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.consumer import fetcher as aiokafka_fetcher
 from aiokafka.record.default_records import DefaultRecordBatch
 
-from relaygr_stream.bus.record_walk import Refused, walk
+from relaygr_stream.bus.record_walk import RefusedRecord, walk
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.records import HEADER_UNREADABLE
 
@@ -52,7 +52,7 @@ class Unreadable(Exception):
     """A batch cannot be read; the message says why."""
 
 
-class Span(NamedTuple):
+class BatchSpan(NamedTuple):
     """A batch's offsets by its header: base ≤ offset < end."""
 
     base: int
@@ -62,9 +62,9 @@ class Span(NamedTuple):
 class Batch(NamedTuple):
     """A batch with records to iterate. Iterating may raise any exception if the batch was changed after it was sent."""
 
-    span: Span
+    span: BatchSpan
     records: Any  # DefaultRecordBatch
-    refused: Mapping[int, Refused]  # by index: records with too many headers, which `records` has without them
+    refused: Mapping[int, RefusedRecord]  # by index: records with too many headers, which `records` has without them
     whole: bool  # False: a malformed record follows these
     dense: bool  # whether its records have the offsets base, base + 1, …
     control: bool  # whether it is a transaction's marker, which is not handed out
@@ -86,10 +86,10 @@ def split(answer: bytes) -> Iterator[memoryview]:
         at += size
 
 
-def span_of(batch: memoryview) -> Span:
+def span_of(batch: memoryview) -> BatchSpan:
     """The batch's offsets by its header, which is not checked."""
     header = HEADER.unpack_from(batch)
-    return Span(header[0], header[0] + header[6] + 1)
+    return BatchSpan(header[0], header[0] + header[6] + 1)
 
 
 def read_batch(batch: memoryview, position: int, end: int, check_crc: bool) -> Batch:
@@ -121,7 +121,7 @@ def read_batch(batch: memoryview, position: int, end: int, check_crc: bool) -> B
         struct.pack_into(">h", plain, 21, attributes & ~_CODEC)
         struct.pack_into(">i", plain, HEADER.size - 4, found.records)
         read = DefaultRecordBatch(bytes(plain) + found.content)
-    return Batch(Span(base, base + last + 1), read, found.refused, found.whole, dense, control)
+    return Batch(BatchSpan(base, base + last + 1), read, found.refused, found.whole, dense, control)
 
 
 def _unpack(codec: int, packed: memoryview) -> bytes:

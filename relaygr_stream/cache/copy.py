@@ -74,7 +74,7 @@ class CopyTicket:
         self._done.set()
 
 
-class _Lane:
+class _CopyLane:
     """A thread that makes one copy after the other, on its own stream if the device has streams."""
 
     def __init__(self, name: str, device: torch.device, wake: Callable[[], None]) -> None:
@@ -133,7 +133,7 @@ class CopyEngine:
 
     def __init__(self, device: torch.device, wake: Callable[[], None] = lambda: None) -> None:
         self._device = device
-        self._lanes = {urgent: _Lane(name, device, wake) for urgent, name in ((True, "reload"), (False, "spill"))}
+        self._lanes = {urgent: _CopyLane(name, device, wake) for urgent, name in ((True, "reload"), (False, "spill"))}
 
     def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
         """Copy `src` into `dst`, after the work that is now on the current stream.

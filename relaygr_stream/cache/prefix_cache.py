@@ -51,6 +51,7 @@ class PrefixCache:
     ) -> None:
         self._incremental = incremental
         self._sliceable = layout.sliceable
+        self._sizes: dict[int, int] = {}  # bytes by number of tokens: at most as many as the longest sequence has
         self._max_stale = max_stale_tokens if incremental else 0
         self.counters = CacheCounters()
         self._table = EntryTable(layout, hbm, dram, predict_ms, self.counters, policy)
@@ -121,7 +122,10 @@ class PrefixCache:
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of HBM for a new entry of `tokens` tokens."""
-        return self._hbm.size_of(capacity_for(tokens))
+        size = self._sizes.get(tokens)
+        if size is None:
+            size = self._sizes[tokens] = self._hbm.size_of(capacity_for(tokens))
+        return size
 
     def entry_bytes(self, entry: Entry) -> int:
         """Bytes of HBM that the entry takes, or will take when loaded: its region may have room for more tokens."""

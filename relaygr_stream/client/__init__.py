@@ -2,5 +2,6 @@
 
 from relaygr_stream.client.answers import Ranking
 from relaygr_stream.client.relay import RelayClient, Request
+from relaygr_stream.client.sync import SyncRelayClient
 
-__all__ = ["Ranking", "RelayClient", "Request"]
+__all__ = ["Ranking", "RelayClient", "Request", "SyncRelayClient"]

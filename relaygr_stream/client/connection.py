@@ -24,10 +24,10 @@ from relaygr_stream.client.exchange import Copies, Exchange, Hedges, between_cop
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Announcements, Sender
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DeadlineExceeded, RelayError, TopicError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.limiter import LogLimiter, flush_limiters, library_lines
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL, Record
 from relaygr_stream.wire.topic_files import TopicSet, lane_of

@@ -22,8 +22,8 @@ from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Sender
 from relaygr_stream.errors import BrokerError
+from relaygr_stream.fleet import OwnerDirectory, better_of_two, draw_sample
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.fleet import OwnerDirectory, few
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
 
@@ -105,9 +105,8 @@ class Hedges:
         for status, lanes in choices:
             if owner is not None and status.name == owner.name:
                 return self._random.choice(lanes)
-        # The better of two at random: the best of all would get every client's hedges until its next status. Only the
-        # queues are compared, so that two idle workers have equal chances.
-        _, lanes = min(self._random.sample(choices, min(2, len(choices))), key=lambda choice: choice[0].queue_ms)
+        # Only the queues are compared, so that two idle workers have equal chances.
+        (_, lanes), *_ = better_of_two(choices, self._random, lambda choice: choice[0].queue_ms)
         return self._random.choice(lanes)
 
     def _choices(
@@ -122,7 +121,7 @@ class Hedges:
         excluded = {claim.worker.name for claim in owners if claim is not None}
         looked_at = [
             status
-            for status in self._owners.some(self._random, self._max_age_ms)
+            for status in self._owners.sample_workers(self._random, self._max_age_ms)
             if status.state == "serving" and status.queue_ms <= self._busy_ms
         ]
         if owner is not None:
@@ -134,7 +133,7 @@ class Hedges:
             and (
                 lanes := [
                     each.lane
-                    for each in few(status.lanes, self._random)
+                    for each in draw_sample(status.lanes, self._random)
                     if each.lane not in tried and self._waiting_s(each.lane) <= patience_s
                 ]
             )

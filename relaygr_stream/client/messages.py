@@ -28,6 +28,7 @@ from relaygr_stream.errors import (
     RelayError,
     RequestError,
 )
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.otlp import tracing_of
@@ -36,7 +37,6 @@ from relaygr_stream.telemetry.tracing import Headers as TraceContext
 from relaygr_stream.wire.behaviours import ITEM_DTYPE, check_times
 from relaygr_stream.wire.codec import check_features, encode, validated
 from relaygr_stream.wire.features import FeatureSchema
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import Cancel, Id, RankingRequest, RequestEvent, ScoreReply, prefix_length
 from relaygr_stream.wire.topic_files import Topic, lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from itertools import count
+from operator import attrgetter
 from typing import Final
 
 from sortedcontainers import SortedKeyList
@@ -55,9 +56,7 @@ class Admission:
         self._nbytes = nbytes
         self._least = truncate_min_tokens
         self.clients = clients
-        self.waiting: SortedKeyList[Ranking] = SortedKeyList(
-            key=lambda ranking: ranking.booking.number
-        )  # in the order they came
+        self.waiting: SortedKeyList[Ranking] = SortedKeyList(key=attrgetter("booking.number"))  # in the order they came
         self._numbers = count()
         #: When a ranking was last admitted, by whether it needs inference.
         self._admitted_s: dict[bool, float] = {}

@@ -8,11 +8,11 @@ prefix of the user's history.
 
 from __future__ import annotations
 
+from typing import Final
+
 from relaygr_stream.cache.entry import Found
-from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.audit import Auditor
 from relaygr_stream.engine.executor import Executor
-from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import TimerHeap, Waiters, WorkQueue
 from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.engine.residents import Residents
@@ -29,26 +29,24 @@ class Placement:
     def __init__(
         self,
         executor: Executor,
-        cache: PrefixCache,
+        residents: Residents,
         queue: WorkQueue,
-        jobs: PrefillJobs,
         waiters: Waiters,
         auditor: Auditor,
-        residents: Residents,
     ) -> None:
-        self._cache = cache
-        self._queue = queue
-        self._jobs = jobs
+        self.executor: Final = executor
+        self.residents: Final = residents
+        self.queue: Final = queue
+        self.auditor: Final = auditor
+        self._cache, self._jobs = residents.cache, residents.jobs
         self._waiters = waiters
-        self._auditor = auditor
-        self._residents = residents
         self._scratch_wanted: TimerHeap[Ranking] = TimerHeap(lambda ranking: ranking.answered)
         self._takes_suffix = takes_suffix(executor.model)
         self._empty = KVRegion.new(executor.model.layout, 0, device=executor.device)
 
     def find(self, ranking: Ranking) -> Found:
         """What there is for this ranking."""
-        return self._residents.find(ranking.task.user_key, ranking.tokens, ranking.task.request_key)
+        return self.residents.find(ranking.task.user_key, ranking.tokens, ranking.task.request_key)
 
     def place(self, ranking: Ranking, found: Found) -> None:
         """Have it scored against what was found, or wait for what lacks; the ranking holds nothing yet."""
@@ -60,7 +58,7 @@ class Placement:
             self._infer_in_scratch(ranking)
             return
         task = ranking.task
-        got = self._residents.acquire(found, task.user_key, tokens, ranking.deadline, task.request_key)
+        got = self.residents.acquire(found, task.user_key, tokens, ranking.deadline, task.request_key)
         if (entry := got.entry) is None:
             self._infer_in_scratch(ranking)
             return
@@ -83,7 +81,7 @@ class Placement:
         if ranking.answered:
             return
         held = ranking.held.entry
-        if held is not None and held.region is not None and held.ready and self._residents.serves(held, ranking.tokens):
+        if held is not None and held.region is not None and held.ready and self.residents.serves(held, ranking.tokens):
             # Even if the user's entry is another by now: else two sequences of one user displace each other for ever.
             self.ready(ranking, _first(held.region, len(ranking.tokens)), "hbm")
         else:
@@ -94,7 +92,7 @@ class Placement:
         """The ranking is to be scored against this region. outcome: kept only where an earlier placement gave none."""
         ranking.measured.outcome = ranking.measured.outcome or outcome
         ranking.held.region = region
-        self._queue.add_ready(ranking)
+        self.queue.add_ready(ranking)
 
     def lend_scratch(self) -> None:
         """Start the full inference that is due first of those that need the scratch region, if it is free."""
@@ -124,7 +122,7 @@ class Placement:
         self.lend_scratch()  # to this one, unless another that waits is due before it
 
     def _scratch_free(self) -> bool:
-        return self._cache.scratch.free or self._auditor.give_up_scratch(self._cache.scratch)
+        return self._cache.scratch.free or self.auditor.give_up_scratch(self._cache.scratch)
 
 
 def _first(region: KVRegion, tokens: int) -> KVRegion:

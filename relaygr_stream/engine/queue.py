@@ -136,9 +136,10 @@ class WorkQueue:
         if not heads:
             return None
         clients = self._clients
-        clients.floor_ms = least = max(clients.floor_ms, min(head[1].served_ms for head in heads))
         if len(heads) == 1:
+            clients.floor_ms = max(clients.floor_ms, heads[0][1].served_ms)
             return heads[0][2:]
+        clients.floor_ms = least = max(clients.floor_ms, min(head[1].served_ms for head in heads))
         in_turn = [head for head in heads if head[1].served_ms <= least + clients.slack_ms]
         return min(in_turn, key=lambda head: head[0])[2:]
 

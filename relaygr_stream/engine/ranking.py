@@ -49,6 +49,7 @@ class Ranking:
     tokens: Tokens
     suffix: Tokens
     full: bool
+    deadline: float  # the task's
     booking: Booking = field(default_factory=Booking)
     held: Held = field(default_factory=Held)
     measured: Measured = field(default_factory=Measured)
@@ -58,12 +59,7 @@ class Ranking:
     def of(cls, rank: Rank) -> Ranking:
         """One that has just come."""
         task = rank.task
-        return cls(rank, task, task.tokens, task.suffix, task.full or rank.leaves_nothing)
-
-    @property
-    def deadline(self) -> float:
-        """As the task's."""
-        return self.task.times.deadline
+        return cls(rank, task, task.tokens, task.suffix, task.full or rank.leaves_nothing, task.times.deadline)
 
     @property
     def came(self) -> float:

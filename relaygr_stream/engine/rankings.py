@@ -13,17 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.cache.entry import Entry
-from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.admission import GAVE_WAY, Admission
-from relaygr_stream.engine.audit import Auditor
 from relaygr_stream.engine.commands import Answer, Rank
-from relaygr_stream.engine.executor import SLICE_SHARE, Executor, describe
+from relaygr_stream.engine.executor import SLICE_SHARE, describe
 from relaygr_stream.engine.forecast import ALWAYS_TOGETHER, Batching, Full
-from relaygr_stream.engine.pins import PinTable
 from relaygr_stream.engine.placement import Placement
-from relaygr_stream.engine.queue import RecentIds, TimerHeap, WorkQueue
+from relaygr_stream.engine.queue import RecentIds, TimerHeap
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
-from relaygr_stream.engine.residents import Residents
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.wire.messages import Status
 
@@ -32,29 +28,14 @@ class Rankings:
     """Ranking requests that wait for an answer; `answers` gets one for each, once it holds nothing any more."""
 
     def __init__(
-        self,
-        executor: Executor,
-        cache: PrefixCache,
-        queue: WorkQueue,
-        placement: Placement,
-        auditor: Auditor,
-        admission: Admission,
-        pins: PinTable,
-        answered: RecentIds,
-        residents: Residents,
-        *,
-        most: int,
-        max_delay_ms: float,
+        self, placement: Placement, admission: Admission, answered: RecentIds, *, most: int, max_delay_ms: float
     ) -> None:
-        self._executor = executor
-        self._cache = cache
-        self._queue = queue
         self._placement = placement
-        self._auditor = auditor
+        self._executor, self._queue, self._auditor = placement.executor, placement.queue, placement.auditor
+        self._residents = placement.residents
+        self._cache, self._pins = placement.residents.cache, placement.residents.pins
         self._admission = admission
-        self._pins = pins
         self._answered = answered
-        self._residents = residents
         self._most = most  # rankings scored together
         self._max_delay_ms = max_delay_ms
         self.answers: list[Answer] = []
@@ -78,7 +59,7 @@ class Rankings:
         if ranking.deadline <= now:
             self._answer(ranking, "deadline_exceeded", "the deadline passed before the worker read the request")
             return
-        self._pins.ranked(rank.task.request_key, rank.task.arrived)
+        self._pins.ranked(rank.task.request_key, rank.task.times.arrived)
         found = self._placement.find(ranking)
         if rank.pass_to is not None and not self._residents.is_here(found, ranking.tokens):
             self._answer(ranking, "overloaded", "its prefix KV are with another worker")  # and go there (replies.py)
@@ -149,7 +130,7 @@ class Rankings:
             batch = batches.pop()
             self.started(batch, now)
             try:
-                scores, ms = self._executor.score([_score_input(ranking) for ranking in batch])
+                scores, ms = self._executor.score(list(map(_score_input, batch)))
             except Exception as error:  # a user's model or the device may raise anything; the requests must be answered
                 ms = self._executor.failed_ms
                 spent_ms += ms

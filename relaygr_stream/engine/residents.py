@@ -43,19 +43,19 @@ KEPT: Final = Acquired("kept")
 
 
 class Residents:
-    """Finds prefix KV, and begins what lacks of them."""
+    """Finds prefix KV, and begins what lacks of them. cache, jobs, pins: what there is, is computed, and is held."""
 
     def __init__(self, cache: PrefixCache, jobs: PrefillJobs, pins: PinTable) -> None:
-        self._cache = cache
-        self._jobs = jobs
-        self._pins = pins
+        self.cache: Final = cache
+        self.jobs: Final = jobs
+        self.pins: Final = pins
 
     def find(self, user_key: str, tokens: Tokens, request_key: str = "") -> Found:
         """The user's entry and its coverage. If it is of no use, what the request's own signal pinned: a newer sequence
         of the user may have replaced that."""
-        entry, coverage = self._cache.find(user_key, tokens)
+        entry, coverage = self.cache.find(user_key, tokens)
         if coverage is Coverage.NONE:
-            pinned = self._pins.entry(request_key)
+            pinned = self.pins.entry(request_key)
             if pinned is not None and self.serves(pinned, tokens):
                 return pinned, Coverage.COVERS
         return entry, coverage
@@ -66,11 +66,11 @@ class Residents:
         entry, coverage = found
         if entry is None or coverage is not Coverage.COVERS:
             return False
-        return not entry.computing or self._cache.serves(entry, tokens)
+        return not entry.computing or self.cache.serves(entry, tokens)
 
     def serves(self, entry: Entry, tokens: Tokens) -> bool:
         """Whether the entry has, or will have, this prefix."""
-        return not entry.failed and self._cache.coverage(entry, tokens) is Coverage.COVERS
+        return not entry.failed and self.cache.coverage(entry, tokens) is Coverage.COVERS
 
     def acquire(
         self,
@@ -88,34 +88,34 @@ class Residents:
         """
         entry, coverage = found
         if entry is None or coverage is Coverage.NONE:
-            source = self._pins.source(request_key) if signal is None else source_of(signal.lane)
+            source = self.pins.source(request_key) if signal is None else source_of(signal.lane)
             if entry is not None and entry.source > source:
                 return KEPT
-            return self._begin("nothing", self._cache.open(user_key, tokens, source), due, signal)
+            return self._begin("nothing", self.cache.open(user_key, tokens, source), due, signal)
         if signal is not None:
-            self._cache.confirm(entry, source_of(signal.lane))
+            self.cache.confirm(entry, source_of(signal.lane))
         whole = coverage is Coverage.COVERS
-        if whole and entry.load is None and self._cache.serves(entry, tokens):
+        if whole and entry.load is None and self.cache.serves(entry, tokens):
             return Acquired("ready", entry)
         if entry.computing or entry.load is not None:
             return Acquired("computing" if entry.computing else "loading", entry, whole)
         if entry.region is None:
-            return Acquired("dram", entry, whole) if self._cache.load(entry) else NO_ROOM
+            return Acquired("dram", entry, whole) if self.cache.load(entry) else NO_ROOM
         way: Way = "shorter"
-        if (begun := self._cache.extend(entry, tokens)) is None:
-            way, begun = "nothing", self._cache.open(user_key, tokens, entry.source)
+        if (begun := self.cache.extend(entry, tokens)) is None:
+            way, begun = "nothing", self.cache.open(user_key, tokens, entry.source)
         return self._begin(way, begun, due, signal)
 
     def contradict(self, signal: PrefillTask) -> None:
         """A signal asks for its sequence and does not get it: another one of its user is outdated all the same."""
         entry, coverage = self.find(signal.user_key, signal.tokens)
         if entry is not None and coverage is Coverage.NONE:
-            self._cache.contradict(entry, source_of(signal.lane))
+            self.cache.contradict(entry, source_of(signal.lane))
 
     def _begin(self, way: Way, entry: Entry | None, due: float, signal: PrefillTask | None) -> Acquired:
         """Begin the job of an entry that lacks tokens."""
         if entry is None:
             return NO_ROOM
         assert entry.region is not None
-        self._jobs.start(entry, due, signal)
+        self.jobs.start(entry, due, signal)
         return Acquired(way, entry, missing=len(entry.tokens) - entry.region.length)

@@ -130,17 +130,15 @@ class Scheduler:
         self.pins = PinTable(cache)
         residents = Residents(cache, self._jobs, self.pins)
         self.signals = Signals(
-            cache, self._jobs, self._waiters, self.pins, answered, residents, self._placed,
-            footprint=limits.pinned_bytes, delegated=limits.delegated_bytes,
-        )  # fmt: skip
+            residents, self._waiters, answered, self._placed, limits.pinned_bytes, limits.delegated_bytes
+        )
         self.admission = Admission(
             executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_min_tokens
         )
-        self._placement = Placement(executor, cache, self._queue, self._jobs, self._waiters, auditor, residents)
+        self._placement = Placement(executor, residents, self._queue, self._waiters, auditor)
         self.rankings = Rankings(
-            executor, cache, self._queue, self._placement, auditor, self.admission, self.pins, answered, residents,
-            most=limits.batch, max_delay_ms=limits.max_ranking_delay_ms,
-        )  # fmt: skip
+            self._placement, self.admission, answered, most=limits.batch, max_delay_ms=limits.max_ranking_delay_ms
+        )
 
     def handle(self, command: Command, now: float) -> object:
         """Take a command. Returns what it asks for: a Snapshot for a Query, the number of entries for an EraseUser, for
@@ -190,7 +188,8 @@ class Scheduler:
         self.rankings.expire(now)
         for entry in self.cache.poll():
             self._wake(entry)
-        self._end_unwanted(now)
+        if self.pins.unheld:
+            self._end_unwanted(now)
         self._placement.lend_scratch()
         work = self._queue.urgent()
         if isinstance(work, Ranking):

@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.cache.entry import Coverage, Entry
-from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.commands import DELEGATED_LANE, Placed, PrefillTask
-from relaygr_stream.engine.pins import PinTable
-from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import RecentIds, Waiters
 from relaygr_stream.engine.residents import Residents, Way
 
@@ -63,23 +60,18 @@ class Signals:
 
     def __init__(
         self,
-        cache: PrefixCache,
-        jobs: PrefillJobs,
-        waiters: Waiters,
-        pins: PinTable,
-        answered: RecentIds,
         residents: Residents,
+        waiters: Waiters,
+        answered: RecentIds,
         placed: list[Placed],
         footprint: int,
         delegated: int = 0,
     ) -> None:
-        self._placed = placed
-        self._cache = cache
-        self._jobs = jobs
-        self._waiters = waiters
-        self._pins = pins
-        self._answered = answered
         self._residents = residents
+        self._cache, self._jobs, self._pins = residents.cache, residents.jobs, residents.pins
+        self._waiters = waiters
+        self._answered = answered
+        self._placed = placed
         self._footprint = footprint
         self._delegated = delegated
         self.counters = SignalCounters()

@@ -46,7 +46,7 @@ from relaygr_stream.gateway.messages import JSON, MSGPACK, Announce, Announced, 
 from relaygr_stream.gateway.metrics import Metrics
 from relaygr_stream.gateway.openapi import document
 from relaygr_stream.gateway.rates import STRANGERS_PART, Rates
-from relaygr_stream.gateway.tokens import Refused, Tokens
+from relaygr_stream.gateway.tokens import RequestRefused, TenantTokens
 from relaygr_stream.history.store import HistoryStore, looked_up
 from relaygr_stream.ops.dashboard.board import HEADERS, Board
 from relaygr_stream.telemetry.exposition import Exposition
@@ -81,7 +81,7 @@ class Door:
         context: ProcessContext,
         relay: RelayClient,
         board: Board,
-        tokens: Tokens,
+        tokens: TenantTokens,
         store: HistoryStore | None = None,
     ) -> None:
         self._context = context
@@ -184,7 +184,7 @@ class Door:
             try:
                 tenant = self._enter(http)
                 response = await verb(Asked(http, tenant, deadline(http, started), reply))
-            except Refused as error:
+            except RequestRefused as error:
                 response = await self._refusal(http, error, reply)
                 self._count_refused(http, tenant, error.status)
             except RelayError as error:
@@ -205,7 +205,7 @@ class Door:
 
         return Route(path, endpoint, methods=[method])
 
-    async def _refusal(self, http: Request, error: Refused, reply: Format) -> Response:
+    async def _refusal(self, http: Request, error: RequestRefused, reply: Format) -> Response:
         """The answer to a refused request. An honest client's connection, whose body can be read, stays open."""
         try:
             if error.status == 429 and await discarded(http, self._limits):
@@ -224,7 +224,7 @@ class Door:
         elif self._open[tenant] >= self._limits.max_requests:
             why_not = f"{self._limits.max_requests} requests of this tenant are under way (gateway.max_requests)"
         if why_not is not None:
-            raise Refused(429, "overloaded", why_not, {"retry-after": RETRY_AFTER_S})
+            raise RequestRefused(429, "overloaded", why_not, {"retry-after": RETRY_AFTER_S})
         self._open[tenant] += 1
         self.metrics.in_flight.inc()
         return tenant
@@ -254,7 +254,7 @@ class Door:
                     self._within_rate(self._tokens.tenant(http, browser=True))
                 made = make(http)
                 response = made if isinstance(made, Response) else await made
-            except Refused as error:
+            except RequestRefused as error:
                 response = answer(error.status, JSON, Problem(error=error.error, detail=error.detail), error.headers)
             response.headers["cache-control"] = "no-store"
             return response
@@ -286,6 +286,6 @@ class Door:
         return Response(msgspec.json.encode(found), 503 if why_not else 200, media_type=JSON.media)
 
 
-def _beyond(whose: str, rate: float, wait_s: int) -> Refused:
+def _beyond(whose: str, rate: float, wait_s: int) -> RequestRefused:
     detail = f"{whose} asks more often than {rate:g} times a second (gateway.max_rate)"
-    return Refused(429, "overloaded", detail, {"retry-after": str(wait_s)})
+    return RequestRefused(429, "overloaded", detail, {"retry-after": str(wait_s)})

@@ -61,7 +61,7 @@ class _Refusal(Exception):
         self.answer = answer
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One client. read_s: time for a request's head, and for the client to take up what it was sent."""
 
     def __init__(self, config: Config, state: ServerState, known: Known, read_s: float, tenants: Tenants) -> None:

@@ -18,7 +18,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.gateway.connection import Connection, Tenants
+from relaygr_stream.gateway.connection import HttpConnection, Tenants
 from relaygr_stream.settings.inputs import check_regular
 from relaygr_stream.settings.schema import Gateway
 from relaygr_stream.telemetry.listener import Known, Listener
@@ -35,13 +35,13 @@ CONNECTIONS_PER_REQUEST: Final = 2
 KEEP_ALIVE_S: Final = 75
 
 
-class Connections:
+class HttpServer:
     """All connections of a gateway. Binds its address when it is made; raises ConfigError."""
 
     def __init__(self, application: Any, settings: Gateway) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a client's broken request is not ours to report
         self._config = Config(
-            application, http=Connection, interface="asgi3", ws="none", lifespan="off", log_config=None,
+            application, http=HttpConnection, interface="asgi3", ws="none", lifespan="off", log_config=None,
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S, server_header=False, date_header=False, proxy_headers=False,
         )  # fmt: skip
@@ -68,11 +68,11 @@ class Connections:
         await self._listener.drain(seconds)
 
     async def _serve(self, accepted: socket.socket, known: Known) -> None:
-        connection: Connection | None = None
+        connection: HttpConnection | None = None
         try:
             loop = asyncio.get_running_loop()
             _, connection = await loop.connect_accepted_socket(
-                lambda: Connection(self._config, self._state, known, self._read_s, self._tenants), accepted,
+                lambda: HttpConnection(self._config, self._state, known, self._read_s, self._tenants), accepted,
                 ssl=self._tls, ssl_handshake_timeout=self._read_s if self._tls else None,
             )  # fmt: skip
             await connection.closed

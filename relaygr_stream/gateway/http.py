@@ -25,7 +25,7 @@ from relaygr_stream.errors import (
 from relaygr_stream.gateway.bodies import B, decoded
 from relaygr_stream.gateway.details import Details
 from relaygr_stream.gateway.messages import FORMATS, JSON, Format, Problem
-from relaygr_stream.gateway.tokens import Refused
+from relaygr_stream.gateway.tokens import RequestRefused
 from relaygr_stream.settings.schema import Gateway, Relay
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
@@ -64,7 +64,7 @@ async def read_body(http: Request, kind: type[B], limits: Gateway, relay: Relay)
         send = f"send {' or '.join(FORMATS)}, uncompressed"
         if media == "application/x-www-form-urlencoded":  # a page of any host may send it without asking
             send += f"; curl states it with -H 'content-type: {JSON.media}'"
-        raise Refused(415, "unsupported", f"content type {printable(media)}: {send}")
+        raise RequestRefused(415, "unsupported", f"content type {printable(media)}: {send}")
     data = bytearray()
     try:
         async with asyncio.timeout(limits.read_ms / 1e3):
@@ -78,10 +78,10 @@ async def read_body(http: Request, kind: type[B], limits: Gateway, relay: Relay)
                     return decoded(data, form, kind, relay)
     except TimeoutError:
         took = f"the body did not come within {limits.read_ms:g} ms"
-        raise Refused(408, "slow", took) from None
+        raise RequestRefused(408, "slow", took) from None
     except NOT_DECODED as error:
-        raise Refused(400, "malformed", str(error)[:500] or type(error).__name__, close=False) from error
-    raise Refused(413, "too_large", f"the body has more than {most} bytes (gateway.max_body_bytes)")
+        raise RequestRefused(400, "malformed", str(error)[:500] or type(error).__name__, close=False) from error
+    raise RequestRefused(413, "too_large", f"the body has more than {most} bytes (gateway.max_body_bytes)")
 
 
 async def discarded(http: Request, limits: Gateway) -> bool:
@@ -162,7 +162,7 @@ def deadline(http: Request, started: float) -> float | None:
         return None
     milliseconds = float(stated) if _NUMBER.fullmatch(stated) else -1.0
     if not 0 < milliseconds <= 3.6e6:
-        raise Refused(
+        raise RequestRefused(
             400,
             "rejected",
             f"header {TIMEOUT_HEADER}: {printable(stated[:40])} is not a number of milliseconds above 0, up to 3600000",

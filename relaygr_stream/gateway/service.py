@@ -11,8 +11,8 @@ from typing import Final
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.client import RelayClient
 from relaygr_stream.gateway.app import Door
-from relaygr_stream.gateway.connections import Connections
-from relaygr_stream.gateway.tokens import Tokens
+from relaygr_stream.gateway.connections import HttpServer
+from relaygr_stream.gateway.tokens import TenantTokens
 from relaygr_stream.history.store import open_store
 from relaygr_stream.ops.dashboard.board import Board
 from relaygr_stream.telemetry.background import Background
@@ -27,7 +27,7 @@ LOOK_S: Final = 0.5
 async def run_gateway(context: ProcessContext) -> None:
     """Serve until `context.stop` is set, then answer what was accepted. Raises RelayError where it cannot go on."""
     settings, background = context.settings, Background()
-    tokens = Tokens(settings.gateway)
+    tokens = TenantTokens(settings.gateway)
     topics = load_topics(settings.kafka)
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
@@ -45,7 +45,7 @@ async def run_gateway(context: ProcessContext) -> None:
         board.view.live = True
         background.watch(tail.failed)
         door = Door(context, relay, board, tokens, store)
-        connections = Connections(door.application, settings.gateway)
+        connections = HttpServer(door.application, settings.gateway)
         door.metrics.connections.set_function(lambda: connections.count)
         serving = background.start(connections.run())
         background.start(_look(relay))

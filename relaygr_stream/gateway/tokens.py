@@ -19,7 +19,7 @@ _TOKEN: Final = re.compile(r"[\x21-\x7e]+")  # what arrives in a header as it wa
 _LOCAL: Final = ("127.0.0.1", "::1", "localhost")
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that does not reach the relay. close: its body was not read, so the connection cannot go on."""
 
     def __init__(
@@ -30,7 +30,7 @@ class Refused(Exception):
         self.headers = {**(headers or {}), **({"connection": "close"} if close else {})}
 
 
-class Tokens:
+class TenantTokens:
     """Whose requests these are. Raises ConfigError for malformed tokens, and for an open host without any."""
 
     def __init__(self, settings: Gateway) -> None:
@@ -71,7 +71,7 @@ class Tokens:
         if tenant is None:
             challenge = "Basic" if browser else "Bearer"
             headers = {"www-authenticate": f'{challenge} realm="relaygr"'}
-            raise Refused(401, "unauthorized", "no valid bearer token", headers)
+            raise RequestRefused(401, "unauthorized", "no valid bearer token", headers)
         return tenant
 
     def known(self, request: Request, *, browser: bool = True) -> str | None:

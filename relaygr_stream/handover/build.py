@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry
-
 from relaygr_stream.engine.build import WorkerRuntime, longest_sequence
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
-from relaygr_stream.handover.service import Handover
-from relaygr_stream.handover.wire import Identity, token_bytes
+from relaygr_stream.handover.service import HandoverService
+from relaygr_stream.handover.wire import PrefixIdentity, token_bytes
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.loading import BuiltIn
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.fleet import OwnerDirectory
-from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.context import WorkerContext
+from relaygr_stream.worker.device import Device
 
 
 def hands_over(settings: Settings) -> bool:
@@ -23,21 +22,14 @@ def hands_over(settings: Settings) -> bool:
     if given and not (handover.tls_ca and handover.tls_certificate):
         raise ConfigError(
             f"of the hand-over's TLS files only {', '.join(f'`handover.{name}`' for name in given)} are set: set both "
-            f"handover.tls_ca and handover.tls_certificate, or none"
+            f"handover.tls_ca (or tls.ca) and handover.tls_certificate, or none"
         )
     return bool(handover.secret or handover.tls_certificate)
 
 
-def handover_for(
-    settings: Settings,
-    name: str,
-    runtime: WorkerRuntime,
-    device: DeviceThread,
-    lanes: int,
-    peers: OwnerDirectory,
-    registry: CollectorRegistry,
-) -> Handover | None:
+def handover_for(context: WorkerContext, device: Device, lanes: int, peers: OwnerDirectory) -> HandoverService | None:
     """The hand-over of this worker; None if it is off. Raises ConfigError for settings that clash."""
+    settings, runtime = context.settings, device.runtime
     if not hands_over(settings):
         return None
     if not settings.worker.dram_bytes:
@@ -45,20 +37,20 @@ def handover_for(
             "the hand-over is on and `worker.dram_bytes` = 0: prefix KV move from DRAM tier to DRAM tier; set "
             "worker.dram_bytes, or unset handover.secret and handover.tls_certificate"
         )
-    return Handover(
+    return HandoverService(
         settings.handover,
-        name,
+        context.name,
         identity_of(runtime, lanes),
-        Desk(device, lanes),
+        Desk(device.thread, lanes),
         peers.workers,
-        HandoverMetrics(registry),
+        HandoverMetrics(context.registry),
         longest_sequence(settings, runtime.model),
         runtime.model.layout.nbytes,
         token_bytes(schema_of(runtime.model)),
     )
 
 
-def identity_of(runtime: WorkerRuntime, lanes: int) -> Identity:
+def identity_of(runtime: WorkerRuntime, lanes: int) -> PrefixIdentity:
     """The origin and shape of this worker's prefix KV.
 
     The kind of device and the kernels are part of it: with others, the same weights give K and V that differ in their
@@ -67,7 +59,7 @@ def identity_of(runtime: WorkerRuntime, lanes: int) -> Identity:
     layout, device = runtime.model.layout, runtime.device.type
     if isinstance(runtime.model, BuiltIn):
         device = f"{device}/{runtime.model.kernels}"
-    return Identity(
+    return PrefixIdentity(
         model_version=runtime.model.version,
         layers=layout.layers,
         heads=layout.heads,

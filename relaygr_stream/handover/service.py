@@ -24,7 +24,7 @@ from relaygr_stream.handover.channel import Bandwidth, Channel, PeerError
 from relaygr_stream.handover.connection import PROVE_S, accept, connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.session import Giver, SessionProgress, Taker
-from relaygr_stream.handover.wire import SLICE_BYTES, TOKEN_BYTES, Identity
+from relaygr_stream.handover.wire import SLICE_BYTES, TOKEN_BYTES, PrefixIdentity
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -58,7 +58,7 @@ BURST_S: Final = 1 / 30
 MIB: Final = 1 << 20
 
 
-class Handover:
+class HandoverService:
     """Serves and fetches from `start` to `stop`. peers: returns the newest status of every worker that is not silent.
 
     max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier. token_bytes: of a
@@ -69,7 +69,7 @@ class Handover:
         self,
         settings: HandoverSettings,
         name: str,
-        identity: Identity,
+        identity: PrefixIdentity,
         desk: Desk,
         peers: Callable[[], dict[str, WorkerStatus]],
         metrics: HandoverMetrics,

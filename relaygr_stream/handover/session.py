@@ -27,10 +27,10 @@ from relaygr_stream.handover.wire import (
     Ask,
     End,
     Enough,
-    Identity,
     Offer,
-    Refused,
-    Skip,
+    PrefixIdentity,
+    SessionRefused,
+    SkipOffer,
     Take,
     max_offer_bytes,
 )
@@ -63,7 +63,7 @@ class SessionProgress:
 class Giver:
     """Serves sessions, one call of `serve` each."""
 
-    def __init__(self, identity: Identity, desk: Desk, bandwidth: Bandwidth, metrics: HandoverMetrics) -> None:
+    def __init__(self, identity: PrefixIdentity, desk: Desk, bandwidth: Bandwidth, metrics: HandoverMetrics) -> None:
         self._identity = identity
         self._desk = desk
         self._bandwidth = bandwidth
@@ -75,7 +75,7 @@ class Giver:
         progress.lanes = frozenset(ask.lanes)
         if difference := self._identity.difference(ask.identity):
             progress.useless = True
-            await channel.send(Refused(difference[:MAX_TEXT]))
+            await channel.send(SessionRefused(difference[:MAX_TEXT]))
             raise PeerError(f"was refused: {difference}")
         for user_id in await self._desk.most_valuable_first(progress.lanes, ask.max_tokens):
             async with self._desk.lease(user_id) as lease:
@@ -91,7 +91,7 @@ class Giver:
         """Offer one entry, and send it if the taker takes it. Returns False if the taker wants no more."""
         nbytes = lease.data.numel()
         await channel.send(Offer.of(user_id, lease.tokens, lease.capacity, nbytes, lease.uses))
-        choice = await channel.receive(Take | Skip | Enough, MAX_CHOICE, CHOICE_S)
+        choice = await channel.receive(Take | SkipOffer | Enough, MAX_CHOICE, CHOICE_S)
         if isinstance(choice, Take):
             data = lease.data.numpy()
             for start in range(0, nbytes, SLICE_BYTES):
@@ -120,7 +120,7 @@ class Taker:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: PrefixIdentity,
         desk: Desk,
         metrics: HandoverMetrics,
         max_tokens: int,
@@ -145,8 +145,8 @@ class Taker:
         progress.lanes = lanes
         full, longest = 0, max_offer_bytes(self._max_tokens, self._token_bytes)
         while True:
-            message = await channel.receive(Offer | End | Refused, longest, LOOK_THROUGH_S)
-            if isinstance(message, Refused):
+            message = await channel.receive(Offer | End | SessionRefused, longest, LOOK_THROUGH_S)
+            if isinstance(message, SessionRefused):
                 raise PeerError(f"refused: {message.reason}")
             if isinstance(message, End):
                 break
@@ -160,7 +160,7 @@ class Taker:
             if lane in wanted:
                 full = 0 if await self._judge(channel, message, progress) else full + 1
             else:
-                await channel.send(Skip())
+                await channel.send(SkipOffer())
         progress.ended = True
 
     async def _judge(self, channel: Channel, offer: Offer, progress: SessionProgress) -> bool:
@@ -178,7 +178,7 @@ class Taker:
         async with self._desk.reservation(offer.user_id, tokens, offer.capacity, offer.uses) as place:
             if not isinstance(place, Reservation):
                 self._metrics.declined.labels(place).inc()
-                await channel.send(Skip())
+                await channel.send(SkipOffer())
                 return place != "full"
             await channel.send(Take())
             data, filled = place.data.numpy(), 0

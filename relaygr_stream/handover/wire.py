@@ -39,7 +39,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 UserKey = Annotated[str, Meta(min_length=1, max_length=385)]
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
+class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The properties that two workers must share for prefix KV of one to serve at the other."""
 
     model_version: Text
@@ -53,7 +53,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     lanes: int
     state: int = 0  # elements beside the tokens
 
-    def difference(self, other: Identity) -> str:
+    def difference(self, other: PrefixIdentity) -> str:
         """The first difference in words, from the viewpoint of `self`; "" if there is none."""
         for name in self.__struct_fields__:
             ours, theirs = getattr(self, name), getattr(other, name)
@@ -65,12 +65,12 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """Asks for the entries of these lanes' users. max_tokens: longer entries are not offered; 0: all are."""
 
-    identity: Identity
+    identity: PrefixIdentity
     lanes: Annotated[tuple[int, ...], Meta(max_length=10_000)]
     max_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class SessionRefused(msgspec.Struct, frozen=True, tag="refused"):
     """Refuses the session, with the reason."""
 
     reason: Text
@@ -109,7 +109,7 @@ class Take(msgspec.Struct, frozen=True, tag="take"):
     """Accepts the offer: the copy's bytes follow."""
 
 
-class Skip(msgspec.Struct, frozen=True, tag="skip"):
+class SkipOffer(msgspec.Struct, frozen=True, tag="skip"):
     """Declines the offer; the next one may follow."""
 
 
@@ -121,7 +121,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     """Ends the session: all entries were offered."""
 
 
-Message = Ask | Refused | Offer | Take | Skip | Enough | End
+Message = Ask | SessionRefused | Offer | Take | SkipOffer | Enough | End
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

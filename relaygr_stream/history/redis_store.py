@@ -54,6 +54,7 @@ class RedisStore(PackedStore):
                 "ssl_ca_certs": settings.tls_ca or None,
                 "ssl_certfile": settings.tls_certificate or None,
                 "ssl_keyfile": settings.tls_key or settings.tls_certificate or None,
+                "ssl_password": settings.tls_key_password,  # never None: OpenSSL would ask the terminal
                 "ssl_min_version": ssl.TLSVersion.TLSv1_2,
             }
         try:

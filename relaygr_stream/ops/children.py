@@ -23,7 +23,7 @@ from prometheus_client.samples import Sample
 
 from relaygr_stream.errors import RelayError
 from relaygr_stream.settings.files import private_file, write_private
-from relaygr_stream.settings.load import RETIRED
+from relaygr_stream.settings.load import FIELDS, RETIRED
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.section import ENV_PREFIX
 
@@ -141,8 +141,9 @@ def write_settings(file: Path, settings: Settings) -> str:
     for section, table in msgspec.to_builtins(settings).items():  # JSON's scalars are valid TOML
         lines.append(f"[{section}]")
         for name, value in table.items():
-            constant = RETIRED.get(f"{section}.{name}")
-            if constant is None or value != msgspec.to_builtins(constant.default):
+            key, of_tls = f"{section}.{name}", name.startswith("tls_") and getattr(settings.tls, name[4:], None)
+            is_set = key in RETIRED and value not in (msgspec.to_builtins(RETIRED[key].default), of_tls)
+            if key in FIELDS or is_set:
                 lines.append(f"{name} = {msgspec.json.encode(value).decode()}")
     write_private(file, "\n".join(lines) + "\n")  # it holds the secrets
     return str(file)

@@ -76,7 +76,7 @@ _EVERY: Final[dict[str, Field]] = fields_of(Settings)
 FIELDS: Final = {key: field for key, field in _EVERY.items() if field.description}
 #: What was a setting and is a constant now. Release 0.1 accepts a value with a warning.
 RETIRED: Final = {key: field for key, field in _EVERY.items() if not field.description}
-_BY_ENV: Final = {field.env: field for field in FIELDS.values()}
+_BY_ENV: Final = {field.env: field for field in _EVERY.values()}
 _KEY_BY_ENV: Final = {env_name(key): key for key in (*_EVERY, *REMOVED)}
 
 
@@ -131,9 +131,29 @@ def load_settings(
     for key, value in merged.items():
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value.value
-    settings = msgspec.convert(sections, Settings)
+    settings = _with_tls(msgspec.convert(sections, Settings))
     _check_together(settings)
     return Config(settings, tuple(merged.values()))
+
+
+def _with_tls(settings: Settings) -> Settings:
+    """The settings, with the files of [tls] wherever TLS is used and nothing else is given. Raises ConfigError."""
+    tls, kafka, history, handover = settings.tls, settings.kafka, settings.history, settings.handover
+    uses = (kafka.security_protocol.endswith("SSL"), history.store.startswith("rediss://"), handover.tls_certificate)
+    if (tls.ca or tls.certificate or tls.key) and not any(uses):
+        raise ConfigError(
+            "[tls] names files, and no connection uses them: set `kafka.security_protocol` = SSL or SASL_SSL, a "
+            "`history.store` of rediss://, or `handover.tls_certificate`"
+        )
+    certificate = {"tls_certificate": tls.certificate, "tls_key": tls.key, "tls_key_password": tls.key_password}
+    changed: dict[str, Any] = {}
+    for name, section, used in (("kafka", kafka, uses[0]), ("history", history, uses[1])):
+        own = {} if section.tls_certificate or section.tls_key else certificate
+        if used:
+            changed[name] = msgspec.structs.replace(section, tls_ca=section.tls_ca or tls.ca, **own)
+    if handover.tls_certificate:
+        changed["handover"] = msgspec.structs.replace(handover, tls_ca=handover.tls_ca or tls.ca)
+    return msgspec.structs.replace(settings, **changed)
 
 
 def _check_together(settings: Settings) -> None:
@@ -168,9 +188,12 @@ def _of_environment(environ: Mapping[str, str]) -> Iterable[Value]:
         if not name.startswith(ENV_PREFIX) or name.startswith(ENV_NOT_SETTINGS) or name in ignored:
             continue
         if (base := _BY_ENV.get(name.removesuffix(ENV_FILE))) and base.is_secret and name.endswith(ENV_FILE):
+            _current(base.key, f"environment {name}")
             yield _from_secret_file(base, name, environ)
         elif name not in _KEY_BY_ENV:
-            raise ConfigError(f"environment {name}: no such setting{_did_you_mean(name, _BY_ENV)}")
+            raise ConfigError(
+                f"environment {name}: no such setting{_did_you_mean(name, [field.env for field in FIELDS.values()])}"
+            )
         elif key := _current(_KEY_BY_ENV[name], f"environment {name}"):
             given = environ[name].strip(MARK).rstrip() if _EVERY[key].is_secret else environ[name]  # as from a file
             yield _checked(key, given, f"environment {name}")
@@ -261,6 +284,8 @@ def replacement_of(key: str) -> str:
     """What a retired setting is replaced by, as its warning and the documentation have it."""
     if key.startswith("model."):
         return "config.json in the folder that `model.checkpoint` names says it; `relaygr model random` writes one"
+    if (name := key.partition(".")[2]).startswith("tls_"):
+        return f"`tls.{name.removeprefix('tls_')}` is for brokers and the history store"
     return f"it is always {msgspec.json.encode(RETIRED[key].default).decode()}"
 
 

@@ -56,12 +56,28 @@ class Kafka(Section, frozen=True, kw_only=True):
     )
     sasl_username: Annotated[str, doc("user of SASL_PLAINTEXT and SASL_SSL")] = ""
     sasl_password: Annotated[str, Meta(extra={"secret": True}), doc("password of kafka.sasl_username")] = ""
-    tls_ca: Annotated[
-        str, doc("PEM file of the authority that signed the brokers' certificates; empty: the system's")
+    # Those of [tls], unless given here, as former settings.
+    tls_ca: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_key_password: Annotated[str, Meta(extra={"secret": True})] = ""
+
+
+class Tls(Section, frozen=True, kw_only=True):
+    """TLS to brokers and to the history store; workers and gateways have certificates of their own."""
+
+    ca: Annotated[
+        str,
+        doc(
+            "PEM file of the authorities that signed the certificates of brokers and of the history store; empty: the "
+            "system's"
+        ),
     ] = ""
-    tls_certificate: Annotated[str, doc("PEM file of this process's certificate, if the brokers require one")] = ""
-    tls_key: Annotated[str, doc("PEM file of the key of kafka.tls_certificate; empty: in the certificate's file")] = ""
-    tls_key_password: Annotated[str, Meta(extra={"secret": True}), doc("password of kafka.tls_key")] = ""
+    certificate: Annotated[
+        str, doc("PEM file of this process's certificate, for brokers and history stores that require one")
+    ] = ""
+    key: Annotated[str, doc("PEM file of the key of tls.certificate; empty: in the certificate's file")] = ""
+    key_password: Annotated[str, Meta(extra={"secret": True}), doc("password of tls.key")] = ""
 
 
 class Relay(Section, frozen=True, kw_only=True):
@@ -156,13 +172,11 @@ class History(Section, frozen=True, kw_only=True):
     ] = ""
     username: Annotated[str, doc("user of the store; empty: its default user")] = ""
     password: Annotated[str, Meta(extra={"secret": True}), doc("password at the store")] = ""
-    tls_ca: Annotated[
-        str, doc("PEM file of the authority that signed the store's certificate; empty: the system's")
-    ] = ""
-    tls_certificate: Annotated[str, doc("PEM file of this process's certificate, if the store requires one")] = ""
-    tls_key: Annotated[str, doc("PEM file of the key of history.tls_certificate; empty: in the certificate's file")] = (
-        ""
-    )
+    # Those of [tls], unless given here, as former settings.
+    tls_ca: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_key_password: Annotated[str, Meta(extra={"secret": True, "internal": True})] = ""
     prefix: Annotated[str, Meta(max_length=64), doc("prefix of the keys in Redis")] = "relaygr:history:"
     timeout_ms: Annotated[Ms, doc("timeout of one call of the store, connecting included")] = 100.0
     # A failed read is tried so many times more, within the ranking's deadline: for a closed connection, and once more.
@@ -257,6 +271,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings, one section per attribute."""
 
     kafka: Kafka = Kafka()
+    tls: Tls = Tls()
     relay: Relay = Relay()
     trigger: Trigger = Trigger()
     worker: Worker = Worker()

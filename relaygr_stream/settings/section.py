@@ -16,7 +16,7 @@ ENV_PREFIX = "RELAYGR_"
 SECRETS = frozenset(
     {
         *("secret", "accepted_secret", "answer_secret", "accepted_answer_secret", "hash_key", "tokens"),
-        *("password", "sasl_password", "tls_key_password"),
+        *("password", "sasl_password", "key_password", "tls_key_password"),
     }
 )
 SECRET_SHOWN = "********"
@@ -98,7 +98,7 @@ def env_name(key: str) -> str:
 
 
 def fields_of(settings: type[Struct]) -> dict[str, Field]:
-    """Every setting, by its key. settings: a Struct of Sections."""
+    """Every field that is or was a setting, by its key. settings: a Struct of Sections."""
     fields: dict[str, Field] = {}
     for section in structs.fields(settings):
         hints = get_type_hints(section.type, include_extras=True)
@@ -111,6 +111,8 @@ def fields_of(settings: type[Struct]) -> dict[str, Field]:
                 description = (info.extra_json_schema or {}).get("description", description)
                 extra = {**extra, **(info.extra or {})}
                 info = info.type
+            if extra.get("internal"):
+                continue
             key = f"{section.name}.{item.name}"
             fields[key] = Field(
                 key=key,

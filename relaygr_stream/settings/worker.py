@@ -124,11 +124,13 @@ class Handover(Section, frozen=True, kw_only=True):
             "processes with this secret are believed, too: the next handover.secret or the former one, during a change"
         ),
     ] = ""
-    tls_ca: Annotated[
-        str, doc("PEM file of the workers' certificate authority; empty: one derived from handover.secret")
-    ] = ""
+    tls_ca: Annotated[str, doc("PEM file of the authority that signs workers' certificates; empty: tls.ca")] = ""
     tls_certificate: Annotated[
-        str, doc("PEM file of this worker's certificate, with URI:relaygr://worker/NAME and its advertised host")
+        str,
+        doc(
+            "PEM file of this worker's certificate, with URI:relaygr://worker/NAME and its advertised host, signed by "
+            "handover.tls_ca; empty: one that is derived from handover.secret"
+        ),
     ] = ""
     tls_key: Annotated[
         str, doc("PEM file of the key of handover.tls_certificate; empty: in the certificate's file")

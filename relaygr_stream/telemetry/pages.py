@@ -24,7 +24,7 @@ TEXT: Final = "text/plain; charset=utf-8"
 Page = tuple[str, list[tuple[str, str]], bytes]  # status, headers, body
 
 
-class Asked(NamedTuple):
+class PageRequest(NamedTuple):
     """A GET or HEAD. headers: names in small letters."""
 
     path: str
@@ -45,7 +45,7 @@ def not_found(path: str, paths: Sequence[str]) -> Page:
 
 
 async def serve_one(
-    connection: socket.socket, answer: Callable[[Asked], Awaitable[Page]], within_s: float = REQUEST_S
+    connection: socket.socket, answer: Callable[[PageRequest], Awaitable[Page]], within_s: float = REQUEST_S
 ) -> None:
     """Read one request, write one answer, close."""
     writer = None
@@ -67,12 +67,12 @@ async def serve_one(
             connection.close()
 
 
-async def _answered(request: bytes, answer: Callable[[Asked], Awaitable[Page]]) -> Page:
+async def _answered(request: bytes, answer: Callable[[PageRequest], Awaitable[Page]]) -> Page:
     line, *rest = request.decode("latin-1").split("\r\n")
     method, _, target = line.partition(" ")
     path, _, query = target.partition(" ")[0].partition("?")
     headers = {name.strip().lower(): value.strip() for name, _, value in (each.partition(":") for each in rest)}
     if method not in ("GET", "HEAD"):
         return respond("405 Method Not Allowed", TEXT, "Only GET and HEAD.\n", ("Allow", "GET, HEAD"))
-    status, found, body = await answer(Asked(unquote(path), query, headers))
+    status, found, body = await answer(PageRequest(unquote(path), query, headers))
     return status, found, body if method == "GET" else b""

@@ -22,8 +22,8 @@ from relaygr_stream.telemetry.pages import (
     JSON,
     MAX_CLIENTS,
     REQUEST_S,
-    Asked,
     Page,
+    PageRequest,
     not_found,
     respond,
     serve_one,
@@ -83,7 +83,7 @@ class TelemetryServer:
     async def _serve(self, connection: socket.socket, _: Known) -> None:
         await serve_one(connection, self._answer)
 
-    async def _answer(self, asked: Asked) -> Page:
+    async def _answer(self, asked: PageRequest) -> Page:
         if asked.path == "/metrics":
             accept, encoding = (asked.headers.get(name, "") for name in ("accept", "accept-encoding"))
             return self._exposition.page(asked.query, accept, encoding)

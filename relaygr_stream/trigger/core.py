@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Set
 from typing import Final, NamedTuple
 
 from relaygr_stream.errors import BrokerUnavailable, MessageTooLarge
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.trigger.decision import Decide, Decision, LaneState, Policy, decide
 from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.trigger.load import OwnerLoads
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, prefix_length, prefix_tokens
 from relaygr_stream.wire.refusals import Refusal
 from relaygr_stream.wire.worker_status import charge_ms, prefix_bytes

@@ -13,12 +13,12 @@ from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 import msgspec
 
+from relaygr_stream.fleet import Claim
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger import load
 from relaygr_stream.trigger.delegation import NOTICE_MS, Delegation, Place
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import KeptAt, LoadBucket, OwnerLoads, stated_wait_ms
-from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.messages import CostModel, RequestEvent, prefix_length, prefix_tokens, tenant_key
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
 

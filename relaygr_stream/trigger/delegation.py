@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Final, NamedTuple
 
+from relaygr_stream.fleet import LOOKED_AT, TRAVEL_MS, Claim, OwnerDirectory, better_of_two
 from relaygr_stream.trigger.load import NEW_SHARE, KeptAt, OwnerLoads
-from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, Claim, OwnerDirectory
 from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
 
 #: Nothing is delegated for so long after a delegated signal that Kafka refused: without the grant to write `ranking`,
@@ -119,9 +120,9 @@ class Delegation:
         return Place(kept.worker, kept.incarnation, lane, nbytes, NEW_SHARE * cost_ms)
 
     def choose(self, found: list[tuple[float, Place]]) -> Place | None:
-        """The sooner of two at random: all triggers that delegate now would find the same worker the soonest."""
-        two = self._random.sample(found, min(2, len(found)))
-        return min(two)[1] if two else None
+        """The place that is chosen among those in time."""
+        two = better_of_two(found, self._random, itemgetter(0))
+        return two[0][1] if two else None
 
     def _takes_signals(self, lane: int, now_s: float) -> bool:
         return self._led(lane) and all(now_s >= self._paused_until_s.get(each, now_s) for each in (None, lane))

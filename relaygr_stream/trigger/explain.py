@@ -21,6 +21,7 @@ from relaygr_stream.bus.contents import read_back, spans
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.ops.status.overview import LISTEN_S, listening
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
@@ -31,7 +32,6 @@ from relaygr_stream.trigger.intake import read_event
 from relaygr_stream.trigger.load import KeptAt
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import decode
-from relaygr_stream.wire.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.wire.messages import (
     PreInferSignal,
     RequestEvent,

@@ -21,8 +21,8 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.core import Effect, Skip, TriggerCore
 from relaygr_stream.trigger.intake import EventIntake, user_of
 from relaygr_stream.trigger.metrics import TriggerTelemetry
-from relaygr_stream.trigger.outbox import Outbox, Sending, described
-from relaygr_stream.wire.erase import named
+from relaygr_stream.trigger.outbox import Outbox, SignalSending, described
+from relaygr_stream.wire.erase import filter_named_users
 from relaygr_stream.wire.messages import RequestEvent
 from relaygr_stream.wire.records import Record, held_bytes
 
@@ -80,7 +80,7 @@ class LaneTrigger:
         """Complete the waiting events of a user undecided. names(tenant_key): whether it is."""
         waiting = list(self._events)
         whose = [user_of(record) for _, record in waiting]
-        found = await named(whose, names)
+        found = await filter_named_users(whose, names)
         gone = {record.offset for user, (_, record) in zip(whose, waiting, strict=True) if user in found}
         for _ in range(len(self._events)):
             read_s, record = self._events.popleft()
@@ -105,7 +105,7 @@ class LaneTrigger:
             await self._outbox.send(self._number, self._turn())
             await asyncio.sleep(0)
 
-    def _turn(self) -> list[Sending]:
+    def _turn(self) -> list[SignalSending]:
         """Decide on at most EVENTS_PER_TURN queued events; returns what is to be sent, in order."""
         sending = []
         tracing = self._telemetry.tracing
@@ -116,7 +116,7 @@ class LaneTrigger:
             trace = tracing.receive("relaygr.decide", record) if tracing.on else None
             effect = self._decide(event, record)
             if not isinstance(effect, Skip):
-                sending.append(Sending(effect, record, trace))
+                sending.append(SignalSending(effect, record, trace))
                 continue
             if trace is not None:
                 trace.end(described(event, effect.decision.reason))

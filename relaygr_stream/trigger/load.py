@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict, deque
 from typing import Final, NamedTuple
 
-from relaygr_stream.wire.fleet import FORGET_S, TRAVEL_MS, Claim
+from relaygr_stream.fleet import FORGET_S, TRAVEL_MS, Claim
 
 #: A new bucket holds the refill of this many seconds. Not a full burst: triggers restart and hand lanes over, and each
 #: time every lane would get another burst. One second's refill summed over an owner's lanes is one second of its

@@ -114,7 +114,7 @@ class RefusalNotices:
 # ---- signals ----
 
 
-class Sending(NamedTuple):
+class SignalSending(NamedTuple):
     """An effect to carry out. record: of its event, completed with it; trace: the event's span, ends with the send."""
 
     effect: Signal | Delegate
@@ -146,7 +146,7 @@ class Outbox:
         self._metrics = metrics
         self._done = done
 
-    async def send(self, lane: int, sending: Sequence[Sending]) -> None:
+    async def send(self, lane: int, sending: Sequence[SignalSending]) -> None:
         """Hand one lane's signals to the producer; waits SENDING_S while an earlier batch of the lane is not sent.
 
         The lane's own go first: a delegate's lane may wait for a broker.
@@ -157,7 +157,7 @@ class Outbox:
             if isinstance(each.effect, Delegate):
                 await self._send_delegated(each, each.effect, stuck)
 
-    async def _send_signals(self, lane: int, sending: Sequence[Sending]) -> None:
+    async def _send_signals(self, lane: int, sending: Sequence[SignalSending]) -> None:
         if not sending:
             return
         producer, topic = self._producer, self._topics.pre_infer.name
@@ -190,7 +190,7 @@ class Outbox:
             **with_version(event.history),
         )
 
-    def _on_signal(self, sending: Sending, outcome: Sent | BrokerError) -> None:
+    def _on_signal(self, sending: SignalSending, outcome: Sent | BrokerError) -> None:
         effect = sending.effect
         assert isinstance(effect, Signal)
         if isinstance(outcome, BrokerError):  # no retry: after the request timeout its ranking has passed
@@ -201,7 +201,7 @@ class Outbox:
             self._core.on_acknowledged(effect.lane, effect.pending, outcome.offset, time.monotonic(), outcome.batch)
         self._complete(sending, "admitted", outcome if isinstance(outcome, BrokerError) else None)
 
-    async def _send_delegated(self, sending: Sending, effect: Delegate, stuck: set[int | None]) -> None:
+    async def _send_delegated(self, sending: SignalSending, effect: Delegate, stuck: set[int | None]) -> None:
         """To the delegate; the owner is told once a broker has it.
 
         stuck: brokers not to wait for; the lane's joins them if it takes nothing within SENDING_S.
@@ -240,7 +240,7 @@ class Outbox:
         sent.add_done_callback(settle)
 
     def _on_delegated(
-        self, sending: Sending, effect: Delegate, error: BaseException | None, *, tried: bool = True
+        self, sending: SignalSending, effect: Delegate, error: BaseException | None, *, tried: bool = True
     ) -> None:
         told = self._core.on_delegated(effect, error, time.monotonic(), tried=tried)
         if error is not None:
@@ -248,7 +248,7 @@ class Outbox:
         self.notices.add(effect.owner, effect.lane, told)
         self._complete(sending, "delegated", error)
 
-    def _failed(self, what: str, sending: Sending, error: BaseException) -> None:
+    def _failed(self, what: str, sending: SignalSending, error: BaseException) -> None:
         self._metrics.signals_failed.inc()
         event, place = sending.effect.event, sending.effect.decision.delegate
         limited(log.warning, what)(
@@ -261,7 +261,7 @@ class Outbox:
             error=str(error),
         )
 
-    def _complete(self, sending: Sending, reason: str, error: BaseException | None) -> None:
+    def _complete(self, sending: SignalSending, reason: str, error: BaseException | None) -> None:
         if sending.trace is not None:
             sending.trace.end(described(sending.effect.event, reason), error="" if error is None else str(error))
         self._done(sending.record)

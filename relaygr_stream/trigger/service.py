@@ -26,6 +26,7 @@ from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import verify_topics
+from relaygr_stream.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.otlp import tracing_of
@@ -37,9 +38,8 @@ from relaygr_stream.trigger.intake import EventIntake
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.metrics import TriggerMetrics, TriggerTelemetry
 from relaygr_stream.trigger.outbox import SENDING_S, Outbox, RefusalNotices
-from relaygr_stream.trigger.statement import NeverAtRisk, Stated, Statements
-from relaygr_stream.wire.erase import Erase, named
-from relaygr_stream.wire.fleet import STATUS_PERIODS, OwnerDirectory
+from relaygr_stream.trigger.statement import NeverAtRisk, Stated, TriggerStatements
+from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.trigger_status import STATUS_S
@@ -110,8 +110,8 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         context.conditions += [lanes.dead_letters.why_not_taken, counts.why_not_ready]
         erasures = Erasures(reader, background, lanes.erase, metrics.statuses_unsigned.inc)
         status = topics.worker_status.name
-        statements = Statements(settings, status, member, producer, reader, lanes.stated, erasures)
-        # From the end: a status written before this start may be of any age (wire/fleet.py).
+        statements = TriggerStatements(settings, status, member, producer, reader, lanes.stated, erasures)
+        # From the end: a status written before this start may be of any age (fleet.py).
         tail = await _enter(
             stack,
             TopicTail(settings.kafka, status, [0], "latest", partial(_take, owners, erasures), pause_s=STATUS_PAUSE_S),
@@ -233,7 +233,7 @@ class TriggerLanes:
         """Drop a user: waiting events, recent requests, where the prefix KV are. Signals that are sent stay so."""
         for lane in list(self._lanes.values()):
             await lane.erase(erase.names)
-        self._core.forget(await named(self._core.users(), erase.names))
+        self._core.forget(await filter_named_users(self._core.users(), erase.names))
         log.info("a user was erased", erase=erase.id)
 
     async def tell_owners(self) -> None:

@@ -18,12 +18,12 @@ from relaygr_stream.bus.erasures import Erasures
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.throttling import throttled_ms
 from relaygr_stream.errors import BrokerError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.ops.status.odd import never_at_risk
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import version
 from relaygr_stream.trigger.decision import Policy, Reason
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import HEADER_KIND
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND, PolicyStatus, TriggerStatus, encode_trigger
 from relaygr_stream.wire.worker_status import StatusReader, rising_ms
@@ -41,7 +41,7 @@ class Stated(NamedTuple):
     on_hold: int
 
 
-class Statements:
+class TriggerStatements:
     """Publishes statuses on a topic, in the trigger's name. stated: returns the current values.
 
     erasures: stated at once when one is carried out.

@@ -102,7 +102,7 @@ def read_erase(record: Record, reader: StatusReader) -> Erase | None:
     return _Keyed(**msgspec.structs.asdict(erase), keys=reader.signer.keys(PURPOSE))
 
 
-async def named(users: Sequence[str], names: Callable[[str], bool]) -> set[str]:
+async def filter_named_users(users: Sequence[str], names: Callable[[str], bool]) -> set[str]:
     """Those whom `names` names; the loop goes on after each NAMES_AT_ONCE of them."""
     found: set[str] = set()
     for start in range(0, len(users), NAMES_AT_ONCE):

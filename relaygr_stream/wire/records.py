@@ -67,8 +67,10 @@ class Record(NamedTuple):
 
 def held_bytes(record: Record) -> int:
     """Bytes of memory that a record holds: objects, key, value, headers. Every account of records counts these."""
-    headers = sum(BYTES_OF_A_HEADER + sys.getsizeof(name) + len(value or b"") for name, value in record.headers)
-    return BYTES_OF_A_RECORD + len(record.key or b"") + len(record.value or b"") + headers
+    held = BYTES_OF_A_RECORD + len(record.key or b"") + len(record.value or b"")
+    for name, value in record.headers:
+        held += BYTES_OF_A_HEADER + sys.getsizeof(name) + len(value or b"")
+    return held
 
 
 def as_record(message: Any) -> Record:

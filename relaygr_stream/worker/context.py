@@ -29,7 +29,7 @@ class WorkerContext:
 
 
 @dataclass(frozen=True)
-class Connections:
+class WorkerConnections:
     """scores: for answers, acknowledged by one broker; others: for all else, by all in sync. store: of histories; None:
     none is set."""
 

@@ -26,9 +26,9 @@ from relaygr_stream.engine.commands import (
     RankTask,
 )
 from relaygr_stream.errors import CRASHED, DecodeError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.erase import Erase
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import Status
 from relaygr_stream.wire.refusals import Refusals
 from relaygr_stream.worker.decisions import Decisions
@@ -138,7 +138,7 @@ class Missing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class WorkerPolicy:
     """What the settings say of a worker's rules."""
 
     forward: bool
@@ -148,7 +148,7 @@ class Policy:
     averaging: float = 1.0
 
     @classmethod
-    def of(cls, settings: Settings) -> Policy:
+    def of(cls, settings: Settings) -> WorkerPolicy:
         """As configured."""
         worker, relay = settings.worker, settings.relay
         return cls(
@@ -165,7 +165,12 @@ class WorkerCore:
     """
 
     def __init__(
-        self, name: str, policy: Policy, peers: OwnerDirectory, home: Callable[[str], int], seed: int | None = None
+        self,
+        name: str,
+        policy: WorkerPolicy,
+        peers: OwnerDirectory,
+        home: Callable[[str], int],
+        seed: int | None = None,
     ) -> None:
         self.name: Final = name
         self._policy = policy

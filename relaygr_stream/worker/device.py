@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.commands import Answer, Command, Placed, Prefill
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import DeviceError
@@ -102,19 +103,32 @@ class _Question(NamedTuple):
     undo: Callable[[Any], Command | None]
 
 
+class Device(NamedTuple):
+    """A worker's device thread, and what it runs."""
+
+    thread: DeviceThread
+    runtime: WorkerRuntime
+
+
+class Receiver(Protocol):
+    """Takes what the device thread has done, on the loop."""
+
+    def on_answers(self, answers: list[Answer]) -> None:
+        """Rankings are answered."""
+
+    def on_placed(self, placed: list[Placed]) -> None:
+        """This became of signals whose origin is to be told."""
+
+
 class DeviceThread:
-    """Runs a Scheduler; answers arrive on the loop through `on_answers`, what became of signals through
-    `on_placed`, a failure of the thread through `failed`.
+    """Runs a Scheduler; what it has done arrives at the receiver, on the loop, and a failure of the thread in `failed`.
 
     Answers given before a failure arrive before it.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, on_answers: Callable[[list[Answer]], None] = lambda answers: None
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, receiver: Receiver | None = None) -> None:
         self._loop = loop
-        self.on_answers = on_answers
-        self.on_placed: Callable[[list[Placed]], None] = lambda placed: None
+        self._receiver = receiver
         self._inbox: deque[Submitted] = deque()
         self._event = threading.Event()
         self._thread: threading.Thread | None = None
@@ -138,13 +152,17 @@ class DeviceThread:
         self._thread.start()
         return ready
 
+    def deliver_to(self, receiver: Receiver) -> None:
+        """From now on, this takes what the thread has done; the parts that do are made once it runs."""
+        self._receiver = receiver
+
     def wake(self) -> None:
         """Have the thread look for work, because a copy is over; callable from any thread."""
         self._event.set()
 
     def submit(self, *commands: Command) -> None:
         """Have these handled in order, after those submitted before."""
-        self._inbox.extend(Submitted(command) for command in commands)
+        self._inbox.extend(map(Submitted, commands))
         self._event.set()
 
     async def ask(self, command: Command, undo: Callable[[Any], Command | None] = lambda reply: None) -> Any:
@@ -234,10 +252,10 @@ class DeviceThread:
                 self._take_back(question, reply)
             else:
                 question.reply.set_result(reply)
-        if turn.answers:
-            self.on_answers(turn.answers)
-        if turn.placed:
-            self.on_placed(turn.placed)
+        if self._receiver is not None and turn.answers:
+            self._receiver.on_answers(turn.answers)
+        if self._receiver is not None and turn.placed:
+            self._receiver.on_placed(turn.placed)
 
     def _take_back(self, question: _Question, reply: Any) -> None:
         command = question.undo(reply)

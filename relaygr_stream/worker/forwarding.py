@@ -16,6 +16,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final, Literal
 
 import msgspec
@@ -23,7 +24,7 @@ import msgspec
 from relaygr_stream.engine.budgets import AVERAGE_S
 from relaygr_stream.engine.commands import RankTask
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.wire.fleet import FORGET_S, TRAVEL_MS, OwnerDirectory
+from relaygr_stream.fleet import FORGET_S, TRAVEL_MS, OwnerDirectory, better_of_two
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.versions import NOT_DECODED
 
@@ -121,7 +122,7 @@ class Forwarding:
         home = self._peers.owner(self._home(user_id))
         # The owner of the user's lane had the request first, or reads it there: two hops never lead back.
         been = {self._name} if home is None else {self._name, home.worker.name}
-        found = self._peers.some(self._random)
+        found = self._peers.sample_workers(self._random)
         peers = [s for s in found if s.state == "serving" and s.lanes and s.name not in been]
         if not peers:
             return "alone"
@@ -131,9 +132,7 @@ class Forwarding:
             done_ms = self._done_ms(peer, cost_ms, now)
             if 0.0 <= done_ms <= IN_TIME_SHARES[hops] * left_ms and cost_ms >= 0.0:
                 in_time.append((done_ms, cost_ms, peer))
-        # The better of two at random: all workers that forward now would find the same peer the best.
-        two = self._random.sample(in_time, min(2, len(in_time)))
-        for _, cost_ms, peer in sorted(two, key=lambda each: each[0]):
+        for _, cost_ms, peer in better_of_two(in_time, self._random, itemgetter(0)):
             if (owned := self._peers.lanes_of(peer.name)) is not None:
                 self._accounts[peer.name].send(cost_ms)
                 return self._random.choice(owned[1])

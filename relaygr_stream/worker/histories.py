@@ -23,7 +23,7 @@ from relaygr_stream.history.packed import joined
 from relaygr_stream.history.store import HistoryStore, rows_of
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
-from relaygr_stream.wire.erase import named
+from relaygr_stream.wire.erase import filter_named_users
 from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference, digests, row_bytes
 from relaygr_stream.wire.latencies import BOUNDS_S
 from relaygr_stream.wire.messages import tenant_key
@@ -121,7 +121,7 @@ class Histories:
         for (user, _, _), reading in list(self._reading.items()):
             if names(user):
                 reading.cancel()
-        for user in await named(list(self._kept), names):
+        for user in await filter_named_users(list(self._kept), names):
             self._drop(user)
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag, stated_ag
 from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, PrefillTask, Rank, RankTask, Referred, Times
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
-from relaygr_stream.settings.schema import Relay
+from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.telemetry.tracing import Trace
 from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, check_times
 from relaygr_stream.wire.codec import check_features, decode_record
@@ -33,6 +33,7 @@ from relaygr_stream.wire.records import (
     held_bytes,
     kind_of,
 )
+from relaygr_stream.wire.topic_files import TopicSet
 
 #: Decimal digits of the largest partition number (int32).
 MAX_PARTITION_DIGITS: Final = 10
@@ -62,35 +63,53 @@ class TooMuch(Exception):
         self.request_key = tenant_key(request.tenant, request.request_id)
 
 
+@dataclass(frozen=True, slots=True)
+class IntakeLimits:
+    """What a worker takes. max_bytes: of a message. reply_ms: an answer's way to its client.
+
+    max_timeout_ms: the longest timeout granted.
+    """
+
+    relay: Relay
+    default_timeout_ms: float
+    reply_partitions: int
+    max_bytes: int
+    reply_ms: float = 0.0
+    max_timeout_ms: float = math.inf
+
+    @classmethod
+    def of(cls, settings: Settings, topics: TopicSet) -> IntakeLimits:
+        """As configured."""
+        return cls(
+            settings.relay,
+            settings.client.timeout_ms,
+            topics.scores.partitions,
+            topics.ranking.max_message_bytes,
+            settings.worker.reply_ms,
+            settings.worker.max_timeout_ms,
+        )
+
+
 class Intake:
     """Decodes records; times become seconds of the monotonic clock.
 
-    clamped(): called for each request whose sender's clock cannot be right. reply_ms: an answer's way to its client.
-    max_timeout_ms: the longest timeout granted. score_columns, features: of the model.
+    clamped(): called for each request whose sender's clock cannot be right. score_columns, features: of the model.
     """
 
     def __init__(
         self,
-        relay: Relay,
-        default_timeout_ms: float,
-        reply_partitions: int,
-        max_bytes: int,
-        clamped: Callable[[], object],
-        reply_ms: float = 0.0,
-        max_timeout_ms: float = math.inf,
+        limits: IntakeLimits,
+        clamped: Callable[[], object] = lambda: None,
         score_columns: int = 1,
         features: FeatureSchema = NO_FEATURES,
     ) -> None:
+        self._limits = limits
+        self._relay = limits.relay
+        self._reply_partitions = limits.reply_partitions
+        self._clamped = clamped
         self._features = features
         self._token_bytes = 8 * (ROWS + features.words)
         self._score_columns = score_columns
-        self._max_timeout_ms = max_timeout_ms
-        self._relay = relay
-        self._reply_ms = reply_ms
-        self._default_timeout_ms = default_timeout_ms
-        self._reply_partitions = reply_partitions
-        self._max_bytes = max_bytes
-        self._clamped = clamped
         self._ages: defaultdict[tuple[str, int], AgeBounds] = defaultdict(partial(AgeBounds, SenderLag()))
 
     def set_reply_partitions(self, count: int) -> None:
@@ -113,7 +132,7 @@ class Intake:
 
         origin: as PrefillTask's.
         """
-        signal = decode_record(PreInferSignal, record, self._max_bytes)
+        signal = decode_record(PreInferSignal, record, self._limits.max_bytes)
         length = prefix_length(signal)
         if beyond := self._relay.beyond(prefix=length):
             raise DecodeError("invalid", beyond)
@@ -174,7 +193,7 @@ class Intake:
 
     def ranking(self, record: Record, origin: Origin) -> Rank:
         """A ranking record as a command. Raises DecodeError or TooMuch."""
-        request = decode_record(RankingRequest, record, self._max_bytes)
+        request = decode_record(RankingRequest, record, self._limits.max_bytes)
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
         beyond = self._relay.beyond(prefix=prefix_length(request), suffix=len(request.suffix), candidates=candidates)
         if beyond:
@@ -187,7 +206,7 @@ class Intake:
             raise TooMuch(error.detail, request) from error
         columns = request.columns or NO_TABLES
         now = time.monotonic()
-        timeout = min(request.timeout_ms or self._default_timeout_ms, self._max_timeout_ms)
+        timeout = min(request.timeout_ms or self._limits.default_timeout_ms, self._limits.max_timeout_ms)
         age = self._age(record, request.sent_ms, now)
         prefix_times = request.prefix.times
         last = int.from_bytes(prefix_times[-8:], "little", signed=True) if prefix_times else None
@@ -200,7 +219,7 @@ class Intake:
             candidates=np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64),
             times=Times(
                 arrived=now,
-                deadline=now + (due_ms(timeout, self._reply_ms) - age.sure_ms) / 1e3,
+                deadline=now + (due_ms(timeout, self._limits.reply_ms) - age.sure_ms) / 1e3,
                 timeout_ms=timeout,
                 age_ms=age.sure_ms,
                 inbound_ms=age.stated_ms,
@@ -217,7 +236,7 @@ class Intake:
 
     def cancelled(self, record: Record) -> str:
         """The request (Keys.request_key) that a cancel record names. Raises DecodeError."""
-        cancel = decode_record(Cancel, record, self._max_bytes)
+        cancel = decode_record(Cancel, record, self._limits.max_bytes)
         return tenant_key(cancel.tenant, cancel.request_id)
 
     def _nbytes(self, record: Record, request: RankingRequest) -> int:

@@ -15,10 +15,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import structlog
-from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.aiokafka_compat import end
@@ -32,6 +31,7 @@ from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.engine.audit import Report
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.errors import BrokerError, DeviceError, RelayError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.history.store import open_store
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.loading import BuiltIn
@@ -40,13 +40,13 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.wire.fleet import OwnerDirectory
+from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
-from relaygr_stream.worker.context import Connections, WorkerContext
-from relaygr_stream.worker.core import Policy, WorkerCore
-from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.context import WorkerConnections, WorkerContext
+from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
+from relaygr_stream.worker.device import Device, DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import check_answers_fit
 from relaygr_stream.worker.requests import Requests
@@ -61,7 +61,7 @@ AGES_S: Final = 0.25
 CLOSE_S: Final = 2.0
 
 
-class Handover(Protocol):
+class LaneHandover(Protocol):
     """Prefix KV of lanes that move between workers, as a worker sees it (handover/service.py)."""
 
     @property
@@ -88,11 +88,8 @@ class Handover(Protocol):
         """Close everything."""
 
 
-#: Makes a worker's hand-over of its settings, name, parts, device thread, number of lanes, peers and metrics; None: it
-#: is off.
-MakeHandover = Callable[
-    [Settings, str, WorkerRuntime, DeviceThread, int, OwnerDirectory, CollectorRegistry], Handover | None
-]
+#: Makes a worker's hand-over, with the number of lanes and what peers state; None: it is off.
+MakeHandover = Callable[[WorkerContext, Device, int, OwnerDirectory], LaneHandover | None]
 
 
 #: Builds a worker's runtime on the device thread, of its settings, where audits are reported, and what wakes the
@@ -111,7 +108,7 @@ async def run_worker(
 @asynccontextmanager
 async def made_worker(
     context: ProcessContext, make_handover: MakeHandover = lambda *_: None, build: Build = build
-) -> AsyncIterator[Worker]:
+) -> AsyncIterator[WorkerProcess]:
     """A worker whose model is loaded and whose producers are connected; all of it is closed at the end."""
     settings, topics = context.settings, load_topics(context.settings.kafka)
     context.set_ready(False, "loading the model")
@@ -154,9 +151,9 @@ async def made_worker(
             await ends.__aenter__()
             stack.push_async_callback(end, "the lanes' ends", partial(ends.__aexit__, None, None, None), CLOSE_S)
             store = open_store(settings.history) if settings.history.store else None
-            connections = Connections(topics, scores, others, ends, store)
+            connections = WorkerConnections(topics, scores, others, ends, store)
             shared = WorkerContext(settings, name, metrics, context.registry, tracing, Background())
-            worker = Worker(context, shared, connections, Device(device, runtime), audits, make_handover)
+            worker = WorkerProcess(context, shared, connections, Device(device, runtime), audits, make_handover)
             stack.push_async_callback(end, "the history store", worker.requests.close, CLOSE_S)
             yield worker
     finally:
@@ -166,21 +163,14 @@ async def made_worker(
         device.failed.result()  # its books did not balance when it closed
 
 
-class Device(NamedTuple):
-    """A worker's device thread, and what it runs."""
-
-    thread: DeviceThread
-    runtime: WorkerRuntime
-
-
-class Worker:
+class WorkerProcess:
     """One worker process: `run` serves until it is told to stop."""
 
     def __init__(
         self,
         process: ProcessContext,
         context: WorkerContext,
-        connections: Connections,
+        connections: WorkerConnections,
         device: Device,
         audits: AuditReport,
         make_handover: MakeHandover,
@@ -200,12 +190,11 @@ class Worker:
             on_unsigned=metrics.statuses_unsigned.inc,
             reader=StatusReader.of(settings, topics),
         )
-        self.core: Final = WorkerCore(name, Policy.of(settings), peers, partial(lane_of, lanes=topics.lanes))
+        self.core: Final = WorkerCore(name, WorkerPolicy.of(settings), peers, partial(lane_of, lanes=topics.lanes))
         self.requests: Final = Requests(
             context, connections, device.thread, device.runtime.model, self.core, self._done
         )
-        device.thread.on_answers = self.requests.on_answers
-        device.thread.on_placed = self.requests.on_placed
+        device.thread.deliver_to(self.requests)
         self.consumer: Final = LaneConsumer(
             settings.kafka,
             topics=[topics.pre_infer.name, topics.ranking.name],
@@ -226,25 +215,8 @@ class Worker:
             topics, connections.scores, self.requests.intake.set_reply_partitions, [topics.worker_status]
         )
         process.conditions += [self.requests.letters.why_not_taken, self._counts.why_not_ready]
-        self._handover = make_handover(
-            settings, name, device.runtime, device.thread, topics.lanes, peers, context.registry
-        )
-        self._reporter = StatusReporter(
-            settings,
-            topics,
-            name,
-            socket.gethostname(),
-            device.runtime,
-            device.thread,
-            metrics,
-            connections.others,
-            peers,
-            self.consumer,
-            lambda: "" if self._handover is None else self._handover.address,
-            self._fetching_bytes,
-            self.requests.erase,
-            self._background,
-        )
+        self._handover = make_handover(context, device, topics.lanes, peers)
+        self._reporter = StatusReporter(context, connections, device, peers, self.consumer, self)
 
     async def run(self) -> None:
         """Serve until the process is told to stop, then drain and leave. Raises what fails."""
@@ -315,7 +287,16 @@ class Worker:
             elif not isinstance(answer, BrokerError):  # of which readiness and the other clients tell
                 raise answer
 
-    def _fetching_bytes(self, lane: int) -> int:
+    @property
+    def handover_address(self) -> str:
+        """HOST:PORT of its hand-over, or empty."""
+        return "" if self._handover is None else self._handover.address
+
+    async def erase(self, erase: Erase) -> None:
+        """Drop a user from this worker."""
+        await self.requests.erase(erase)
+
+    def fetching_bytes(self, lane: int) -> int:
         """HBM bytes of signals that were read and wait for their history: a status counts them as pinned."""
         context = schema_of(self.runtime.model).context_tokens
         return sum(self.runtime.cache.nbytes(context + tokens) for tokens in self.core.fetching_tokens(lane))

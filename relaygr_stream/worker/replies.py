@@ -25,7 +25,7 @@ from relaygr_stream.wire.messages import SCORE_DTYPE, WITHHELD, Cancel, ScoreRep
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_KIND, HEADER_SIGNATURE, KIND_CANCEL, Record
 from relaygr_stream.wire.signature import answer_signature
 from relaygr_stream.wire.topic_files import TopicSet
-from relaygr_stream.worker.context import Connections, WorkerContext
+from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.core import Forward, Reject, Release, Reply
 from relaygr_stream.worker.forwarding import next_hop, time_left_ms
 from relaygr_stream.worker.intake import Origin
@@ -56,7 +56,7 @@ class Sending(NamedTuple):
 class Outbox:
     """Sends what the core decided, by a worker's producers. model: whose version and columns answers state."""
 
-    def __init__(self, context: WorkerContext, connections: Connections, model: RankingModel) -> None:
+    def __init__(self, context: WorkerContext, connections: WorkerConnections, model: RankingModel) -> None:
         self._worker = context.name
         self._metrics = context.metrics
         self._secret = context.settings.relay.answer_secret

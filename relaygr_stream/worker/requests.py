@@ -30,11 +30,11 @@ from relaygr_stream.errors import CRASHED, DecodeError, DeviceError
 from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
-from relaygr_stream.wire.erase import Erase, named
+from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
-from relaygr_stream.worker.context import Connections, WorkerContext
+from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.core import (
     CountForward,
     DeadLetter,
@@ -52,7 +52,7 @@ from relaygr_stream.worker.core import (
 )
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
-from relaygr_stream.worker.intake import Intake, Origin, TooMuch
+from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch
 from relaygr_stream.worker.replies import Outbox, Sending, user_of
 from relaygr_stream.worker.resolver import Resolver
 from relaygr_stream.worker.traces import SignalOrigin, signal_over
@@ -71,7 +71,7 @@ class Requests:
     def __init__(
         self,
         context: WorkerContext,
-        connections: Connections,
+        connections: WorkerConnections,
         device: DeviceThread,
         model: RankingModel,
         core: WorkerCore,
@@ -86,17 +86,8 @@ class Requests:
         self._done = done
         self._all_answered: asyncio.Event | None = None  # while somebody waits for it
         self._limiter = LogLimiter()
-        self.intake: Final = Intake(
-            settings.relay,
-            settings.client.timeout_ms,
-            topics.scores.partitions,
-            topics.ranking.max_message_bytes,
-            metrics.clock_clamped.inc,
-            settings.worker.reply_ms,
-            settings.worker.max_timeout_ms,
-            len(model.tasks),
-            schema_of(model),
-        )
+        limits = IntakeLimits.of(settings, topics)
+        self.intake: Final = Intake(limits, metrics.clock_clamped.inc, len(model.tasks), schema_of(model))
         history_metrics, store = HistoryMetrics(context.registry), connections.store
         histories = None if store is None else Histories(store, settings.history, history_metrics)
         self.resolver: Final = Resolver(histories, self.intake, history_metrics)
@@ -171,7 +162,7 @@ class Requests:
         except DecodeError as error:
             return self._core.on_unreadable(record, error, origin)
         self._metrics.rankings_read.labels(str(rank.task.hops)).inc()
-        return self._core.on_ranking(rank, rank.task.arrived)
+        return self._core.on_ranking(rank, rank.task.times.arrived)
 
     def _signal(self, record: Record, suspect: bool) -> Effects:
         origin, tracing = None, self._context.tracing
@@ -302,7 +293,7 @@ class Requests:
         if self.resolver.histories is not None:
             await self.resolver.histories.erase(erase.names)
         users: list[str] = await self._device.ask(ListUsers())
-        found = await named(users, erase.names)
+        found = await filter_named_users(users, erase.names)
         entries = await self._device.ask(EraseUser(erase, found, set(users)))
         log.info("a user was erased", erase=erase.id, entries=entries)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 import msgspec
 import structlog
@@ -17,24 +17,20 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.erasures import Erasures
 from relaygr_stream.bus.lanes import LaneConsumer
-from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.throttling import throttled_ms
-from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.commands import DELEGATED_LANE, Query
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
-from relaygr_stream.settings.schema import Settings
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.telemetry.process import version
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import Erase
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import State, WorkerStatus
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.worker_status import (
     DELEGATED_PINNED,
     HEADER_INCARNATION,
@@ -42,8 +38,8 @@ from relaygr_stream.wire.worker_status import (
     StatusReader,
     rising_ms,
 )
-from relaygr_stream.worker.device import DeviceThread
-from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.context import WorkerConnections, WorkerContext
+from relaygr_stream.worker.device import Device
 from relaygr_stream.worker.statement import Identity, Statements
 
 log = structlog.get_logger(__name__)
@@ -58,49 +54,54 @@ ANNOUNCE_S: Final = 1.0
 TOLD: Final = frozenset({"signals", DELEGATED_PINNED, THROTTLED_MS})
 
 
-class StatusReporter:
-    """Publishes WorkerStatus and keeps the metrics current, as an async context; a failure is told to `background`.
+class StatedWorker(Protocol):
+    """What a status tells beside the scheduler's snapshot, and who carries out what `worker-status` asks for."""
 
-    consumer: whose lanes are stated. peers: takes what the workers state from now on, ourselves included. handover():
-    HOST:PORT of our hand-over, or "". fetching(lane): bytes of signals that were read and wait for their history.
-    on_erase: carries out a request to erase a user.
+    @property
+    def handover_address(self) -> str:
+        """HOST:PORT of its hand-over, or empty."""
+
+    def fetching_bytes(self, lane: int) -> int:
+        """HBM bytes of signals that were read and wait for their history: a status counts them as pinned."""
+
+    async def erase(self, erase: Erase) -> None:
+        """Drop a user."""
+
+
+class StatusReporter:
+    """Publishes WorkerStatus and keeps the metrics current, as an async context.
+
+    worker: whom it states. consumer: whose lanes are stated. peers: takes what the workers state from now on, ourselves
+    included.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        topics: TopicSet,
-        name: str,
-        host: str,
-        runtime: WorkerRuntime,
-        device: DeviceThread,
-        metrics: WorkerMetrics,
-        producer: Producer,
+        context: WorkerContext,
+        connections: WorkerConnections,
+        device: Device,
         peers: OwnerDirectory,
         consumer: LaneConsumer,
-        handover: Callable[[], str],
-        fetching: Callable[[int], int],
-        on_erase: Callable[[Erase], Awaitable[None]],
-        background: Background,
+        worker: StatedWorker,
     ) -> None:
-        self._background = background
+        settings, topics, runtime = context.settings, connections.topics, device.runtime
+        self._background = background = context.background
         self._settings = settings
         self._peers = peers
-        self._handover = handover
-        self._fetching = fetching
+        self._worker = worker
         self._topics = topics
-        self._name = name
+        self._name = context.name
         self._incarnation = 0  # until the statuses that were there before us are read
         self._before_us = 0  # the latest incarnation among them
         self._sent_ms = 0
         self.lag: dict[str, int] = {}  # by topic: records of our lanes not yet read
         self._reader = StatusReader.of(settings, topics)
-        self._erasures = Erasures(self._reader, background, on_erase, metrics.statuses_unsigned.inc)
+        self._metrics = metrics = context.metrics
+        self._erasures = Erasures(self._reader, background, worker.erase, metrics.statuses_unsigned.inc)
         self._erasures.publish = self.publish_now
-        self._host = host
-        self._device = device
-        self._metrics = metrics
-        self._producer = producer
+        self._host = socket.gethostname()
+        self._device = device.thread
+        self._producer = connections.others
         self._consumer = consumer
         self._state: State = "starting"
         self._told_of_unknown = bool(runtime.model.note)  # no warning for random weights: they know no item
@@ -161,7 +162,7 @@ class StatusReporter:
         # of it is in the books that the answer tells of. Positions asked for afterwards would claim more than that.
         consumer, topic = self._consumer, self._topics.pre_infer.name
         positions = {lane: consumer.position(topic, lane) for lane in consumer.lanes}
-        fetching = {lane: self._fetching(lane) for lane in (*positions, DELEGATED_LANE)}
+        fetching = {lane: self._worker.fetching_bytes(lane) for lane in (*positions, DELEGATED_LANE)}
         self._metrics.device_stall_seconds.set(self._device.stalled_for)
         async with asyncio.timeout(SNAPSHOT_S):
             now: Snapshot = await self._device.ask(Query(tuple(positions)))
@@ -182,7 +183,7 @@ class StatusReporter:
         await self._producer.send_and_wait(topic, value, key=key, headers=headers)
 
     def _status(self, now: Snapshot, positions: dict[int, int]) -> WorkerStatus:
-        identity = Identity(self._name, self._incarnation, self._host, os.getpid(), self._handover())
+        identity = Identity(self._name, self._incarnation, self._host, os.getpid(), self._worker.handover_address)
         self._sent_ms = rising_ms(self._sent_ms, now_ms())
         status = self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
         counters = {**status.counters, **self._metrics.answered, THROTTLED_MS: throttled_ms()}

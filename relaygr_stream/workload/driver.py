@@ -27,7 +27,7 @@ from relaygr_stream.workload.quantiles import nearest_rank
 MAX_IN_FLIGHT: Final = 4096
 
 
-class Ranking(Protocol):
+class DrivenRanking(Protocol):
     """The parts of a client's answer that the driver reads."""
 
     @property
@@ -58,7 +58,7 @@ class RankingClient(Protocol):
         """Publish the request event."""
         ...
 
-    async def rank(self, request: RankingRequest, /, *, timeout: float) -> Ranking:
+    async def rank(self, request: RankingRequest, /, *, timeout: float) -> DrivenRanking:
         """Scores within `timeout` seconds, or a RelayError."""
         ...
 
@@ -73,7 +73,7 @@ class Result:
     detail: str  # its message
     latency_ms: float  # from the scheduled send time of the ranking request to the answer or the error
     scores: npt.NDArray[np.float32] | None  # (m, tasks)
-    ranking: Ranking | None  # the client's whole answer
+    ranking: DrivenRanking | None  # the client's whole answer
 
 
 @dataclass

@@ -15,11 +15,11 @@ from typing import Final
 import msgspec
 
 from relaygr_stream.engine.budgets import Demand, LaneBudgets, LaneShares
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.core import Signal, TriggerCore
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import Explanation, explain
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.wire.worker_status import prefix_bytes

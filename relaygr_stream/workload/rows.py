@@ -25,7 +25,7 @@ MAX_ITEMS_BYTES: Final = 1 << 28
 
 
 @dataclass(frozen=True)
-class Rows:
+class ModelRows:
     """What a checkpoint knows of the log that it was trained on."""
 
     checkpoint: str
@@ -35,7 +35,7 @@ class Rows:
     actions: tuple[str, ...]  # the log's actions, by row, "" for none; empty: the rows are the log's numbers
 
 
-def rows_of(model: Model) -> Rows | None:
+def rows_of(model: Model) -> ModelRows | None:
     """The rows of the checkpoint that the settings name; None if they name none.
 
     Raises ModelError for a checkpoint that is not here or cannot be read, ConfigError for its ITEMS_FILE.
@@ -50,7 +50,7 @@ def rows_of(model: Model) -> Rows | None:
         )
     config = read_config(folder)
     actions = config.actions if isinstance(config, HSTUConfig) else ()
-    return Rows(model.checkpoint, config.vocab, bool(config.oov_rows), _listed_items(folder / ITEMS_FILE), actions)
+    return ModelRows(model.checkpoint, config.vocab, bool(config.oov_rows), _listed_items(folder / ITEMS_FILE), actions)
 
 
 def read_log_for(path: str | Path, model: Model, **how: Any) -> InteractionLog:
@@ -65,7 +65,7 @@ def read_log_for(path: str | Path, model: Model, **how: Any) -> InteractionLog:
     return log if rows is None else in_rows(log, rows)
 
 
-def in_rows(log: InteractionLog, rows: Rows) -> InteractionLog:
+def in_rows(log: InteractionLog, rows: ModelRows) -> InteractionLog:
     """The log with its items and actions as rows of the model's tables; its `note` counts those without a row.
 
     Interactions with items without a row are left out; actions without one are sent as row 0, no action. Raises
@@ -74,7 +74,7 @@ def in_rows(log: InteractionLog, rows: Rows) -> InteractionLog:
     return _with_actions(_with_items(log, rows), rows)
 
 
-def _with_items(log: InteractionLog, rows: Rows) -> InteractionLog:
+def _with_items(log: InteractionLog, rows: ModelRows) -> InteractionLog:
     if rows.items is None:
         if log.item_names:
             anew = f"its items are names, numbered anew: {rows.checkpoint} has no {ITEMS_FILE} that tells their rows"
@@ -98,7 +98,7 @@ def _with_items(log: InteractionLog, rows: Rows) -> InteractionLog:
     return _noted(_only(mapped, ~unknown), f"{int(unknown.sum())} interactions are left out: {lost}")
 
 
-def _with_actions(log: InteractionLog, rows: Rows) -> InteractionLog:
+def _with_actions(log: InteractionLog, rows: ModelRows) -> InteractionLog:
     if not rows.actions:
         anew = f"its actions are names, numbered anew: {rows.checkpoint} does not tell their rows (`actions`)"
         return _noted(log, anew) if log.action_names else log

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.contents import read_all
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.refused import COUNTS_S, Refused, refusals
+from relaygr_stream.bus.refused import COUNTS_S, RefusedTopics, refusals
 from relaygr_stream.bus.topics import apply_topics, describe_topics, verify_topics
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, TopicError
 from relaygr_stream.settings.files import packaged_dir
@@ -103,7 +103,7 @@ async def test_a_refused_clock_is_told_in_words_until_a_send_is_taken(
 
 def test_what_a_retry_mends_and_what_is_told_elsewhere_is_no_refusal() -> None:
     now = [0.0]
-    refused = Refused(lambda: now[0])
+    refused = RefusedTopics(lambda: now[0])
     for error in (BrokerUnavailable("away"), TopicError("missing")):
         refused.failed("t", error)
     assert refused.trouble is None

@@ -28,11 +28,11 @@ from relaygr_stream.handover.wire import (
     Ask,
     End,
     Enough,
-    Identity,
     Message,
     Offer,
-    Refused,
-    Skip,
+    PrefixIdentity,
+    SessionRefused,
+    SkipOffer,
     Take,
     encode,
     max_offer_bytes,
@@ -41,14 +41,14 @@ from relaygr_stream.models.api import Tokens
 from tests.fuzz.mutate import NUMBERS, TEXTS, Mutator
 
 MAX_TOKENS: Final = 64
-IDENTITY: Final = Identity(
+IDENTITY: Final = PrefixIdentity(
     model_version="m", layers=1, heads=1, dqk=4, dv=4, dtype="float32", storage="exact", device="cpu", lanes=8
 )
 #: What is read in each state of a session, and how much of it.
 STATES: Final[list[tuple[Any, int]]] = [
     (Ask, MAX_ASK),
-    (Offer | End | Refused, max_offer_bytes(MAX_TOKENS)),
-    (Take | Skip | Enough, MAX_CHOICE),
+    (Offer | End | SessionRefused, max_offer_bytes(MAX_TOKENS)),
+    (Take | SkipOffer | Enough, MAX_CHOICE),
 ]
 
 
@@ -113,7 +113,7 @@ def _message(rng: random.Random) -> Message:
     messages: list[Message] = [
         Ask(IDENTITY, tuple(rng.randrange(8) for _ in range(rng.randrange(9))), rng.choice((0, 64, 10_000))),
         Offer.of(f"u{rng.randrange(9)}", tokens, capacity, rng.randrange(1, 1 << 40)),
-        Refused(rng.choice(["another model", "x" * 512])),
-        *(Take(), Skip(), Enough(), End()),
+        SessionRefused(rng.choice(["another model", "x" * 512])),
+        *(Take(), SkipOffer(), Enough(), End()),
     ]
     return rng.choice(messages)

@@ -35,7 +35,7 @@ from relaygr_stream.wire.records import (
     Record,
 )
 from relaygr_stream.wire.topic_files import Topic, lane_of, load_topics
-from relaygr_stream.worker.intake import Intake, TooMuch
+from relaygr_stream.worker.intake import Intake, IntakeLimits, TooMuch
 from tests.fuzz.corpus import plain, route
 from tests.fuzz.mutate import Mutator
 from tests.unit.worker.services import committed, worker_on, worker_settings
@@ -64,7 +64,7 @@ class Bus:
         self.sent: Counter[str] = Counter()
         self._replies = self.topics.scores.partitions
         self._intake = Intake(
-            settings.relay, 1000.0, self._replies, self.topics.ranking.max_message_bytes, lambda: None
+            IntakeLimits(settings.relay, 1000.0, self._replies, self.topics.ranking.max_message_bytes)
         )
 
     def on_dead(self, records: list[Record]) -> None:

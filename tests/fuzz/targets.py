@@ -26,6 +26,7 @@ from relaygr_stream.client.answers import Answers, ranking_of
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.engine.commands import Prefill, Rank, RankTask
 from relaygr_stream.errors import DecodeError, RelayError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.ops.dead_letters.replay import verdict_before
 from relaygr_stream.ops.dead_letters.table import as_json, line_of
@@ -41,14 +42,13 @@ from relaygr_stream.wire.codec import Message, decode, encode
 from relaygr_stream.wire.erase import KIND as ERASE
 from relaygr_stream.wire.erase import read_erase
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_KIND, MAX_CORRELATION_BYTES, Record
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import Topic, load_topics
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND
 from relaygr_stream.wire.worker_status import StatusReader, worker_statuses
-from relaygr_stream.worker.intake import Intake, Origin, TooMuch
+from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch
 from tests.fuzz.corpus import EPOCH_MS, SCHEMA, behaviours, by_reference, plain, route, trigger, with_features
 from tests.fuzz.handover import Handover
 from tests.fuzz.mutate import Mutator
@@ -129,7 +129,7 @@ class _Intake:
     def __init__(self, schema: FeatureSchema = NO_FEATURES) -> None:
         self._schema = schema
         self._intake = Intake(
-            RELAY, 1000.0, REPLIES, MAX_BYTES, lambda: None, max_timeout_ms=MAX_TIMEOUT_MS, features=schema
+            IntakeLimits(RELAY, 1000.0, REPLIES, MAX_BYTES, max_timeout_ms=MAX_TIMEOUT_MS), features=schema
         )
         self._offset = 0
 

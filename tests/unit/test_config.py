@@ -13,6 +13,8 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import FIELDS, REMOVED, RETIRED, Config, injected_names, load_settings, profile_path
 from relaygr_stream.settings.schema import Settings
 
+PASSWORD = "of-the-key"
+
 
 def value_of(config: Config, key: str) -> tuple[Any, str]:
     (value,) = [value for value in config.values if value.field.key == key]
@@ -188,6 +190,7 @@ def test_an_unknown_profile_lists_those_there_are(tmp_path: Path, monkeypatch: p
         ({"worker.status_interval_ms": "1001"}, "more than two thirds of `client.silence_ms` = 1500"),
         ({"worker.status_interval_ms": "800", "client.silence_ms": "9000", "trigger.max_status_age_ms": "1000"},
          "more than two thirds of `trigger.max_status_age_ms` = 1000"),
+        ({"tls.ca": "ca.pem"}, "no connection uses them: set `kafka.security_protocol` = SSL"),
         ({"kafka.prefix": "relay\n"}, "kafka.prefix"),
         ({"worker.device": "cuda\n"}, "worker.device"),
         ({"worker.hbm_bytes": "9" * 400}, "a number of 400 digits is no size"),
@@ -265,17 +268,43 @@ def test_each_former_setting_warns_and_is_checked(key: str) -> None:
     default = RETIRED[key].default
     given = ",".join(default) if isinstance(default, tuple) else str(default).lower()
     with pytest.warns(FutureWarning, match=re.escape(f"`{key}` is no setting from the next release on")):
-        loaded = load_settings([], {key: given}, {})
+        loaded = load_settings([], {}, {RETIRED[key].env: given})
     assert loaded.settings == Settings()
     assert key not in FIELDS
     assert key not in REMOVED
-    if key != "model.tasks":
+    if not isinstance(default, str | tuple):
         with pytest.warns(FutureWarning), pytest.raises(ConfigError, match=re.escape(f"`{key}`")):
-            load_settings([], {key: "many"}, {})
+            load_settings([], {}, {RETIRED[key].env: "many"})
+
+
+def test_one_section_has_the_tls_files_of_all_connections_that_use_tls() -> None:
+    tls = {"tls.ca": "ca", "tls.certificate": "me", "tls.key": "key"}
+    environ = {"RELAYGR_TLS_KEY_PASSWORD": PASSWORD}
+    brokers = load_settings([], tls | {"kafka.security_protocol": "SSL"}, environ).settings
+    assert (brokers.kafka.tls_ca, brokers.kafka.tls_certificate, brokers.kafka.tls_key) == ("ca", "me", "key")
+    assert brokers.kafka.tls_key_password == PASSWORD
+    assert brokers.history == Settings().history
+    store = load_settings([], tls | {"history.store": "rediss://there:1/0"}, environ).settings
+    assert (store.history.tls_ca, store.history.tls_certificate, store.history.tls_key) == ("ca", "me", "key")
+    assert store.history.tls_key_password == PASSWORD
+    assert store.kafka == Settings().kafka
+    worker = load_settings([], {"tls.ca": "ca", "handover.tls_certificate": "worker"}, {}).settings.handover
+    assert (worker.tls_ca, worker.tls_certificate, worker.tls_key) == ("ca", "worker", "")
+    assert PASSWORD not in repr(brokers) + repr(store)
+
+
+def test_former_tls_settings_go_before_those_of_all_connections() -> None:
+    flags = {"tls.ca": "ca", "tls.certificate": "me", "tls.key": "key", "kafka.security_protocol": "SSL"}
+    former = {"kafka.tls_ca": "brokers", "kafka.tls_certificate": "mine"}
+    with pytest.warns(FutureWarning) as warned:
+        kafka = load_settings([], flags | former, {}).settings.kafka
+    said = " ".join(str(each.message) for each in warned)
+    assert "`kafka.tls_ca` is no setting from the next release on: `tls.ca` is for brokers and the history" in said
+    assert (kafka.tls_ca, kafka.tls_certificate, kafka.tls_key) == ("brokers", "mine", "")
 
 
 def test_the_operators_settings_are_few() -> None:
-    assert len(FIELDS) <= 92
+    assert len(FIELDS) <= 89
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,10 @@ from relaygr_stream.worker.histories import HistoryMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(600)  # each of xdist's workers builds the site that its tests read
+pytestmark = [
+    pytest.mark.stack,
+    pytest.mark.timeout(600),
+]  # each of xdist's workers builds the site that its tests read
 
 
 def build(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def text(site: Path, page: str) -> str:
     """What a reader sees of a page."""
-    return unescape(re.sub(r"<[^>]+>", "", (site / page / "index.html").read_text(encoding="utf-8")))
+    return unescape(re.sub(r"<[^>]+>", "", (site / f"{page}.html").read_text(encoding="utf-8")))
 
 
 def commands(command: click.Command, path: str) -> Iterator[str]:
@@ -116,3 +119,11 @@ def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
     built = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
     assert built.returncode == 1
     assert "tutorial/index.md" in built.stderr
+
+
+def test_every_link_is_a_file_so_that_the_site_opens_from_disk(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":  # its links start at the root of a server
+            continue
+        for link in re.findall(r'href="([^"#?:]+)[#?"]', page.read_text(encoding="utf-8")):
+            assert (page.parent / unescape(link)).is_file(), f"{page.relative_to(site)}: {link}"

@@ -29,7 +29,7 @@ from relaygr_stream.wire.codec import check_features, decode, encode
 from relaygr_stream.wire.features import NO_FEATURES, FeatureColumn, FeatureSchema, FeatureTables
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, RequestEvent
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
-from relaygr_stream.worker.intake import Intake, TooMuch
+from relaygr_stream.worker.intake import Intake, IntakeLimits, TooMuch
 from tests.unit.client_peers import responder_on
 from tests.waiting import until
 
@@ -68,7 +68,7 @@ def request() -> RankingRequest:
 
 
 def intake(schema: FeatureSchema = SCHEMA) -> Intake:
-    return Intake(Relay(), 1000.0, 1, 1 << 20, lambda: None, features=schema)
+    return Intake(IntakeLimits(Relay(), 1000.0, 1, 1 << 20), features=schema)
 
 
 def ranking(value: bytes, schema: FeatureSchema = SCHEMA) -> Any:

@@ -14,9 +14,9 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.exchange import LAST_STATUS_MS, SLOW_BURST, SLOW_SHARE, Hedges, between_copies_s
 from relaygr_stream.errors import BrokerUnavailable, DeadlineExceeded, Overloaded
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from tests.statuses import lane_statuses, worker_status

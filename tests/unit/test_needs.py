@@ -12,6 +12,8 @@ import pytest
 
 from tests.needs import PACKAGES, summary
 
+pytestmark = pytest.mark.stack  # each runs a pytest of its own
+
 ROOT = Path(__file__).parents[2]
 #: One that is not long, and needs a program.
 NEEDS_PROMTOOL = "tests/e2e/test_alerts.py::test_prometheus_accepts_the_rules"

@@ -18,8 +18,8 @@ from relaygr_stream.client.exchange import Copies, Exchange, Hedges
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import Sender
 from relaygr_stream.errors import BrokerUnavailable
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
 from tests.statuses import lane_statuses, worker_status

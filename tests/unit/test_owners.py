@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from relaygr_stream.fleet import DROP_AFTER_S, OwnerDirectory
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.fleet import DROP_AFTER_S, OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.signature import Signer

@@ -13,7 +13,16 @@ from relaygr_stream import errors
 ERRORS = {
     name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.RelayError)
 }
-CLIENT = {"Behaviours", "Ranking", "RankingRequest", "RelayClient", "Request", "RequestEvent", "pack_items"}
+CLIENT = {
+    "Behaviours",
+    "Ranking",
+    "RankingRequest",
+    "RelayClient",
+    "Request",
+    "RequestEvent",
+    "SyncRelayClient",
+    "pack_items",
+}
 FEATURES = {"FeatureColumn", "FeatureSchema"}
 MODEL = {"KVLayout", "KVRegion", "RankingModel", "ScoreInput", "SteppedModel", "Tokens", "WarmedModel"}
 HISTORY = {"HistoryReference", "HistoryStore", "open_store"}

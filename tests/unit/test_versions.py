@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import MAX_UNKNOWN_BYTES, Message, decode, encode
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import (
     Cancel,
     PreInferSignal,

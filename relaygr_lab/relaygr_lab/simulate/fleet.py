@@ -33,18 +33,27 @@ from relaygr_stream.engine.commands import (
     RankTask,
     Times,
 )
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
 from relaygr_stream.trigger.service import RECONCILE_S
 from relaygr_stream.wire.behaviours import Behaviours
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import RequestEvent, WorkerStatus, tenant_key
 from relaygr_stream.wire.refusals import Refusals
 from relaygr_stream.wire.topic_files import load_topics
-from relaygr_stream.worker.core import CountForward, Done, Effect, Forward, Release, Reply, Submit, WorkerCore
-from relaygr_stream.worker.core import Policy as WorkerPolicy
+from relaygr_stream.worker.core import (
+    CountForward,
+    Done,
+    Effect,
+    Forward,
+    Release,
+    Reply,
+    Submit,
+    WorkerCore,
+    WorkerPolicy,
+)
 from relaygr_stream.worker.forwarding import time_left_ms
 from relaygr_stream.worker.intake import due_ms
 from relaygr_stream.workload.users import Part

@@ -118,7 +118,7 @@ class Failed(Exception):  # a verdict, so not named an error
 
 
 @dataclass(frozen=True)
-class Bounds:
+class RequestBounds:
     """The largest request that the settings allow, and the number of items.
 
     max_stale: tokens of the prefix that may be missing from cached KV and come with the suffix
@@ -136,8 +136,8 @@ class Probe:
     """One model, and requests drawn from `seed`. make: creates the model in a type; bounds: limits of the settings."""
 
     def __init__(
-        self, make: Callable[[torch.dtype], RankingModel], device: torch.device, dtype: torch.dtype, bounds: Bounds,
-        seed: int,
+        self, make: Callable[[torch.dtype], RankingModel], device: torch.device, dtype: torch.dtype,
+        bounds: RequestBounds, seed: int,
     ) -> None:  # fmt: skip
         self.make = make
         self.device = device

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from relaygr_stream.errors import ConfigError, ModelError, RelayError
 from relaygr_stream.models.api import RankingModel
-from relaygr_stream.models.check.probe import Bounds, Failed, Probe
+from relaygr_stream.models.check.probe import Failed, Probe, RequestBounds
 from relaygr_stream.models.check.registry import PROPERTIES, Property
 from relaygr_stream.models.loading import config_of, load_model
 from relaygr_stream.settings.schema import Settings
@@ -56,7 +56,7 @@ def probe_for(settings: Settings, device: torch.device, dtype: torch.dtype, seed
         # Of another type, for comparison only, which these kernels may not offer.
         return load_model(settings.model, relay, device=device, dtype=wanted)
 
-    bounds = Bounds(
+    bounds = RequestBounds(
         relay.max_prefix_tokens, relay.max_suffix_tokens, relay.max_candidates, shape.vocab,
         min(settings.worker.max_stale_tokens, relay.max_prefix_tokens - 1),
     )  # fmt: skip

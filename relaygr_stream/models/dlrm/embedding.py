@@ -44,7 +44,7 @@ TRANSDUCER_EPS: Final = 1e-6
 TWO_PI: Final = 2 * 3.14
 
 
-class Stated(NamedTuple):
+class StatedQuery(NamedTuple):
     """What a prefix's request stated: its query time (Unix seconds), and its number of candidates."""
 
     query_time: int = 0
@@ -98,7 +98,7 @@ class DlrmEmbedding(nn.Module):
 
     # ---- on the host: which rows of the tables ----
 
-    def token_rows(self, tokens: Tokens, first: int, history: int, stated: Stated) -> Ids:
+    def token_rows(self, tokens: Tokens, first: int, history: int, stated: StatedQuery) -> Ids:
         """The host's table (6, n) of tokens at places first, first + 1, …; place 0 is the user's token.
 
         history: behaviours of the whole prefix.
@@ -137,13 +137,13 @@ class DlrmEmbedding(nn.Module):
             rows[AGE] = self._age_rows(query_time - times)
         return rows
 
-    def stated_in(self, tokens: Tokens) -> Stated:
+    def stated_in(self, tokens: Tokens) -> StatedQuery:
         """What the first token of a sequence states; what the model does not read is 0."""
         if not tokens.context:
-            return Stated()
+            return StatedQuery()
         found = tokens.slice(0, 1).features("user", self.schema)
         query, count = (int(found[name][0, 0]) if name in found else 0 for name in (QUERY.name, "candidates"))
-        return Stated(query, max(0, count))
+        return StatedQuery(query, max(0, count))
 
     def _known_items(self, ids: Ids) -> Ids:
         self.unknown_items += int(np.count_nonzero((ids < 0) | (ids >= self.config.items)))

@@ -17,7 +17,7 @@ from torch import nn
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.dlrm.config import CANDIDATE_CATEGORY, CANDIDATE_TIME, DlrmConfig
-from relaygr_stream.models.dlrm.embedding import DlrmEmbedding, DlrmHead, Stated
+from relaygr_stream.models.dlrm.embedding import DlrmEmbedding, DlrmHead, StatedQuery
 from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.hstu_model import DTYPES
 from relaygr_stream.models.kernels.choice import fused_stack
@@ -138,13 +138,13 @@ class DlrmHSTU(nn.Module):
         """N of a request with these tokens, the user's among them; 0: the constant of the stack."""
         return 0 if self.config.scale_tokens else max(1, tokens + candidates)
 
-    def _stated_of(self, batch: Sequence[ScoreInput]) -> list[Stated]:
+    def _stated_of(self, batch: Sequence[ScoreInput]) -> list[StatedQuery]:
         """What each ranking's prefix states; without a prefix, what its candidates say. One copy from the device."""
         if not self.layout.state:
-            return [Stated()] * len(batch)
+            return [StatedQuery()] * len(batch)
         states = torch.stack([one.kv.state if one.kv.length else torch.zeros_like(one.kv.state) for one in batch]).cpu()
-        found = [Stated(*state.tolist()) for state in states.to(torch.uint8).view(torch.int64)]
+        found = [StatedQuery(*state.tolist()) for state in states.to(torch.uint8).view(torch.int64)]
         return [
-            stated if one.kv.length else Stated(int(one.features[CANDIDATE_TIME.name][-1, 0]), len(one.candidates))
+            stated if one.kv.length else StatedQuery(int(one.features[CANDIDATE_TIME.name][-1, 0]), len(one.candidates))
             for one, stated in zip(batch, found, strict=True)
         ]

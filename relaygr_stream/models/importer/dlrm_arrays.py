@@ -24,7 +24,7 @@ import torch
 from relaygr_stream.errors import InputError, ModelError
 from relaygr_stream.models.api import ROWS, USER_ACTION, ScoreInput, Tokens
 from relaygr_stream.models.dlrm.config import CANDIDATE_CATEGORY, CANDIDATE_TIME
-from relaygr_stream.models.dlrm.embedding import Stated
+from relaygr_stream.models.dlrm.embedding import StatedQuery
 from relaygr_stream.models.dlrm.model import DlrmHSTU
 from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.importer.dlrm_hstu import ACTION_WEIGHTS, TABLES, Choices, model_of
@@ -94,7 +94,7 @@ def run_dlrm_conformance(arrays: ReferenceArrays, dtype: torch.dtype, kernels: K
         raise ModelError(
             "these arrays are compared in float32; use `relaygr model check --dtype` on the imported model for others"
         )
-    file = _File(arrays)
+    file = _ArrayFile(arrays)
     results: dict[str, ModeResult] = {}
     for mode, request, last_row, names in file.cases():
         shown = mode or ("triton" if names[0].startswith(TRITON) else "reference")
@@ -129,7 +129,7 @@ def format_dlrm_table(results: Iterable[ModeResult]) -> str:
     return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-class _File:
+class _ArrayFile:
     """The file's inputs, outputs and weights."""
 
     def __init__(self, arrays: ReferenceArrays) -> None:
@@ -260,7 +260,7 @@ def _trace(model: DlrmHSTU, inputs: dict[str, npt.NDArray[np.int64]], kernels: K
     embedding, config = model.embedding, model.config
     history, candidates = len(inputs["uih_item_id"]), len(inputs["cand_item_id"])
     times = inputs["cand_query_time"]
-    stated = Stated(int(times[-1]), candidates)
+    stated = StatedQuery(int(times[-1]), candidates)
     prefix = embedding.token_rows(_tokens(model, inputs), 0, history, stated)
     own = embedding.candidate_rows(inputs["cand_item_id"], inputs["cand_category_id"], times, stated.query_time)
     rows = np.concatenate([prefix, own], axis=1)

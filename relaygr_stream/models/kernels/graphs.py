@@ -18,7 +18,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from relaygr_stream.models.kernels.tiles import Field, is_split
+from relaygr_stream.models.kernels.tiles import TileField, is_split
 
 log = structlog.get_logger(__name__)
 
@@ -262,16 +262,16 @@ def _packed(rows: npt.NDArray[np.int64], table: npt.NDArray[np.int64], size: _Si
     The array is new memory, since the previous call's copy to the device may still be in progress.
     """
     most_rows, most_tiles, _ = size
-    packed = np.zeros(INDICES * most_rows + len(Field) * most_tiles, np.int64)
+    packed = np.zeros(INDICES * most_rows + len(TileField) * most_tiles, np.int64)
     packed[: INDICES * most_rows].reshape(INDICES, most_rows)[:, : rows.shape[1]] = rows
-    packed[INDICES * most_rows :].reshape(most_tiles, len(Field))[: len(table)] = table
+    packed[INDICES * most_rows :].reshape(most_tiles, len(TileField))[: len(table)] = table
     return torch.from_numpy(packed)
 
 
 def _unpacked(inputs: torch.Tensor, size: _Size) -> tuple[torch.Tensor, torch.Tensor]:
     most_rows, most_tiles, _ = size
     rows = inputs[: INDICES * most_rows].view(INDICES, most_rows)
-    return rows, inputs[INDICES * most_rows :].view(most_tiles, len(Field))
+    return rows, inputs[INDICES * most_rows :].view(most_tiles, len(TileField))
 
 
 def _deviation(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -16,7 +16,7 @@ import torch
 import triton
 from triton import language as tl
 
-from relaygr_stream.models.kernels.tiles import ALIGNMENT, Field
+from relaygr_stream.models.kernels.tiles import ALIGNMENT, TileField
 
 #: The least extent of a tl.dot operand along each side.
 MIN_SIDE: Final = 16
@@ -112,7 +112,7 @@ def _launch_on(device: torch.device, shape: Shape) -> dict[str, int]:
 def constants(shape: Shape, split: bool) -> dict[str, int | float | bool]:
     """The compile-time arguments of `attention_kernel`."""
     return {
-        "FIELDS": len(Field), "HEADS": shape.heads, "DQK": shape.dqk, "DV": shape.dv,
+        "FIELDS": len(TileField), "HEADS": shape.heads, "DQK": shape.dqk, "DV": shape.dv,
         "DQK_SIDE": _side(shape.dqk), "DV_SIDE": _side(shape.dv), "SCALE": shape.scale, "WEIGHT": shape.weight,
         "WINDOW": shape.window, "ALIGNED": shape.aligned, "BLOCK": shape.block, "SPLIT": split,
     }  # fmt: skip

@@ -25,7 +25,7 @@ GROUP_TILES: Final = 64
 ALIGNMENT: Final = 16
 
 
-class Field(IntEnum):
+class TileField(IntEnum):
     """The columns of a table, int64 each. A row of zeros is a tile that does nothing."""
 
     ADDRESS = 0  # of the region's storage
@@ -45,7 +45,7 @@ def tile_table(groups: Sequence[RankingRows], block_rows: int, window: int) -> n
 
     Raises ValueError for a region that is not aligned to ALIGNMENT bytes.
     """
-    tables, first = [np.zeros((0, len(Field)), np.int64)], 0
+    tables, first = [np.zeros((0, len(TileField)), np.int64)], 0
     for group in groups:
         if group.suffix + group.candidates:
             tables.append(_tiles_of(group, first, block_rows, window))
@@ -70,20 +70,20 @@ def _tiles_of(group: RankingRows, first: int, block_rows: int, window: int) -> n
     row = np.repeat(np.arange(len(starts)), parts)
     part = np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)
     width = column_stops[row] - columns[row]
-    table = np.empty((len(row), len(Field)), np.int64)
-    table[:, Field.ADDRESS] = address
-    table[:, Field.CAPACITY] = group.kv.capacity
-    table[:, Field.LENGTH] = length
-    table[:, Field.FIRST] = first
-    table[:, Field.SUFFIX] = suffix
-    table[:, Field.ROW] = first + starts[row]
-    table[:, Field.ROW_STOP] = first + stops[row]
-    table[:, Field.COLUMN] = columns[row] + width * part // parts[row]
-    table[:, Field.COLUMN_STOP] = columns[row] + width * (part + 1) // parts[row]
-    table[:, Field.PARTS] = np.where(part == 0, parts[row], 0)
+    table = np.empty((len(row), len(TileField)), np.int64)
+    table[:, TileField.ADDRESS] = address
+    table[:, TileField.CAPACITY] = group.kv.capacity
+    table[:, TileField.LENGTH] = length
+    table[:, TileField.FIRST] = first
+    table[:, TileField.SUFFIX] = suffix
+    table[:, TileField.ROW] = first + starts[row]
+    table[:, TileField.ROW_STOP] = first + stops[row]
+    table[:, TileField.COLUMN] = columns[row] + width * part // parts[row]
+    table[:, TileField.COLUMN_STOP] = columns[row] + width * (part + 1) // parts[row]
+    table[:, TileField.PARTS] = np.where(part == 0, parts[row], 0)
     return table
 
 
 def is_split(table: npt.NDArray[np.int64]) -> bool:
     """Whether any rows of a table are cut along their columns."""
-    return bool((table[:, Field.PARTS] > 1).any())
+    return bool((table[:, TileField.PARTS] > 1).any())

@@ -33,7 +33,7 @@ class Attention(ctypes.Structure):
     )
 
 
-class Shape(ctypes.Structure):
+class LayerShape(ctypes.Structure):
     """The shape that all layers have in common."""
 
     _fields_ = (
@@ -51,7 +51,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Rows(ctypes.Structure):
+class LayerRows(ctypes.Structure):
     """The rows that pass through the layers, their buffers, and their attentions."""
 
     _fields_ = (
@@ -73,7 +73,7 @@ class Tables(ctypes.Structure):
     )
 
 
-class Head(ctypes.Structure):
+class HeadWeights(ctypes.Structure):
     """Addresses of the head's weights; `weight` is (tasks, dim)."""
 
     _fields_ = (
@@ -92,7 +92,7 @@ class Sequence(ctypes.Structure):
     )
 
 
-class Columns(NamedTuple):
+class KVColumns(NamedTuple):
     """K and V that rows attend to, in layer 0: addresses, and strides by head, row and layer, in elements."""
 
     k: int
@@ -105,7 +105,7 @@ class Columns(NamedTuple):
     size: int  # bytes of an element
 
     @classmethod
-    def of(cls, kv: KVRegion) -> Columns:
+    def of(cls, kv: KVRegion) -> KVColumns:
         """The columns of a region, computed from its layout: views of its layers would take six torch operators."""
         layout, address = kv.layout, kv.storage.data_ptr()
         k_head, v_head = kv.capacity * layout.dqk, kv.capacity * layout.dv
@@ -113,7 +113,7 @@ class Columns(NamedTuple):
         layer = k_all + layout.heads * v_head
         return cls(address, address + k_all * size, k_head, layout.dqk, v_head, layout.dv, layer, size)
 
-    def behind(self, rows: int) -> Columns:
+    def behind(self, rows: int) -> KVColumns:
         """The columns from row `rows` on."""
         return self._replace(k=self.k + rows * self.k_row * self.size, v=self.v + rows * self.v_row * self.size)
 
@@ -124,7 +124,7 @@ class Columns(NamedTuple):
 
 
 def attention(
-    columns: Columns, length: int, own: Columns, block: Block, config: StackConfig, *, first: int, scale: float,
+    columns: KVColumns, length: int, own: KVColumns, block: Block, config: StackConfig, *, first: int, scale: float,
     weight: float,
 ) -> Attention:  # fmt: skip
     """The attention of one block with the heads and widths of `config`.

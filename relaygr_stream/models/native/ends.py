@@ -36,7 +36,7 @@ class NativeEnds:
         addresses = [part.data_ptr() for part in self._weights]
         sizes = embedding.vocab, embedding.oov_rows, embedding.max_positions, self._dim
         self._tables = arguments.Tables(*addresses[: len(tables)], *sizes)
-        self._head = arguments.Head(*addresses[len(tables) :], self._dim, self._tasks, NORM_EPS)
+        self._head = arguments.HeadWeights(*addresses[len(tables) :], self._dim, self._tasks, NORM_EPS)
 
     def behaviours(self, tokens: Tokens, first: int) -> torch.Tensor:
         """As `TokenEmbedding.behaviours`."""

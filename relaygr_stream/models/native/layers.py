@@ -22,7 +22,7 @@ import torch
 
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.native import arguments
-from relaygr_stream.models.native.arguments import Attention, Columns
+from relaygr_stream.models.native.arguments import Attention, KVColumns
 from relaygr_stream.models.native.ends import NativeEnds
 from relaygr_stream.models.native.objects import Unavailable, library
 from relaygr_stream.models.relative import is_relative
@@ -92,7 +92,7 @@ class NativeLayers:
         self._chunk = [torch.empty((rows, width), dtype=dtype) for width in widths]
         self._own = torch.empty(0, dtype=dtype)  # K and V of rows that are only scored
         group = config.dv if config.group_norm else config.heads * config.dv
-        self._shape = arguments.Shape(config.dim, config.heads, config.dqk, config.dv, group, NORM_EPS)
+        self._shape = arguments.LayerShape(config.dim, config.heads, config.dqk, config.dv, group, NORM_EPS)
         self._weights = [self._of_layer(layer) for layer in layers]  # keeps the memory behind the addresses below
         addresses = [arguments.Layer(*(part.data_ptr() for part in weights)) for weights in self._weights]
         self._layers = (arguments.Layer * len(layers))(*addresses)
@@ -111,7 +111,7 @@ class NativeLayers:
     ) -> Generator[None, None, torch.Tensor]:
         """Write the K/V of x (n, D) behind kv.length, one layer per step; returns the last outputs if `outputs`."""
         x = x.clone(memory_format=torch.contiguous_format)
-        columns = Columns.of(kv)
+        columns = KVColumns.of(kv)
         own = columns.behind(kv.length)
         attentions = [self._attention(columns, kv.length + len(x), own, block, 0) for block in blocks]
         rows = self._rows(x, own, attentions)
@@ -136,7 +136,7 @@ class NativeLayers:
         x = x.clone(memory_format=torch.contiguous_format)
         own, attentions, start = self._own_columns(len(x)), [], 0
         for ranking, blocks in zip(batch, plans, strict=True):
-            columns, length = Columns.of(ranking.kv), ranking.kv.length
+            columns, length = KVColumns.of(ranking.kv), ranking.kv.length
             attentions += [self._attention(columns, length, own.behind(start), block, start) for block in blocks]
             start += ranking.suffix + ranking.candidates
         rows = self._rows(x, own, attentions)
@@ -144,29 +144,29 @@ class NativeLayers:
         self._run(rows, 0, len(self._layers), only_kv=False)
         return x
 
-    def _own_columns(self, count: int) -> Columns:
+    def _own_columns(self, count: int) -> KVColumns:
         """A buffer for the K and V of `count` scored rows. Every layer and every call overwrites it."""
         config = self._config
         k_row, v_row = config.heads * config.dqk, config.heads * config.dv
         if len(self._own) < count * (k_row + v_row):
             self._own = self._own.new_empty(count * (k_row + v_row))
         address, size = self._own.data_ptr(), self._own.itemsize
-        return Columns(address, address + count * k_row * size, config.dqk, k_row, config.dv, v_row, 0, size)
+        return KVColumns(address, address + count * k_row * size, config.dqk, k_row, config.dv, v_row, 0, size)
 
-    def _attention(self, columns: Columns, length: int, own: Columns, block: Block, first: int) -> Attention:
+    def _attention(self, columns: KVColumns, length: int, own: KVColumns, block: Block, first: int) -> Attention:
         return arguments.attention(
             columns, length, own, block, self._config, first=first, scale=self._scale, weight=self._weight
         )
 
-    def _rows(self, x: torch.Tensor, own: Columns, attentions: Sequence[Attention]) -> arguments.Rows:
+    def _rows(self, x: torch.Tensor, own: KVColumns, attentions: Sequence[Attention]) -> arguments.LayerRows:
         """The structure for `relaygr_layers`. own: where it writes the rows' own K and V."""
-        return arguments.Rows(
+        return arguments.LayerRows(
             *(part.data_ptr() for part in (x, *self._chunk)), own.k, own.v,
             own.k_head, own.k_row, own.v_head, own.v_row, own.layer, own.layer, len(x),
             (Attention * len(attentions))(*attentions), len(attentions), None, self._scale,
         )  # fmt: skip
 
-    def _run(self, rows: arguments.Rows, first: int, stop: int, *, only_kv: bool) -> None:
+    def _run(self, rows: arguments.LayerRows, first: int, stop: int, *, only_kv: bool) -> None:
         self._compiled.relaygr_layers(
             ctypes.byref(self._shape), self._layers, ctypes.byref(rows),
             ctypes.c_int64(first), ctypes.c_int64(stop), ctypes.c_int32(only_kv),

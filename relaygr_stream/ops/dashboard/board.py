@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl
 
-from relaygr_stream.ops.dashboard.history import History, Slot
+from relaygr_stream.ops.dashboard.history import FleetHistory, Slot
 from relaygr_stream.ops.dashboard.page import live, traced
 from relaygr_stream.ops.dashboard.picture import take
-from relaygr_stream.ops.dashboard.trace import Trace, trace
+from relaygr_stream.ops.dashboard.trace import RequestTrace, trace
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json
 from relaygr_stream.settings.schema import Settings
@@ -57,7 +57,7 @@ class Board:
         links: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._history = History(reader.most_names)
+        self._history = FleetHistory(reader.most_names)
         self.view: Final = Overview(settings, topics, reader, on_status=self._history.add)
         self._links = links
         self._clock = clock
@@ -89,7 +89,7 @@ class Board:
         """
         asked = dict(parse_qsl(query))
         request_id, user_id = asked.get("id", ""), asked.get("user", "")
-        found: Trace | str = "Another search is under way; ask again in some seconds."
+        found: RequestTrace | str = "Another search is under way; ask again in some seconds."
         if not request_id:
             found = "Name a request id."
         elif not self._searching.locked():

@@ -58,7 +58,7 @@ class _Last(Generic[S]):
     status: S
 
 
-class History:
+class FleetHistory:
     """Slots by the time when their statuses were written. most: processes of a kind that are told apart. wall: Unix
     time in seconds."""
 

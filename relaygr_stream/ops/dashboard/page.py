@@ -10,7 +10,7 @@ from typing import Final
 from relaygr_stream.ops.dashboard.charts import Series, bar, cells, lines, nice, stack
 from relaygr_stream.ops.dashboard.history import SLOT_S, Slot
 from relaygr_stream.ops.dashboard.picture import Lane, Picture, WorkerRow
-from relaygr_stream.ops.dashboard.trace import Trace
+from relaygr_stream.ops.dashboard.trace import RequestTrace
 from relaygr_stream.ops.status.odd import BUSY, SLO_SHARE
 from relaygr_stream.ops.status.tally import KINDS
 from relaygr_stream.telemetry.printable import printable
@@ -66,7 +66,7 @@ def _head(picture: Picture) -> str:
     return f'<p class="fleet">{about}</p><ul class="odd" id="odd">{"".join(odd)}</ul>'
 
 
-def traced(found: Trace | str | None = None, request_id: str = "", user_id: str = "") -> str:
+def traced(found: RequestTrace | str | None = None, request_id: str = "", user_id: str = "") -> str:
     """The form that asks for a request, and what was found of it; a text: why nothing was looked for."""
     form = (
         f'<form action="trace"><label>request id<input name="id" value="{escaped(request_id)}" required></label>'
@@ -79,7 +79,7 @@ def traced(found: Trace | str | None = None, request_id: str = "", user_id: str 
     return f'<details class="panel trace"{is_open}>{summary}{form}{shown}</details>'
 
 
-def _steps(found: Trace) -> str:
+def _steps(found: RequestTrace) -> str:
     rows = "".join(
         f'<tr><td class="name"><span>{step.what}</span></td>'
         f'<td data-label="after"><span>{step.at_ms - found.steps[0].at_ms} ms</span></td>'

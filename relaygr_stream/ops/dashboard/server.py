@@ -19,8 +19,8 @@ from relaygr_stream.telemetry.pages import (
     MAX_CLIENTS,
     REQUEST_S,
     TEXT,
-    Asked,
     Page,
+    PageRequest,
     not_found,
     respond,
     serve_one,
@@ -68,7 +68,7 @@ async def run_dashboard(settings: Settings, port: int, on_ready: Callable[[str],
         await background.end()
 
 
-async def answer(board: Board, asked: Asked) -> Page:
+async def answer(board: Board, asked: PageRequest) -> Page:
     """The page that a request gets."""
     if asked.headers.get("host", "").rpartition(":")[0] not in _HOSTS:
         return respond("421 Misdirected Request", TEXT, f"This is served to {' and '.join(_HOSTS)} only.\n")

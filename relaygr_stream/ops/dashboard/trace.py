@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Trace:
+class RequestTrace:
     """What the topics hold of a request. missing: why something may be missing."""
 
     request_id: str
@@ -72,12 +72,12 @@ class Trace:
 
 async def trace(
     kafka: Kafka, topics: TopicSet, request_id: str, lanes: Sequence[int] = (), tenant: str | None = None
-) -> Trace:
+) -> RequestTrace:
     """Look for a request. lanes: where; none: all. tenant: shows only a request of it; None: any.
 
     What cannot be read is told in `missing`, not raised.
     """
-    found = Trace(request_id)
+    found = RequestTrace(request_id)
     finder, lanes = _Finder(found, tenant), lanes or range(topics.lanes)
     back_ms = int(time.time() * 1e3) - BACK_MS
     needle = request_id.encode()
@@ -97,7 +97,7 @@ async def trace(
 
 
 async def _scan(
-    kafka: Kafka, topic: str, partitions: Sequence[int], since_ms: int, needle: bytes, take: _Take, found: Trace
+    kafka: Kafka, topic: str, partitions: Sequence[int], since_ms: int, needle: bytes, take: _Take, found: RequestTrace
 ) -> None:
     """Give what may be about the request to `take`, until that has enough."""
     left = MOST_BYTES
@@ -121,7 +121,7 @@ async def _scan(
 class _Finder:
     """Makes steps of records."""
 
-    def __init__(self, found: Trace, tenant: str | None) -> None:
+    def __init__(self, found: RequestTrace, tenant: str | None) -> None:
         self._found = found
         self._tenant = tenant
         self.asked: set[tuple[int, int, bytes]] = set()  # when, partition of `scores`, correlation id

@@ -16,8 +16,8 @@ from typing import Any, Final, Generic, TypeVar
 
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.fleet import DROP_AFTER_S
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.fleet import DROP_AFTER_S
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.topic_files import TopicSet

@@ -19,6 +19,8 @@ from relaygr_lab.bench.table import paper_rows, render_table
 from relaygr_stream.telemetry.printable import render_plain
 from tests.unit.bench.reports import cell, repeated, report
 
+pytestmark = pytest.mark.stack  # each draws a report's charts
+
 VOID = {"meta", "br", "hr", "img", "input"}
 
 

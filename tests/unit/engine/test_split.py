@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from relaygr_stream.engine.budgets import LEAST_COMPUTED, LoadSplit
+from relaygr_stream.fleet import Claim
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
-from relaygr_stream.wire.fleet import Claim
 from tests.unit.trigger.parts import event, lane_status, worker_status
 
 CAP = 0.7

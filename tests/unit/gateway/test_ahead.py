@@ -83,7 +83,7 @@ async def test_a_request_before_the_last_answer_is_complete_is_not_read(
 
 def deaf() -> bool:
     """Whether a connection of this process drops what comes."""
-    return any(type(each) is connection.Connection and each._deaf for each in gc.get_objects())
+    return any(type(each) is connection.HttpConnection and each._deaf for each in gc.get_objects())
 
 
 async def test_one_connection_makes_the_gateway_hold_nothing_and_stops_nobody(embedded_settings: Kafka) -> None:

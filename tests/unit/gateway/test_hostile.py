@@ -18,7 +18,7 @@ import trustme
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.gateway import connection, connections
-from relaygr_stream.gateway.tokens import Tokens
+from relaygr_stream.gateway.tokens import TenantTokens
 from relaygr_stream.settings.schema import Gateway, Kafka
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import OTHER, RANK, TOKEN, OpenDoor, Reply, door_on
@@ -122,14 +122,14 @@ async def test_what_is_left_of_an_answer_is_not_waited_for(
     Less than a transport's high-water mark of 64 KiB held it until the client closed it.
     """
     opened: list[asyncio.Transport] = []
-    made = connection.Connection.connection_made
+    made = connection.HttpConnection.connection_made
 
-    def noted(connection: connection.Connection, transport: asyncio.Transport) -> None:
+    def noted(connection: connection.HttpConnection, transport: asyncio.Transport) -> None:
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         opened.append(transport)
         made(connection, transport)
 
-    monkeypatch.setattr(connection.Connection, "connection_made", noted)
+    monkeypatch.setattr(connection.HttpConnection, "connection_made", noted)
     async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=READ_MS) as door:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -364,6 +364,6 @@ async def test_without_a_valid_token_nothing_is_done(embedded_settings: Kafka, s
 )
 def test_tokens_that_are_none_are_refused_without_being_shown(settings: Gateway, named: str) -> None:
     with pytest.raises(ConfigError, match=named) as raised:
-        Tokens(settings)
+        TenantTokens(settings)
     assert TOKEN not in str(raised.value)
     assert TOKEN not in repr(settings)

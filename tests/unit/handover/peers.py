@@ -11,15 +11,15 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.engine.commands import Answer, Rank
+from relaygr_stream.engine.commands import Answer, Placed, Rank
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.handover.certificates import Credentials, Networks, make_credentials
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
-from relaygr_stream.handover.service import Handover
+from relaygr_stream.handover.service import HandoverService
 from relaygr_stream.handover.session import Taker
-from relaygr_stream.handover.wire import Ask, Identity
+from relaygr_stream.handover.wire import Ask, PrefixIdentity
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.worker.device import DeviceThread
@@ -57,11 +57,11 @@ class Peer:
         self.name = name
         self.answers: list[Answer] = []
         self.world = World(hbm=30, dram=dram)
-        self.thread = DeviceThread(asyncio.get_running_loop(), self.answers.extend)
+        self.thread = DeviceThread(asyncio.get_running_loop(), self)
         self.known: dict[str, WorkerStatus] = {}
         self.registry = CollectorRegistry()
         layout = self.world.truth.layout
-        self.identity = Identity(
+        self.identity = PrefixIdentity(
             model_version=self.world.truth.version,
             layers=layout.layers,
             heads=layout.heads,
@@ -73,7 +73,7 @@ class Peer:
         )
         self.nbytes_of = layout.nbytes
         self.desk, self.metrics = Desk(self.thread, LANES), HandoverMetrics(self.registry)
-        self.handover = Handover(
+        self.handover = HandoverService(
             settings or HandoverSettings(secret=secret, mib_per_s=rate),
             name,
             self.identity,
@@ -87,6 +87,11 @@ class Peer:
     def taker(self) -> Taker:
         """For a session apart from the hand-over."""
         return Taker(self.identity, self.desk, self.metrics, MAX_TOKENS, self.nbytes_of)
+
+    def on_answers(self, answers: list[Answer]) -> None:
+        self.answers += answers
+
+    def on_placed(self, placed: list[Placed]) -> None: ...
 
     async def on_core(self, call: Callable[[Scheduler], Any]) -> Any:
         return await self.thread.ask(look(lambda scheduler, _: call(scheduler)))

@@ -14,7 +14,7 @@ from relaygr_stream.cache.transit import Transit
 from relaygr_stream.handover import service
 from relaygr_stream.handover.service import advertised_host
 from relaygr_stream.handover.session import Taker
-from relaygr_stream.handover.wire import Ask, Refused
+from relaygr_stream.handover.wire import Ask, SessionRefused
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.topic_files import lane_of
 from tests.statuses import SECRET_CHANGE
@@ -88,7 +88,7 @@ async def test_what_would_not_serve_is_refused_in_words(changes: dict[str, Any],
     async with peers() as (old, new):
         channel = await connected(old)
         await channel.send(Ask(msgspec.structs.replace(new.identity, **changes), tuple(ALL)))
-        refused = await channel.receive(Refused, 1000)
+        refused = await channel.receive(SessionRefused, 1000)
         assert refused.reason.startswith(f"{words} is")
         await channel.close()
         assert old.total("failed", way="given") == 1

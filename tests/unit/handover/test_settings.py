@@ -13,6 +13,9 @@ from relaygr_stream.handover.build import handover_for, identity_of
 from relaygr_stream.settings import load as config
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Handover, Worker
+from relaygr_stream.telemetry.tracing import OFF
+from relaygr_stream.worker.context import WorkerContext
+from relaygr_stream.worker.device import Device
 from tests.unit.models.small_models import small_model
 
 SECRET = "sixteen or more characters"
@@ -37,9 +40,10 @@ def test_a_short_one_is_refused_and_not_quoted(monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_a_dram_tier_there_is_nothing_to_hand_over_from() -> None:
     unused: Any = None
+    unused_device = Device(unused, unused)
     settings = Settings(handover=Handover(secret=SECRET), worker=Worker(dram_bytes=0))
     with pytest.raises(ConfigError, match=r"worker\.dram_bytes"):
-        handover_for(settings, "w", unused, unused, 8, unused, unused)
+        handover_for(WorkerContext(settings, "w", unused, unused, OFF, unused), unused_device, 8, unused)
 
 
 def test_workers_whose_kernels_differ_do_not_exchange_prefix_kv() -> None:

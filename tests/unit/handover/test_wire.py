@@ -16,11 +16,11 @@ from relaygr_stream.handover.wire import (
     Ask,
     End,
     Enough,
-    Identity,
     Message,
     Offer,
-    Refused,
-    Skip,
+    PrefixIdentity,
+    SessionRefused,
+    SkipOffer,
     Take,
     decode,
     encode,
@@ -32,7 +32,7 @@ TEXT = st.text(max_size=64)
 IDS = st.text(min_size=1, max_size=256)
 COUNTS = st.integers(0, 2**31)
 IDENTITIES = st.builds(
-    Identity,
+    PrefixIdentity,
     model_version=TEXT,
     layers=COUNTS,
     heads=COUNTS,
@@ -45,9 +45,9 @@ IDENTITIES = st.builds(
 )
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Ask, IDENTITIES, st.lists(COUNTS, max_size=50).map(tuple)),
-    st.builds(Refused, TEXT),
+    st.builds(SessionRefused, TEXT),
     st.builds(Offer, IDS, st.integers(1, 2**31), st.binary(max_size=200), st.integers(1, 2**40)),
-    st.sampled_from([Take(), Skip(), Enough(), End()]),
+    st.sampled_from([Take(), SkipOffer(), Enough(), End()]),
 )
 
 
@@ -83,21 +83,21 @@ def test_an_offer_of_no_possible_sequence_is_refused(nbytes: int, capacity: int)
 
 def test_the_largest_messages_fit_their_bounds() -> None:
     text = "x" * 512
-    identity = Identity(
+    identity = PrefixIdentity(
         model_version=text, layers=1, heads=1, dqk=1, dv=1, dtype=text, storage=text, device=text, lanes=10_000
     )
     assert len(encode(Ask(identity, tuple(range(10_000))))) <= MAX_ASK
     longest = Tokens(np.zeros((3, 4352), np.int64))
     assert len(encode(Offer.of("u" * 256, longest, 2**31, 2**40))) <= max_offer_bytes(4352)
-    assert len(encode(Refused("\N{SNOWMAN}" * 512))) <= max_offer_bytes(1)
+    assert len(encode(SessionRefused("\N{SNOWMAN}" * 512))) <= max_offer_bytes(1)
 
 
 def test_a_difference_is_told_in_words() -> None:
-    ours = Identity(
+    ours = PrefixIdentity(
         model_version="a", layers=1, heads=1, dqk=1, dv=1, dtype="float32", storage="exact", device="cpu", lanes=8
     )
     assert ours.difference(ours) == ""
-    theirs = Identity(
+    theirs = PrefixIdentity(
         model_version="b", layers=1, heads=1, dqk=1, dv=1, dtype="float32", storage="int8", device="cpu", lanes=8
     )
     assert ours.difference(theirs) == "model version is a here and b there"

@@ -20,7 +20,7 @@ from relaygr_stream.cli.main import main
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import RankingModel
 from relaygr_stream.models.check import properties, run
-from relaygr_stream.models.check.probe import Bounds, Deviations, Measure, Probe
+from relaygr_stream.models.check.probe import Deviations, Measure, Probe, RequestBounds
 from relaygr_stream.models.check.registry import PROPERTIES
 from relaygr_stream.models.check.run import check_model, probe_for, run_properties
 from relaygr_stream.models.loading import load_model, save_random
@@ -79,7 +79,7 @@ from tests.unit.models.broken_models import (
     WritesSuffix,
 )
 
-BOUNDS = Bounds(prefix=120, suffix=16, candidates=20, items=50, max_stale=9)
+BOUNDS = RequestBounds(prefix=120, suffix=16, candidates=20, items=50, max_stale=9)
 SMALL = settings.Model(layers=2, dim=16, heads=2, dqk=8, dv=12, vocab=50, max_positions=200, scale_tokens=64)
 SHAPE = settings.Model(layers=2, dim=16, heads=2, dqk=8, dv=8, vocab=50, max_positions=200)
 SETTINGS = [
@@ -216,6 +216,7 @@ def built_in(**changes: Any) -> Callable[[torch.dtype], RankingModel]:
     ],
     ids=str,
 )
+@pytest.mark.stack
 def test_the_models_of_this_repository_pass(changes: dict[str, Any], dtype: torch.dtype) -> None:
     said: list[str] = []
     assert check_model(Probe(built_in(**changes), CPU, dtype, BOUNDS, seed=1), said.append), "\n".join(said)
@@ -233,6 +234,7 @@ def test_the_models_of_this_repository_pass(changes: dict[str, Any], dtype: torc
     ],
     ids=["all", "contextual user", "cross", "behaviours", "user"],
 )
+@pytest.mark.stack
 def test_the_built_in_model_with_features_passes(changes: dict[str, Any], dtype: torch.dtype) -> None:
     bounds = replaced(BOUNDS, suffix=0) if "contextual_seq_len" in changes else BOUNDS
     said: list[str] = []
@@ -241,6 +243,7 @@ def test_the_built_in_model_with_features_passes(changes: dict[str, Any], dtype:
 
 
 @pytest.mark.parametrize("make", [built_in(), Featured], ids=["ids", "features"])
+@pytest.mark.stack
 def test_the_built_in_model_passes_in_float16(make: Callable[[torch.dtype], RankingModel]) -> None:
     said: list[str] = []
     assert check_model(Probe(make, CPU, torch.float16, BOUNDS, seed=1), said.append), "\n".join(said)

@@ -18,7 +18,7 @@ from relaygr_stream import settings
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import InputError, ModelError
 from relaygr_stream.models.api import Tokens
-from relaygr_stream.models.check.probe import Bounds, Probe
+from relaygr_stream.models.check.probe import Probe, RequestBounds
 from relaygr_stream.models.check.run import check_model
 from relaygr_stream.models.dlrm.model import DlrmHSTU
 from relaygr_stream.models.importer.dlrm_arrays import format_dlrm_table, run_dlrm_conformance
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 SHAPE = Shape()
 CHOICES = Choices(heads=SHAPE.heads)
 GROWS = Choices(heads=SHAPE.heads, scale_tokens=100, times="constant", positions="start", min_tokens=0)
-BOUNDS = Bounds(prefix=120, suffix=16, candidates=20, items=SHAPE.items, max_stale=9)
+BOUNDS = RequestBounds(prefix=120, suffix=16, candidates=20, items=SHAPE.items, max_stale=9)
 #: A folder with the reference's own arrays, dlrm_hstu_*.npz, which are not in this repository.
 ARRAYS = os.environ.get("RELAYGR_DLRM_ARRAYS", "")
 
@@ -284,6 +284,7 @@ def test_equal_rows_of_a_table_are_no_dependence() -> None:
     ],
     ids=["of the request", "constant N", "constant times", "gaps", "gate"],
 )
+@pytest.mark.stack
 def test_an_imported_model_keeps_the_protocol(tmp_path: Path, choices: Choices, dtype: torch.dtype) -> None:
     import_checkpoint(as_state_dict(tmp_path), tmp_path / "out", choices)
     model = settings.Model(checkpoint=str(tmp_path / "out"))

@@ -24,6 +24,8 @@ def is_old(age):
 TESTS = """
 from toy.ages import is_child, is_old
 
+pytestmark = pytest.mark.stack  # each runs a pytest of its own for each mutant
+
 def test_child():
     assert is_child(17)
     assert not is_child(18)

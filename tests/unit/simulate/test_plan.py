@@ -54,6 +54,7 @@ def test_bytes_for_a_share() -> None:
     assert bytes_for(np.array([], np.int64), 0.9) == 0
 
 
+@pytest.mark.stack
 def test_the_search_brackets_the_smallest_fleet() -> None:
     scene = scenario(rate=300.0, workers=1, sample=4, seconds=3.0)
     probes: list[Probe] = []
@@ -130,6 +131,7 @@ def test_a_packaged_cost_file_has_a_name(tmp_path: Path) -> None:
     assert "assumed" in text
 
 
+@pytest.mark.stack
 def test_the_command_plans(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--plan", "--json", str(out), "--fail-rack", "50%", "--at", "1", "--set", "kafka.session_timeout_ms=500"]
@@ -146,6 +148,7 @@ def test_the_command_plans(tmp_path: Path) -> None:
     assert figures["failure"]["failure"]["dead"] >= 1
 
 
+@pytest.mark.stack
 def test_a_plan_whose_memory_does_not_keep_the_slo_says_so_and_ends_with_1(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     many = ["--rate", "145", "--users", "15000", "--revisit", "90%", "--hit-target", "5%"]

@@ -19,13 +19,13 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.ops.dashboard import board as boards
 from relaygr_stream.ops.dashboard.board import HEADERS, Board
 from relaygr_stream.ops.dashboard.charts import lines, nice, stack
-from relaygr_stream.ops.dashboard.history import SLOT_S, SLOTS, History, Slot
+from relaygr_stream.ops.dashboard.history import SLOT_S, SLOTS, FleetHistory, Slot
 from relaygr_stream.ops.dashboard.page import live, traced
 from relaygr_stream.ops.dashboard.picture import take
 from relaygr_stream.ops.dashboard.server import answer, run_dashboard
-from relaygr_stream.ops.dashboard.trace import Step, Trace
+from relaygr_stream.ops.dashboard.trace import RequestTrace, Step
 from relaygr_stream.settings.schema import Kafka, Settings
-from relaygr_stream.telemetry.pages import Asked
+from relaygr_stream.telemetry.pages import PageRequest
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.trigger_status import TriggerStatus
@@ -66,13 +66,13 @@ def answered(count: int, name: str = "w1", **changes: Any) -> WorkerStatus:
     return worker(name, counters={"answers_ok": float(count), "within_slo": float(count)}, **changes)
 
 
-def counts(history: History) -> list[int | None]:
+def counts(history: FleetHistory) -> list[int | None]:
     return [None if slot is None else slot.tally.all for slot in history.slots()]
 
 
 def test_what_was_answered_between_two_statuses_counts_in_the_slot_of_the_later() -> None:
     clock = Clock(START)
-    history = History(10, lambda: clock.now)
+    history = FleetHistory(10, lambda: clock.now)
     for second in range(31):
         clock.now = START + second
         history.add(answered(5 * second), clock.now)
@@ -84,7 +84,7 @@ def test_what_was_answered_between_two_statuses_counts_in_the_slot_of_the_later(
 
 
 def test_a_restart_and_a_gap_of_statuses_count_from_anew() -> None:
-    history = History(10, lambda: START + 300)
+    history = FleetHistory(10, lambda: START + 300)
     history.add(answered(1000), START)
     history.add(answered(1010), START + 5)
     history.add(answered(3, incarnation=2), START + 10)
@@ -95,7 +95,7 @@ def test_a_restart_and_a_gap_of_statuses_count_from_anew() -> None:
 
 
 def test_the_last_word_of_a_worker_counts_and_a_clock_ahead_does_no_harm() -> None:
-    history = History(10, lambda: START)
+    history = FleetHistory(10, lambda: START)
     history.add(answered(1), START)
     history.add(answered(2), START + 0.2)  # too soon after the last: counts with the next
     history.add(answered(4, state="stopped"), START + 0.4)
@@ -107,7 +107,7 @@ def test_the_last_word_of_a_worker_counts_and_a_clock_ahead_does_no_harm() -> No
 
 def test_what_is_kept_of_processes_and_slots_is_bounded() -> None:
     clock = Clock(START)
-    history = History(10, lambda: clock.now)
+    history = FleetHistory(10, lambda: clock.now)
     for number in range(1000):
         clock.now += SLOT_S
         history.add(worker(f"w{number}"), clock.now)
@@ -249,7 +249,7 @@ def test_slots_that_say_nothing_have_no_mean() -> None:
 
 
 async def asked(path: str, host: str = "localhost:8090", **headers: str) -> tuple[int, dict[str, str], str]:
-    status, found, body = await answer(board_of(), Asked(path, "", {"host": host, **headers}))
+    status, found, body = await answer(board_of(), PageRequest(path, "", {"host": host, **headers}))
     return int(status[:3]), dict(found), body.decode()
 
 
@@ -278,7 +278,7 @@ async def test_a_port_that_is_taken_is_named_with_its_option(embedded_settings: 
 
 async def test_a_trace_is_asked_for_by_its_form_and_foreign_text_in_it_is_text() -> None:
     assert "Name a request id." in (await asked("/trace"))[2]
-    found = Trace("r", [Step(1000, "announced", {"tenant": HOSTILE}), Step(1012, "answered ok", {})], ["<why>"])
+    found = RequestTrace("r", [Step(1000, "announced", {"tenant": HOSTILE}), Step(1012, "answered ok", {})], ["<why>"])
     text = traced(found, HOSTILE, HOSTILE)
     assert "<script>" not in text
     assert '"onload' not in text

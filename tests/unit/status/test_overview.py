@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from relaygr_stream.fleet import DROP_AFTER_S
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.fleet import DROP_AFTER_S
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.signature import Signer

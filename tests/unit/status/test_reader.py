@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import ConfigError, DecodeError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.worker import Handover
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.signature import Signer

@@ -14,7 +14,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.dashboard import trace as traces
 from relaygr_stream.ops.dashboard.board import Board
-from relaygr_stream.ops.dashboard.trace import Trace, trace
+from relaygr_stream.ops.dashboard.trace import RequestTrace, trace
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import Cancel, PreInferSignal
@@ -52,11 +52,11 @@ class Log:
         await self.write("ranking", encode(asked), *route, ("traceparent", trace_parent))
         await self.write("scores", encode(scored(asked)), route[0], partition=1)
 
-    async def trace(self, number: int, tenant: str | None = None, lanes: tuple[int, ...] = ()) -> Trace:
+    async def trace(self, number: int, tenant: str | None = None, lanes: tuple[int, ...] = ()) -> RequestTrace:
         return await trace(self.kafka, self.topics, f"r-{number}", lanes, tenant)
 
 
-def steps(found: Trace) -> list[str]:
+def steps(found: RequestTrace) -> list[str]:
     assert found.missing == []
     return [step.what for step in found.steps]
 

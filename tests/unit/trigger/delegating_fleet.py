@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from relaygr_stream.engine.budgets import LoadSplit
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.load import OwnerLoads
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from tests.unit.trigger.parts import behaviours, event, lane_status, worker_status
 

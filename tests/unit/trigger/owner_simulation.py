@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.engine.budgets import Demand, LaneBudgets, LaneShares
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.trigger.core import Signal as Admitted
 from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.ledger import Pending
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import LaneStatus, RequestEvent, WorkerStatus
 from tests.unit.trigger.parts import behaviours, worker_status
 

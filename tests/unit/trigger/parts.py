@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from relaygr_stream.fleet import Claim
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.wire.behaviours import Behaviours
-from relaygr_stream.wire.fleet import Claim
 from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, WorkerStatus
 from tests import statuses
 from tests.statuses import lane_statuses

@@ -13,12 +13,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+from relaygr_stream.fleet import Claim, OwnerDirectory
 from relaygr_stream.trigger.core import Signal as Admitted
 from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.trigger.load import START_S
-from relaygr_stream.wire.fleet import Claim, OwnerDirectory
 from relaygr_stream.wire.messages import RequestEvent, WorkerStatus
 from tests.unit.trigger.parts import behaviours, lane_status, worker_status
 

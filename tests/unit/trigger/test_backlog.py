@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from relaygr_stream.bus.ages import AgeBounds, SenderLag
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.intake import EventIntake
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.metrics import TriggerTelemetry
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import Record
 from tests.unit.trigger.parts import POLICY
 

@@ -12,14 +12,14 @@ import pytest
 
 from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, MessageTooLarge
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.trigger import outbox
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
 from relaygr_stream.trigger.decision import Decision
 from relaygr_stream.trigger.delegation import Delegation, Place
-from relaygr_stream.trigger.outbox import Outbox, Sending
+from relaygr_stream.trigger.outbox import Outbox, SignalSending
 from relaygr_stream.wire.codec import decode
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal
 from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import Refusal
@@ -79,20 +79,20 @@ class World:
     async def send_together(self, topic: str, messages: list[Any], **more: Any) -> None:
         self.together.append(len(messages))
 
-    async def delegate(self, number: int = 1, lanes: tuple[int, ...] = (PLACE.lane,), *before: Sending) -> None:
+    async def delegate(self, number: int = 1, lanes: tuple[int, ...] = (PLACE.lane,), *before: SignalSending) -> None:
         sending = list(before)
         asked = event(25, "r", "u", tenant="shop", rank_in_ms=300.0)
         for lane in lanes * number:
             place = PLACE._replace(lane=lane)
             decision = Decision("delegated", 25, 40.0, 30.0, PLACE.nbytes, PLACE.cost_ms, 260.0, place)
-            sending.append(Sending(Delegate(LANE, asked, decision, "w1"), RECORD))
+            sending.append(SignalSending(Delegate(LANE, asked, decision, "w1"), RECORD))
         await self.outbox.send(LANE, sending)
 
-    def own(self) -> Sending:
+    def own(self) -> SignalSending:
         """A signal of the lane's own."""
         ledger = self.core.observe(LANE, 0.0).ledger
         admitted = Decision("admitted", 25, 40.0)
-        return Sending(Signal(LANE, event(25, "own", "u"), admitted, ledger.admit(250)), RECORD)
+        return SignalSending(Signal(LANE, event(25, "own", "u"), admitted, ledger.admit(250)), RECORD)
 
     @property
     def outstanding(self) -> int:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relaygr_stream.fleet import LOOKED_AT, TRAVEL_MS
 from relaygr_stream.trigger.decision import REFUSED_FACTOR
 from relaygr_stream.trigger.delegation import NOTICE_MS, PAUSE_S, Delegation
-from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS
 from tests.unit.trigger.delegating_fleet import Fleet
 from tests.unit.trigger.parts import POLICY
 from tests.unit.trigger.view import HEAD_MS, REFUSALS, TOKENS, View

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from relaygr_stream.bus.ages import AgeBounds, SenderLag
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.ops.erase import erase_from_fleet
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.settings.worker import Handover
@@ -20,7 +21,6 @@ from relaygr_stream.trigger.load import KeptAt, OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerTelemetry
 from relaygr_stream.trigger.service import trigger_core
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import tenant_key
 from relaygr_stream.wire.records import Record
 from tests.unit.trigger.parts import POLICY, event, lane_status, worker_status

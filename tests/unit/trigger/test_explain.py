@@ -215,7 +215,7 @@ async def test_the_running_triggers_settings_decide_and_without_one_those_given_
 async def test_costs_come_from_a_worker_where_there_is_one(embedded_settings: Kafka, log: Path) -> None:
     kafka = embedded_settings
     flags = ["--bootstrap", kafka.bootstrap, "--set", f"kafka.prefix={kafka.prefix}"]
-    for name in ("partitions", "fetch_max_wait_ms", "tail_max_wait_ms"):
+    for name in ("partitions",):
         flags += ["--set", f"kafka.{name}={getattr(kafka, name)}"]
     arguments = ("--events", str(log), "--requests", "3", "--json", *flags)
     async with peer_on(kafka) as peer:

@@ -7,13 +7,13 @@ import pytest
 
 from relaygr_stream.bus.ages import WAY_MS, now_ms
 from relaygr_stream.cli.explain_table import as_table
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import Shadow
 from relaygr_stream.wire.behaviours import MAX_TIME_MS, Behaviours
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.features import FeatureTables
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent
 from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals

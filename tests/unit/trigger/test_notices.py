@@ -10,12 +10,12 @@ import pytest
 
 from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.errors import BrokerUnavailable
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.trigger import outbox
 from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.delegation import FLUSH_S
 from relaygr_stream.trigger.outbox import RefusalNotices
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.refusals import MAX_IDS, Refusal, decode_refusals
 from tests.unit.trigger.parts import POLICY
 from tests.waiting import until

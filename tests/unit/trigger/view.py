@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import msgspec
 
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.decision import Decision, Policy
 from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.ledger import LaneLedger
-from relaygr_stream.wire.fleet import OwnerDirectory
 from tests.unit.trigger.parts import POLICY, event, lane_status, worker_status
 
 LANES: Final = 6

@@ -127,7 +127,7 @@ async def trace_hit() -> HitPath:
     requests, _, background, _ = made_requests(
         SETTINGS, topics, (scores, _Producer()), device, runtime.model, done=done.append
     )
-    device.on_answers, device.on_placed = requests.on_answers, requests.on_placed
+    device.deliver_to(requests)
     requests.on_lanes(frozenset(range(topics.lanes)), frozenset())
     history = Behaviours.of(np.arange(HISTORY) % 100, np.zeros(HISTORY, np.uint8), 10**12 + np.arange(HISTORY))
     try:

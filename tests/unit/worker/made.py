@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.tracing import OFF
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet, lane_of
-from relaygr_stream.worker.context import Connections, WorkerContext
-from relaygr_stream.worker.core import Policy, WorkerCore
+from relaygr_stream.worker.context import WorkerConnections, WorkerContext
+from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.requests import Requests
 
@@ -45,8 +45,8 @@ def made_requests(
     """producers: of scores, and of all else."""
     registry, background = CollectorRegistry(), Background()
     context = WorkerContext(settings, name, WorkerMetrics(registry), registry, OFF, background)
-    connections = Connections(topics, *producers, None, store)  # type: ignore[arg-type]
+    connections = WorkerConnections(topics, *producers, None, store)  # type: ignore[arg-type]
     core = WorkerCore(
-        name, Policy.of(settings), peers or OwnerDirectory(60_000.0), partial(lane_of, lanes=topics.lanes)
+        name, WorkerPolicy.of(settings), peers or OwnerDirectory(60_000.0), partial(lane_of, lanes=topics.lanes)
     )
     return Made(Requests(context, connections, device, model, core, done), core, background, registry)

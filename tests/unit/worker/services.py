@@ -80,7 +80,7 @@ class RunningWorker:
 
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
-        self.made: worker_process.Worker | None = None
+        self.made: worker_process.WorkerProcess | None = None
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -88,7 +88,7 @@ class RunningWorker:
             await self.made.run()
 
     @property
-    def worker(self) -> worker_process.Worker:
+    def worker(self) -> worker_process.WorkerProcess:
         assert self.made is not None, "its model is being loaded"
         return self.made
 

@@ -15,8 +15,8 @@ from relaygr_stream.engine.budgets import BusyShare
 from relaygr_stream.engine.commands import Rank, RankTask, Times
 from relaygr_stream.engine.forecast import Forecast
 from relaygr_stream.engine.ranking import Ranking
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.models.api import Tokens
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.worker.forwarding import Forwarding

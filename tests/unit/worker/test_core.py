@@ -24,10 +24,10 @@ from relaygr_stream.engine.commands import (
     Times,
 )
 from relaygr_stream.errors import CRASHED, DecodeError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.erase import Erase, user_mark
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import CostModel, Status
 from relaygr_stream.wire.refusals import Refusals
@@ -39,13 +39,13 @@ from relaygr_stream.worker.core import (
     Fetch,
     Forward,
     Missing,
-    Policy,
     Reject,
     Release,
     Reply,
     SignalOver,
     Submit,
     WorkerCore,
+    WorkerPolicy,
 )
 from tests.statuses import lane_statuses, worker_status
 
@@ -68,7 +68,7 @@ class World:
         peers.take(worker_status("a", lane_statuses((LANE,))))
         costs = CostModel(c0=1, c1=0, c2=0, c3=0)
         peers.take(worker_status("b", lane_statuses((ITS_LANE,)), costs=costs, busy_share=0.0))
-        policy = Policy(forward, life_ms=2000.0, longest_s=60.0, held_bytes=held_bytes)
+        policy = WorkerPolicy(forward, life_ms=2000.0, longest_s=60.0, held_bytes=held_bytes)
         self.core = WorkerCore("a", policy, peers, lambda user: LANE, seed=1)
         self.core.on_lanes(frozenset({LANE}), frozenset())
 

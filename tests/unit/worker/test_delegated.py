@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from relaygr_stream.engine.commands import DELEGATED_LANE, LanesLost, Rank
 from relaygr_stream.errors import BrokerError, DecodeError
+from relaygr_stream.fleet import TRAVEL_MS
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode, encode
-from relaygr_stream.wire.fleet import TRAVEL_MS
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.worker.core import Release
 from relaygr_stream.worker.forwarding import IN_TIME_SHARES
-from relaygr_stream.worker.intake import Intake
+from relaygr_stream.worker.intake import Intake, IntakeLimits
 from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
 from tests.unit.worker.test_forwarding import View
 from tests.unit.worker.test_outbox_forwards import World as Outgoing
@@ -125,7 +125,7 @@ def record(signal: PreInferSignal, kind: str = KIND_DELEGATED) -> Record:
 
 
 def test_a_delegated_signal_has_no_lane_and_its_age_counts() -> None:
-    intake = Intake(Relay(life_window_ms=2000), 900.0, 4, 1 << 20, lambda: None)
+    intake = Intake(IntakeLimits(Relay(life_window_ms=2000), 900.0, 4, 1 << 20))
     signal = PreInferSignal(
         request_id="r", user_id="u", prefix=Behaviours.of([1, 2], [0, 0], [1, 2]), rank_in_ms=300.0, life_ms=5000.0,
         admitted_ms=int(time.time() * 1e3) - 5, delegate="w1",

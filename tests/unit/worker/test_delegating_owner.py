@@ -9,12 +9,12 @@ import pytest
 
 from relaygr_stream.engine.commands import Answer, Command, Measured, Rank
 from relaygr_stream.errors import BrokerError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.erase import Erase, user_mark
-from relaygr_stream.wire.fleet import OwnerDirectory
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import (
     Cancel,

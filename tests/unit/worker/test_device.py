@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from relaygr_stream.cache.copy import CopyEngine, CopyTicket
-from relaygr_stream.engine.commands import Answer, Query, Rank
+from relaygr_stream.engine.commands import Answer, Placed, Query, Rank
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
 from relaygr_stream.worker.device import HANDLING_S, DeviceThread, Submitted, take_turn
@@ -61,10 +61,14 @@ class Running:
     def __init__(self, wrap: Callable[[Any], Any] = Wrapped, copier: MakeCopier = CopyEngine) -> None:
         self.answers: list[Answer] = []
         self.arrived = asyncio.Event()
-        self.thread = DeviceThread(asyncio.get_running_loop(), self._on_answers)
+        self.order: list[str] = []
+        self.thread = DeviceThread(asyncio.get_running_loop(), self)
         self.world = World(wrap=wrap, copier=lambda device: copier(device, self.thread.wake))
 
-    def _on_answers(self, answers: list[Answer]) -> None:
+    def on_placed(self, placed: list[Placed]) -> None: ...
+
+    def on_answers(self, answers: list[Answer]) -> None:
+        self.order.append("answers")
         self.answers += answers
         self.arrived.set()
 
@@ -143,7 +147,7 @@ async def test_what_a_cancelled_question_did_is_taken_back(turns: int) -> None:
 
 
 async def test_what_cannot_be_made_is_told() -> None:
-    thread = DeviceThread(asyncio.get_running_loop(), lambda answers: None)
+    thread = DeviceThread(asyncio.get_running_loop())
 
     def make() -> World:
         raise CapacityError("too small")
@@ -164,10 +168,7 @@ async def test_nobody_need_wait_for_the_making() -> None:
 
 async def test_a_core_that_raises_is_told_after_its_answers() -> None:
     async with running() as r:
-        order: list[str] = []
-        r.thread.failed.add_done_callback(lambda _: order.append("failed"))
-        answered = r.thread.on_answers
-        r.thread.on_answers = lambda answers: (order.append("answers"), answered(answers))[1]  # type: ignore[func-returns-value]
+        r.thread.failed.add_done_callback(lambda _: r.order.append("failed"))
 
         def fail(scheduler: Scheduler, now: float) -> None:
             raise AssertionError("a bug")
@@ -176,8 +177,7 @@ async def test_a_core_that_raises_is_told_after_its_answers() -> None:
         with pytest.raises(AssertionError, match="a bug"):
             await asyncio.wait_for(asyncio.shield(r.thread.failed), WITHIN_S)
         await asyncio.sleep(0)
-        assert order[0] == "answers"
-        assert len(order) == 2
+        assert r.order == ["answers", "failed"]
 
 
 async def test_a_device_that_always_fails_ends_the_thread_with_every_answer_given() -> None:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.budgets import AVERAGE_S, BusyShare
+from relaygr_stream.fleet import LOOKED_AT, TRAVEL_MS, OwnerDirectory
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode, encode
-from relaygr_stream.wire.fleet import LOOKED_AT, TRAVEL_MS, OwnerDirectory
 from relaygr_stream.wire.messages import CostModel, RankingRequest, WorkerStatus
 from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.worker.forwarding import FULL_SHARE, IN_TIME_SHARES, Forwarding, next_hop

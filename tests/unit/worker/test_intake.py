@@ -20,7 +20,7 @@ from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
-from relaygr_stream.worker.intake import Intake, Origin, TooMuch
+from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch
 
 LIMITS = Relay(max_prefix_tokens=8, max_suffix_tokens=4, max_candidates=5, life_window_ms=2000.0)
 ROUTE = ((HEADER_CORRELATION, b"c-1"), (HEADER_REPLY_PARTITION, b"3"))
@@ -32,7 +32,7 @@ class Desk(Intake):
 
     def __init__(self, reply_ms: float = 0.0) -> None:
         self.clamped = 0
-        super().__init__(LIMITS, 1000.0, 4, max_bytes=10_000, clamped=self._count, reply_ms=reply_ms)
+        super().__init__(IntakeLimits(LIMITS, 1000.0, 4, max_bytes=10_000, reply_ms=reply_ms), self._count)
 
     def _count(self) -> None:
         self.clamped += 1

@@ -143,6 +143,7 @@ def test_repeated_events_are_counted_and_said(tmp_path: Path) -> None:
 # ---- files as weapons ----
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
 @pytest.mark.parametrize("line", [b"x\n", b"\n", b"1,2,1400327202\n", b"x"])
 def test_a_small_file_does_not_keep_a_reader_busy(tmp_path: Path, pack: type[bytes], line: bytes) -> None:

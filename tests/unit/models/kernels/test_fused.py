@@ -18,6 +18,8 @@ from tests.unit.models.kernels.interpreter import HINT
 from tests.unit.models.kernels.models import DEVICE, fused_model, plain_model, region_of
 from tests.unit.models.small_models import INCREMENTAL, MORE, deviation, held, random_items, random_tokens
 
+pytestmark = pytest.mark.stack  # Triton's interpreter: ten seconds of a core
+
 pytest.importorskip("triton", reason=HINT)
 
 #: Heads of widths that are no power of two, and wider than the smallest tile.

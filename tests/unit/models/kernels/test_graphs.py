@@ -27,11 +27,13 @@ from relaygr_stream.models.kernels.graphs import (
     bucket_tiles,
 )
 from relaygr_stream.models.kernels.recorded import RecordedModel, RowEmbedding
-from relaygr_stream.models.kernels.tiles import Field, is_split
+from relaygr_stream.models.kernels.tiles import TileField, is_split
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.stu import RankingRows
 from tests.unit.models.kernels.models import DEVICE, CountingRecorder, NoPool, fused_model, plain_model, region_of
 from tests.unit.models.small_models import deviation, empty_region, held, random_items, random_tokens, small_model
+
+pytestmark = pytest.mark.stack  # Triton's interpreter: half a minute of a core
 
 CPU = torch.device("cpu")
 
@@ -53,8 +55,8 @@ def run(graphs: Graphs, rows: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64
 
 def inputs(rows: int, tiles: int, seed: int = 0, parts: int = 2) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     random = np.random.default_rng(seed)
-    table = random.integers(0, 9, (tiles, len(Field)))
-    table[:, Field.PARTS] = parts
+    table = random.integers(0, 9, (tiles, len(TileField)))
+    table[:, TileField.PARTS] = parts
     return random.integers(0, 9, (4, rows)), table
 
 
@@ -254,7 +256,7 @@ class _Rows:
     """Fused layers that return their input."""
 
     def table(self, batch: Sequence[RankingRows]) -> npt.NDArray[np.int64]:
-        return np.zeros((len(batch), len(Field)), np.int64)
+        return np.zeros((len(batch), len(TileField)), np.int64)
 
     def run(self, layers: object, x: torch.Tensor, tiles: torch.Tensor, *, split: bool) -> torch.Tensor:
         return x

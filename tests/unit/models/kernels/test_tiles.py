@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaygr_stream.models.kernels.tiles import GROUP_TILES, PART_COLUMNS, Field, tile_table
+from relaygr_stream.models.kernels.tiles import GROUP_TILES, PART_COLUMNS, TileField, tile_table
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.stu import RankingRows
 from tests.unit.models.naive_hstu import valid_attention
@@ -33,12 +33,12 @@ def test_each_row_covers_what_it_sees_once(batch: list[RankingRows], block: int,
         count, history = group.suffix + group.candidates, group.kv.length + group.suffix
         visible = valid_attention(history, group.candidates, 0, window)[group.kv.length :, :history]
         covered = np.zeros((count, history), np.int64)
-        for tile in table[(table[:, Field.ROW] >= first) & (table[:, Field.ROW] < first + count)]:
-            assert tile[Field.FIRST] == first
-            assert tile[Field.ADDRESS] == group.kv.storage.data_ptr()
-            assert 0 < tile[Field.ROW_STOP] - tile[Field.ROW] <= block
-            rows = slice(tile[Field.ROW] - first, tile[Field.ROW_STOP] - first)
-            covered[rows, tile[Field.COLUMN] : tile[Field.COLUMN_STOP]] += 1
+        for tile in table[(table[:, TileField.ROW] >= first) & (table[:, TileField.ROW] < first + count)]:
+            assert tile[TileField.FIRST] == first
+            assert tile[TileField.ADDRESS] == group.kv.storage.data_ptr()
+            assert 0 < tile[TileField.ROW_STOP] - tile[TileField.ROW] <= block
+            rows = slice(tile[TileField.ROW] - first, tile[TileField.ROW_STOP] - first)
+            covered[rows, tile[TileField.COLUMN] : tile[TileField.COLUMN_STOP]] += 1
         assert covered.max(initial=0) <= 1
         assert (covered[visible] == 1).all()
         first += count
@@ -50,12 +50,12 @@ def test_parts_follow_each_other(batch: list[RankingRows], window: int) -> None:
     table = tile_table(batch, 64, window)
     at = 0
     while at < len(table):
-        parts = int(table[at, Field.PARTS])
+        parts = int(table[at, TileField.PARTS])
         assert parts >= 1
         together = table[at : at + parts]
-        assert (together[:, Field.ROW] == table[at, Field.ROW]).all()
-        assert (together[1:, Field.PARTS] == 0).all()
-        assert (together[1:, Field.COLUMN] == together[:-1, Field.COLUMN_STOP]).all()
+        assert (together[:, TileField.ROW] == table[at, TileField.ROW]).all()
+        assert (together[1:, TileField.PARTS] == 0).all()
+        assert (together[1:, TileField.COLUMN] == together[:-1, TileField.COLUMN_STOP]).all()
         at += parts
     assert at == len(table)
 
@@ -73,15 +73,15 @@ def test_few_rows_are_cut_along_their_columns_and_many_are_not() -> None:
     region = KVRegion(LAYOUT, torch.zeros(16384 * 8), 16384, 16384)
     few, many = tile_table([RankingRows(region, 0, 64)], 64, 0), tile_table([RankingRows(region, 0, 64 * 64)], 64, 0)
     assert len(few) == GROUP_TILES
-    assert ((few[:, Field.COLUMN_STOP] - few[:, Field.COLUMN]) == PART_COLUMNS).all()
-    assert (many[:, Field.PARTS] == 1).all()
+    assert ((few[:, TileField.COLUMN_STOP] - few[:, TileField.COLUMN]) == PART_COLUMNS).all()
+    assert (many[:, TileField.PARTS] == 1).all()
 
 
 def test_an_extension_computes_no_block_above_the_diagonal_and_the_longest_first() -> None:
     region = KVRegion(LAYOUT, torch.zeros(9000 * 8), 9000, 10)
     table = tile_table([RankingRows(region, 64 * 64, 0)], 64, 0)
-    assert (table[:, Field.COLUMN_STOP] == 10 + table[:, Field.ROW_STOP]).all()
-    assert (np.diff(table[:, Field.COLUMN_STOP]) < 0).all()
+    assert (table[:, TileField.COLUMN_STOP] == 10 + table[:, TileField.ROW_STOP]).all()
+    assert (np.diff(table[:, TileField.COLUMN_STOP]) < 0).all()
 
 
 def test_a_region_must_be_aligned() -> None:
@@ -92,5 +92,5 @@ def test_a_region_must_be_aligned() -> None:
 
 def _shifted(table: npt.NDArray[np.int64], rows: int) -> npt.NDArray[np.int64]:
     shifted = table.copy()
-    shifted[:, [Field.FIRST, Field.ROW, Field.ROW_STOP]] += rows
+    shifted[:, [TileField.FIRST, TileField.ROW, TileField.ROW_STOP]] += rows
     return shifted

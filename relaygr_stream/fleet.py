@@ -1,4 +1,4 @@
-"""The owner of each lane, from the workers' statuses on `worker-status`.
+"""The fleet as its statuses on `worker-status` tell it: the owner of each lane, and the choice of another worker.
 
 Statuses are ordered as in the topic. A status's age is the time since *this* process received it, so other machines'
 clocks do not matter. Feed only live statuses (a tail from the topic's end): an older record may be of any age.
@@ -46,9 +46,18 @@ _limited = LogLimiter().limited
 DROP_AFTER_S: Final = 600.0
 
 
-def few(things: Sequence[T], choice: random.Random) -> list[T]:
+def draw_sample(things: Sequence[T], choice: random.Random) -> list[T]:
     """At most LOOKED_AT of them, chosen at random if there are more."""
     return list(things) if len(things) <= LOOKED_AT else choice.sample(things, LOOKED_AT)
+
+
+def better_of_two(found: Sequence[T], choice: random.Random, ms: Callable[[T], float]) -> list[T]:
+    """Two of them at random, the sooner first; all of them where there are fewer.
+
+    Every choice of another worker is this one, among those that will be in time: forwarding, delegation, hedges. Until
+    the next status all who choose would find the same worker the best of all (Mitzenmacher, The Power of Two Choices).
+    """
+    return sorted(choice.sample(found, min(2, len(found))), key=ms)
 
 
 class Claim(msgspec.Struct, frozen=True):  # one a lane for every status; a frozen dataclass takes four times as long
@@ -167,9 +176,9 @@ class OwnerDirectory:
         lanes = [lane for lane in known.claims if self._owners[lane].worker.name == name]
         return (known.status, lanes) if lanes else None
 
-    def some(self, choice: random.Random, silence_ms: float | None = None) -> list[WorkerStatus]:
+    def sample_workers(self, choice: random.Random, silence_ms: float | None = None) -> list[WorkerStatus]:
         """At most LOOKED_AT of `workers`, chosen at random: for frequent callers that need any suitable worker."""
-        return few(list(self.workers(silence_ms).values()), choice)
+        return draw_sample(list(self.workers(silence_ms).values()), choice)
 
     def _give_to_newest(self, lane: int) -> None:
         claimants = [worker for worker in self._workers.values() if lane in worker.claims]
