@@ -22,6 +22,7 @@ from aiokafka.errors import (
     RecordListTooLargeError,
     UnknownTopicOrPartitionError,
 )
+from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from relaygr_stream.bus.aiokafka_compat import CLOSE_S, broker_error, client_options, typed_errors
@@ -120,6 +121,15 @@ class Producer:
             None if client is None else client.client.cluster.leader_for_partition(TopicPartition(topic, partition))
         )
         return None if leader is None else int(leader)
+
+    async def answers(self, broker: int, within_s: float) -> bool:
+        """Whether this broker answers a request within within_s, over a new connection where there is none."""
+        client = self._renewed.client
+        try:
+            async with asyncio.timeout(within_s):
+                return client is not None and bool(await client.client.send(broker, MetadataRequest([])))
+        except (KafkaError, OSError):  # a TimeoutError is an OSError
+            return False
 
     def throttled_s(self, topic: str, partition: int) -> float:
         """For how many seconds from now the partition's broker takes nothing, because of a quota; 0: it takes."""

@@ -22,7 +22,7 @@ from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.client.answers import Answers, ReplyRoute, reply_partitions
 from relaygr_stream.client.exchange import Copies, Exchange, Hedges, between_copies_s
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.client.sender import Announcements, Sender
+from relaygr_stream.client.sender import SILENT_S, Announcements, Sender
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DeadlineExceeded, RelayError, TopicError
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
@@ -81,6 +81,7 @@ async def connected(
         background.failed.add_done_callback(partial(_tell, on_failure))
         listening = bool(client.hedge_ms) and await _listen(stack, settings, topics, owners, rows)
         sender = Sender(await stack.enter_async_context(producer), kafka.bootstrap)
+        background.start(periodically(SILENT_S, sender.probe, "ask the brokers that are away"))
         counts = PartitionCounts(topics, producer, route.counted)
         background.start(counts.run())
         background.start(periodically(FLUSH_LOGS_S, _flush_logs, "write what log lines were held back"))

@@ -20,9 +20,9 @@ from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Sent
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 
 #: A broker that has acknowledged nothing for this long, although sends are due, counts as away: sends to the partitions
-#: it leads then fail at once, except one every SILENT_S, which probes whether it is back. An acknowledgement takes
-#: milliseconds; a broker's clean stop delays it by 1.1 s at most. A caller whose timeout is longer than the silence so
-#: far may still see its end, so its send passes.
+#: it leads then fail at once, until `probe` finds that it answers again. An acknowledgement takes milliseconds; a
+#: broker's clean stop delays it by 1.1 s at most. A caller whose timeout is longer than the silence so far may still
+#: see its end, so its send passes. Probes follow each other after this time.
 SILENT_S: Final = 1.5
 #: While a broker throttles this client, a message that may leave within this share of the time its caller waits is kept
 #: for that; what remains is for the answer. Everything kept leaves at once, and the throttling that follows is for its
@@ -30,8 +30,8 @@ SILENT_S: Final = 1.5
 #: have LEAVE_S: without them, more rankings leave, each in full.
 LEAVE_SHARE: Final = 0.5
 LEAVE_S: Final = 0.1
-#: After this long without a send the silence is unknown and is measured anew. While calls are made, one passes every
-#: SILENT_S.
+#: Where no broker leads a partition, none can be asked: one call passes every SILENT_S, and after this long without a
+#: send the silence is unknown and is measured anew.
 SILENCE_EXPIRES_S: Final = 3 * SILENT_S
 
 
@@ -41,6 +41,7 @@ class _Silence:
 
     since_s: float | None = None  # time of the first send since its last acknowledgement
     tried_s: float = 0.0  # when a send last passed
+    answers: bool = False  # a probe since then was answered: a send is to show whether it acknowledges, too
 
 
 class Sender:
@@ -70,14 +71,13 @@ class Sender:
             return 0.0
         now, due, silence = self._clock(), self._due.get((topic, partition)), self._silences[broker]
         waiting_s = now - next(iter(due.values())) if due else 0.0
-        if silence.since_s is not None and now - silence.tried_s <= SILENCE_EXPIRES_S:
+        if silence.since_s is not None and not silence.answers:
             waiting_s = max(waiting_s, now - silence.since_s)
         return waiting_s
 
     def check(self, topic: str, partition: int, patience_s: float = 0.0) -> None:
         """Raise BrokerUnavailable while the partition's broker is away, or throttles this client for so long that the
-        message would be late. One call every SILENT_S passes a broker that is away, as a probe: a caller that passes
-        must send.
+        message would be late. A caller that passes must send: where `probe` had an answer, its send is the first.
 
         patience_s: how long the caller would wait for the broker.
         """
@@ -91,16 +91,34 @@ class Sender:
                     f"broker {broker} throttles this client by a quota, and takes nothing for another "
                     f"{throttled_s:.1f} s: send less, or raise producer_byte_rate of its client id or user"
                 )
-        if silence.since_s is None or now - silence.tried_s > SILENCE_EXPIRES_S:
+        idle_s, led = now - silence.tried_s, broker not in (None, NO_LEADER)
+        if silence.since_s is None or (not led and idle_s > SILENCE_EXPIRES_S):
             silence.since_s = now
         silent_s = now - silence.since_s
-        if silent_s > max(SILENT_S, patience_s) and now - silence.tried_s < SILENT_S:
+        passes = silence.answers if led else idle_s >= SILENT_S
+        if silent_s > max(SILENT_S, patience_s) and not passes:
             waiting = sum(map(len, self._due.values()))
             raise BrokerUnavailable(
                 f"broker {'?' if broker is None else broker} of {self._bootstrap} has acknowledged nothing for "
                 f"{silent_s:.1f} s; {waiting} messages wait: check that it runs and can be reached"
             )
-        silence.tried_s = now
+        silence.tried_s, silence.answers = now, False
+
+    async def probe(self) -> None:
+        """Ask each broker that is away whether it answers; call it every SILENT_S. It takes no longer than that.
+
+        So no caller has to wait out its timeout for it, however rare calls are.
+        """
+        now = self._clock()
+        away = [
+            (broker, silence)
+            for broker, silence in self._silences.items()
+            if broker is not None and broker != NO_LEADER and silence.since_s is not None
+            if now - silence.since_s > SILENT_S
+        ]
+        found = await asyncio.gather(*(self._producer.answers(broker, SILENT_S) for broker, _ in away))
+        for (_, silence), answers in zip(away, found, strict=True):
+            silence.answers = answers
 
     async def send(
         self,

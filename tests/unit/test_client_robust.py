@@ -107,6 +107,9 @@ class ThreeBrokers:
     def broker_of(self, topic: str, partition: int) -> int:
         return partition % 3 if self.led else NO_LEADER
 
+    async def answers(self, broker: int, within_s: float) -> bool:
+        return broker not in self.silent
+
     async def send(self, topic: str, value: bytes, *, partition: int, **_: object) -> asyncio.Future[int]:
         sent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if partition % 3 not in self.silent:
@@ -150,10 +153,32 @@ async def test_silence_of_one_broker_is_not_that_of_all() -> None:
     with pytest.raises(BrokerUnavailable, match=r"broker 0 of b0,b1,b2 has .* nothing for 1\.8 s; 3 messages"):
         await send(0)
     producer.silent = []
-    clock.now += SILENT_S
+    await sender.probe()
     await send(0)  # the one that finds out
     await asyncio.sleep(0)
     await send(0)
+
+
+@pytest.mark.parametrize("pause_s", [0.5, SILENT_S, 3 * SILENT_S + 1, 60.0])
+async def test_no_call_waits_out_its_timeout_for_a_broker_that_is_away(pause_s: float) -> None:
+    """One call every SILENT_S passed as a probe, and every one where calls are rare: 504 after a second, not 503."""
+    producer, clock, passed = ThreeBrokers(silent=[0]), Clock(100.0), 0
+    sender = Sender(producer, "b0,b1,b2", clock)  # type: ignore[arg-type]
+    for number in range(12):
+        try:
+            sender.check("retrieval" if number % 2 else "ranking", 0, patience_s=1.0)
+            passed += 1
+        except BrokerUnavailable:
+            assert sender.waiting_s("ranking", 0) > SILENT_S
+        await sender.probe()
+        clock.now += pause_s
+    assert passed == sum(number * pause_s <= SILENT_S for number in range(12))
+    producer.silent = []
+    await sender.probe()
+    assert sender.waiting_s("ranking", 0) == 0
+    sender.check("ranking", 0, patience_s=1.0)
+    with pytest.raises(BrokerUnavailable):  # until the first is acknowledged
+        sender.check("ranking", 0, patience_s=1.0)
 
 
 async def test_a_broker_that_acknowledges_nothing_makes_all_of_its_lanes_wait() -> None:
@@ -233,6 +258,8 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
             broker.stop()
             errors: list[RelayError] = []
             took: list[float] = []
+            stopped = time.monotonic()
+            late: list[RelayError] = []
 
             async def try_once(number: int, timeout: float | None = None) -> None:
                 started = time.monotonic()
@@ -241,6 +268,8 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
                     await relay.rank(request(number), timeout=timeout)
                 except RelayError as error:
                     errors.append(error)
+                    if started - stopped > 2 * SILENT_S and isinstance(error, DeadlineExceeded):
+                        late.append(error)
                 took.append(time.monotonic() - started)
 
             for number in range(40):
@@ -251,6 +280,7 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
             # One that waits takes its timeout of 0.4 s at least.
             at_once = [seconds for seconds in took if seconds < 0.4]
             assert len(at_once) > 100  # after the first ones have waited in vain
+            assert not late, "a call waited for a broker that is known to be away"
             assert relay.in_flight == 0
 
             # The embedded broker forgets its topics. With empty logs: what fills them up to where the readers were is

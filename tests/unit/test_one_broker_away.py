@@ -16,9 +16,10 @@ from relaygr_stream.bus.producer import NO_LEADER, Outgoing
 from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.exchange import Copies, Exchange, Hedges
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.client.sender import Sender
+from relaygr_stream.client.sender import SILENT_S, Sender
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.fleet import OwnerDirectory
+from relaygr_stream.telemetry.background import periodically
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
@@ -92,6 +93,9 @@ class World:
     def away(self, partition: int) -> bool:
         return partition % BROKERS == self.dead and DIES_S <= self.at_s() < BACK_S
 
+    async def answers(self, broker: int, within_s: float) -> bool:
+        return not self.away(broker)
+
     def throttled_s(self, topic: str, partition: int) -> float:
         return 0.0
 
@@ -149,7 +153,7 @@ class World:
 
     async def run(self, every_s: float) -> list[float]:
         """When those requests were made that got no answer."""
-        background = asyncio.create_task(self.states())
+        background = asyncio.gather(self.states(), periodically(SILENT_S, self.sender.probe, "ask"))
         await asyncio.sleep(STATUS_S)
         calls: list[tuple[float, asyncio.Task[ScoreReply | None]]] = []
         while self.at_s() < LAST_S:
