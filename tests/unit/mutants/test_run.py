@@ -9,6 +9,8 @@ import pytest
 
 from tests.mutants.__main__ import main
 
+pytestmark = pytest.mark.stack  # each runs a pytest of its own for each mutant
+
 SOURCE = """
 def is_child(age):
     return age < 18
@@ -23,8 +25,6 @@ def is_old(age):
 """
 TESTS = """
 from toy.ages import is_child, is_old
-
-pytestmark = pytest.mark.stack  # each runs a pytest of its own for each mutant
 
 def test_child():
     assert is_child(17)
