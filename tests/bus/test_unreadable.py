@@ -228,9 +228,11 @@ async def test_what_is_small_only_while_compressed_is_refused(kafka_settings: Ka
 
 
 async def test_what_was_unreadable_before_is_no_news_to_who_looks_again(
-    kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+    kafka_settings: Kafka, broker: AnyBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each `relaygr status` warned of the same record, which a broker left behind that came back."""
+    if broker.kind != "embedded":
+        pytest.skip("Apache Kafka refuses such a record for a compacted topic")
     await apply_topics(kafka_settings)
     monkeypatch.setattr(unreadable, "limited", LogLimiter().limited)  # other tests' lines do not count
     topic, read = load_topics(kafka_settings).worker_status.name, list[Record]()

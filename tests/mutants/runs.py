@@ -143,7 +143,8 @@ def _pytest(tree: Path, tests: Sequence[str], limit_s: float, more: dict[str, st
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
     with said.open("wb") as output:
         started = subprocess.Popen(
-            [*command, "-p", "tests.mutants.plugin", f"@{names}"],
+            # Names of tests are relative to the root, which pytest would else look for above the tree, too.
+            [*command, f"--rootdir={tree}", "-p", "tests.mutants.plugin", f"@{names}"],
             cwd=tree, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         _running.add(started.pid)
