@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from relaygr_stream.ops.status.tally import Tally
+from relaygr_stream.ops.status.tally import Tally, growth
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.trigger_status import TriggerStatus
 
@@ -110,9 +110,7 @@ class FleetHistory:
     def _add_trigger(self, status: TriggerStatus, at_s: float) -> None:
         before, taken = self._follow(self._triggers, status, at_s)
         if taken and before is not None:
-            earlier = before.decisions
-            grown = {name: max(0, int(n - earlier.get(name, 0.0))) for name, n in status.decisions.items()}
-            self._slot(at_s).decisions.update(grown)
+            self._slot(at_s).decisions.update(growth(status.decisions, before.decisions))
 
     def _follow(self, known: dict[str, _Last[S]], status: S, at_s: float) -> tuple[S | None, bool]:
         """The status to count from, if there is one, and whether this one counts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Self
 
@@ -16,6 +16,9 @@ from relaygr_stream.wire.worker_status import WITHIN_SLO
 RELAY: Final = "relay"
 FULL: Final = "full"
 KINDS: Final[dict[str, tuple[str, ...]]] = {RELAY: HITS, FULL: ("full", "truncated")}
+
+#: A float has every whole number up to here.
+MOST: Final = 2**53
 
 
 @dataclass
@@ -33,12 +36,12 @@ class Tally:
         """What a worker answered between two statuses of one incarnation; before: None for its start."""
         earlier = before.counters if before is not None else {}
         of = before.latencies or {} if before is not None else {}
-        answers = _grown(now.counters, earlier, "answers_")
+        answers = growth(now.counters, earlier, "answers_")
         return cls(
             answers,
-            _grown(now.counters, earlier, "outcome_"),
+            growth(now.counters, earlier, "outcome_"),
             {outcome: since(counts, of.get(outcome, ())) for outcome, counts in (now.latencies or {}).items()},
-            _grown(now.counters, earlier, WITHIN_SLO).total(),
+            growth(now.counters, earlier, WITHIN_SLO).total(),
             answers.total() if WITHIN_SLO in now.counters else 0,
         )
 
@@ -95,9 +98,14 @@ def lately(seen: Iterable[Seen[WorkerStatus]]) -> tuple[Tally, float]:
     return whole, rate
 
 
-def _grown(now: dict[str, float], before: dict[str, float], prefix: str) -> Counter[str]:
-    """By how much counters of a prefix have grown, without it."""
+def growth(now: Mapping[str, float], before: Mapping[str, float], prefix: str = "") -> Counter[str]:
+    """By how much running counts with this prefix have grown, by their names without it. What a process started anew
+    counts is no growth, and what no process can count is MOST: statuses are foreign."""
     cut = len(prefix)
     return Counter(
-        {name[cut:]: max(0, int(n - before.get(name, 0.0))) for name, n in now.items() if name.startswith(prefix)}
+        {
+            name[cut:]: int(min(max(0.0, total - before.get(name, 0.0)), MOST))
+            for name, total in now.items()
+            if name.startswith(prefix)
+        }
     )

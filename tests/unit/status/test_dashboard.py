@@ -20,9 +20,10 @@ from relaygr_stream.ops.dashboard import board as boards
 from relaygr_stream.ops.dashboard.board import HEADERS, Board
 from relaygr_stream.ops.dashboard.charts import lines, nice, stack
 from relaygr_stream.ops.dashboard.history import SLOT_S, SLOTS, FleetHistory, Slot
-from relaygr_stream.ops.dashboard.page import live, traced
+from relaygr_stream.ops.dashboard.page import live
 from relaygr_stream.ops.dashboard.picture import take
 from relaygr_stream.ops.dashboard.server import answer, run_dashboard
+from relaygr_stream.ops.dashboard.tables import traced
 from relaygr_stream.ops.dashboard.trace import RequestTrace, Step
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.pages import PageRequest
@@ -284,3 +285,17 @@ async def test_a_trace_is_asked_for_by_its_form_and_foreign_text_in_it_is_text()
     assert '"onload' not in text
     assert "12 ms" in text
     assert "&lt;why&gt;" in text
+
+
+async def test_the_largest_counters_spoil_no_page() -> None:
+    """Whoever may write statuses may write these: each is finite, and their sum is not."""
+    board, huge = board_of(), 1.7e308
+    for second in (0, 2, 4):
+        counters = dict.fromkeys(("answers_ok", "answers_failed", "outcome_hbm", "within_slo"), huge * (second > 0))
+        feed(
+            board,
+            *(worker(f"w{number}", sent_ms=1000 * second, counters=counters) for number in (1, 2)),
+            *(trigger(f"t{number}", decisions={"admitted": huge * (second > 0)}) for number in (1, 2)),
+        )
+    assert "Workers" in await shown(board)
+    assert json.loads(board.json())
