@@ -13,8 +13,9 @@ from typing import Final
 from urllib.parse import parse_qsl
 
 from relaygr_stream.ops.dashboard.history import FleetHistory, Slot
-from relaygr_stream.ops.dashboard.page import live, traced
+from relaygr_stream.ops.dashboard.page import live
 from relaygr_stream.ops.dashboard.picture import take
+from relaygr_stream.ops.dashboard.tables import traced
 from relaygr_stream.ops.dashboard.trace import RequestTrace, trace
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json
