@@ -67,7 +67,11 @@ async def test_a_tenant_traces_its_own_requests_alone(embedded_settings: Kafka) 
     async with responder_on(embedded_settings), door_on(embedded_settings) as door:
         request_id = (await door.ask("POST", "/v1/announce", ANNOUNCE)).value["request_id"]
         path = f"/trace?id={request_id}"
-        assert b"announced" in (await door.ask("GET", path)).body.partition(b"<main")[0]
+
+        async def is_found() -> bool:  # an announcement is acknowledged before the broker has it
+            return b"announced" in (await door.ask("GET", path)).body.partition(b"<main")[0]
+
+        await until(is_found, "traced")
         other = (await door.ask("GET", path, token_=OTHER)).body.partition(b"<main")[0]
         assert b"Nothing was found" in other
         assert b"announced" not in other
