@@ -43,7 +43,7 @@ class ConfigError(RelayError):
 
 #: Why bytes are not a valid message; used in metrics and dead letters.
 REASONS = ("oversized", "malformed", "unknown_version", "invalid", "crashed")
-#: The reason of a valid request at which worker.max_crashes workers in a row ended.
+#: The reason of a valid request at which several workers in a row ended (bus/crashes.py).
 CRASHED = "crashed"
 
 

@@ -65,7 +65,7 @@ class Supervised:
     """A process `relaygr ARGUMENTS…` in its own session; it logs to this process's stderr and ends with it.
 
     folder: for the file with its telemetry port. host: of its telemetry. state: as text. final: the exit code after
-    which it was not restarted. rolling: its next end is wanted, and it starts again at once. again: set to start it
+    which it was not restarted. rolling: its next end is wanted, and it starts again at once. start_wanted: set to start it
     again after its end.
     """
 
@@ -82,7 +82,7 @@ class Supervised:
         self.final: int | None = None
         self.was_ready = False
         self.rolling = False
-        self.again: Final = asyncio.Event()
+        self.start_wanted: Final = asyncio.Event()
 
     @property
     def pid(self) -> int:
@@ -255,8 +255,8 @@ class Supervisor:
                 self._set_state(process, f"ended with exit code {code}, not started again")
                 if refused or all(each.final is not None for each in self.processes):
                     self._over.set()
-                await process.again.wait()
-                process.again.clear()
+                await process.start_wanted.wait()
+                process.start_wanted.clear()
                 process.final = None
                 continue
             how = f"exit code {code}" if code >= 0 else f"signal {-code}"
@@ -273,7 +273,7 @@ class Supervisor:
                     self._set_state(process, "stopping, to start again")
                     await process.stop(self._stop_s)
                 elif process.final is not None:
-                    process.again.set()
+                    process.start_wanted.set()
                 while process.pid == 0 or process.rolling or process.state != READY:  # noqa: ASYNC110  (its probes' pace)
                     await asyncio.sleep(PROBE_S)
 
