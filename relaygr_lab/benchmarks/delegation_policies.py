@@ -24,7 +24,7 @@ from relaygr_stream.trigger.delegation import Delegation, Place
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
 from relaygr_stream.wire.topic_files import lane_of
-from relaygr_stream.worker.core import Done, Effects, Submit
+from relaygr_stream.worker.effects import Done, Effects, Submit
 from relaygr_stream.worker.forwarding import IN_TIME_SHARES
 from relaygr_stream.worker.requests import Requests
 

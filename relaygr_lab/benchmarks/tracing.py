@@ -93,7 +93,7 @@ async def measure(mode: str) -> float:  # noqa: PLR0915
     from relaygr_stream.wire.records import Record
     from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.worker.context import WorkerConnections, WorkerContext
-    from relaygr_stream.worker.core import Reply
+    from relaygr_stream.worker.effects import Reply
     from relaygr_stream.worker.intake import Intake, IntakeLimits
     from relaygr_stream.worker.metrics import WorkerMetrics
     from relaygr_stream.worker.replies import Outbox, Sending

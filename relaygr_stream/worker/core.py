@@ -13,18 +13,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from relaygr_stream.engine.commands import (
-    DELEGATED_LANE,
-    Answer,
-    Cancel,
-    LanesLost,
-    Placed,
-    Prefill,
-    Rank,
-    RankTask,
-)
+from relaygr_stream.engine.commands import DELEGATED_LANE, Answer, Cancel, LanesLost, Placed, Prefill, Rank, RankTask
 from relaygr_stream.errors import CRASHED, DecodeError
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
@@ -32,109 +23,23 @@ from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import Status
 from relaygr_stream.wire.refusals import Refusals
 from relaygr_stream.worker.decisions import Decisions
+from relaygr_stream.worker.effects import (
+    CountForward,
+    DeadLetter,
+    Done,
+    Effect,
+    Effects,
+    Fetch,
+    Forward,
+    Missing,
+    Reject,
+    Release,
+    Reply,
+    SignalOver,
+    Submit,
+)
 from relaygr_stream.worker.forwarding import WHY, Forwarding
 from relaygr_stream.worker.held import HeldBytes
-
-# ---- effects ----
-
-
-class Submit(NamedTuple):
-    """Effect: hand the command to the device. record: done once the device has taken it; None: none waits for that."""
-
-    command: Rank | Prefill | Cancel | LanesLost
-    record: Any = None
-
-
-class Fetch(NamedTuple):
-    """Effect: find the history that the command refers to, and report it to `on_history`.
-
-    stored: read it from the store unless it is kept; False: it must be kept.
-    """
-
-    command: Rank | Prefill
-    stored: bool = True
-
-
-class Reply(NamedTuple):
-    """Effect: send this answer, and report that to `on_replied`. admission: what the trigger decided on the request.
-
-    declined: nothing of the request is counted, so nothing of it may be kept.
-    """
-
-    answer: Answer
-    admission: str
-    declined: bool = False
-
-
-class Reject(NamedTuple):
-    """Effect: answer a record that became no task. done: the record is done with that, not with its dead letter."""
-
-    origin: Any
-    status: Status
-    detail: str
-    request_id: str = ""
-    done: bool = True
-
-
-class Forward(NamedTuple):
-    """Effect: send the ranking to this lane, with one hop more, and report to `on_forwarded` or `on_not_forwarded`.
-
-    answer: what the ranking gets here if no broker takes it.
-    """
-
-    answer: Answer
-    lane: int
-
-
-class Release(NamedTuple):
-    """Effect: tell the worker that owns this lane that no ranking of the request will come there.
-
-    cancel: the client's record, to be passed on; None: one of our own is sent. A lost one is harmless: the pin ends
-    with its life window.
-    """
-
-    request_key: str
-    lane: int
-    cancel: Any = None
-
-
-class DeadLetter(NamedTuple):
-    """Effect: dead-letter the record, which is done with that."""
-
-    record: Any
-    error: DecodeError
-
-
-class SignalOver(NamedTuple):
-    """Effect: a signal has come to this; its span ends, and its record is done if it is not yet."""
-
-    placed: Placed
-
-
-class Done(NamedTuple):
-    """Effect: the record is done, so that its offset may be committed."""
-
-    record: Any
-
-
-class CountForward(NamedTuple):
-    """Effect: count what became of a ranking that was to go elsewhere: `sent`, `delegate`, or why it did not go."""
-
-    result: str
-
-
-Effect = Submit | Fetch | Reply | Reject | Forward | Release | DeadLetter | SignalOver | Done | CountForward
-Effects = list[Effect]
-
-
-class Missing(NamedTuple):
-    """Why a command gets no history."""
-
-    status: Status
-    detail: str
-
-
-# ---- the core ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +116,9 @@ class WorkerCore:
             return [*effects, self._reply(Answer(rank, "overloaded", detail=why), declined=True)]
         return [*effects, self._take(rank)]
 
-    def on_signal(self, command: Prefill, now: float, record: Any = None) -> Effects:
+    def on_signal(self, command: Prefill, record: Any = None) -> Effects:
         """A signal, our own or on another worker's behalf. record: is done at once, because a ranking whose signal is
         lost with the process runs in full; None: when the signal is over."""
-        del now
         task = command.task
         self._decisions.admitted(task.request_key, delegated=task.lane == DELEGATED_LANE)
         done: Effects = [] if record is None else [Done(record)]

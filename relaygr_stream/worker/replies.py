@@ -26,7 +26,7 @@ from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_KIND, HEADER_
 from relaygr_stream.wire.signature import answer_signature
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.worker.context import WorkerConnections, WorkerContext
-from relaygr_stream.worker.core import Forward, Reject, Release, Reply
+from relaygr_stream.worker.effects import Forward, Reject, Release, Reply
 from relaygr_stream.worker.forwarding import next_hop, time_left_ms
 from relaygr_stream.worker.intake import Origin
 from relaygr_stream.worker.traces import ranking_attributes, ranking_parts

@@ -35,7 +35,9 @@ from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kin
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
 from relaygr_stream.worker.context import WorkerConnections, WorkerContext
-from relaygr_stream.worker.core import (
+from relaygr_stream.worker.core import WorkerCore
+from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.effects import (
     CountForward,
     DeadLetter,
     Done,
@@ -48,9 +50,7 @@ from relaygr_stream.worker.core import (
     Reply,
     SignalOver,
     Submit,
-    WorkerCore,
 )
-from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
 from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch
 from relaygr_stream.worker.replies import Outbox, Sending, user_of
@@ -121,7 +121,7 @@ class Requests:
     def on_crashed(self, record: Record) -> None:
         """Dead-letter a record at which so many workers ended: no worker runs it again. A ranking is answered, too."""
         limit = self._context.settings.worker.max_crashes
-        error = DecodeError(CRASHED, f"{limit} workers ended while they worked at this request (worker.max_crashes)")
+        error = DecodeError(CRASHED, f"{limit} workers ended while they worked at this request")
         origin: Origin | None = None
         if record.topic == self._topics.ranking.name and not kind_of(record.headers):
             with suppress(DecodeError):
@@ -170,7 +170,7 @@ class Requests:
             trace = tracing.receive("relaygr.pre-infer", record) if tracing.on else None
             origin = SignalOrigin(trace, time.monotonic(), record if suspect else None)
         command = self.intake.signal(record, origin)
-        return self._core.on_signal(command, command.task.arrived, None if suspect else record)
+        return self._core.on_signal(command, None if suspect else record)
 
     def _notice(self, record: Record) -> Effects:
         """A notice of the trigger. One that cannot be read is ignored: nothing depends on it."""

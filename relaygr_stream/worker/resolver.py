@@ -16,7 +16,7 @@ from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import Status
-from relaygr_stream.worker.core import Fetch, Missing
+from relaygr_stream.worker.effects import Fetch, Missing
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
 from relaygr_stream.worker.intake import Intake
 from relaygr_stream.worker.traces import fetch_part

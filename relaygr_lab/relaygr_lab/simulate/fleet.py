@@ -43,17 +43,8 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import RequestEvent, WorkerStatus, tenant_key
 from relaygr_stream.wire.refusals import Refusals
 from relaygr_stream.wire.topic_files import load_topics
-from relaygr_stream.worker.core import (
-    CountForward,
-    Done,
-    Effect,
-    Forward,
-    Release,
-    Reply,
-    Submit,
-    WorkerCore,
-    WorkerPolicy,
-)
+from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
+from relaygr_stream.worker.effects import CountForward, Done, Effect, Forward, Release, Reply, Submit
 from relaygr_stream.worker.forwarding import time_left_ms
 from relaygr_stream.worker.intake import due_ms
 from relaygr_stream.workload.users import Part
@@ -264,7 +255,7 @@ class Fleet:
             expires=now + self._settings.relay.life_window_ms / 1e3 - age,
             arrived=now,
         )
-        self._carry(worker, worker.core.on_signal(Prefill(task), now), now)
+        self._carry(worker, worker.core.on_signal(Prefill(task)), now)
 
     def _ranking(self, sent: Sent, worker: SimulatedWorker, now: float) -> None:
         request, age_ms = sent.request, (now - sent.at) * 1e3

@@ -31,7 +31,8 @@ from relaygr_stream.wire.erase import Erase, user_mark
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import CostModel, Status
 from relaygr_stream.wire.refusals import Refusals
-from relaygr_stream.worker.core import (
+from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
+from relaygr_stream.worker.effects import (
     CountForward,
     DeadLetter,
     Done,
@@ -44,8 +45,6 @@ from relaygr_stream.worker.core import (
     Reply,
     SignalOver,
     Submit,
-    WorkerCore,
-    WorkerPolicy,
 )
 from tests.statuses import lane_statuses, worker_status
 
@@ -188,7 +187,7 @@ def test_what_there_is_no_memory_for_is_declined_or_dropped() -> None:
     (reply,) = world.core.on_ranking(world.rank("second"), NOW)
     assert isinstance(reply, Reply) and reply.declined and reply.answer.status == "overloaded"
     assert list(world.core.in_flight.values()) == [rank]
-    done, over = world.core.on_signal(world.signal(), NOW, "signal")
+    done, over = world.core.on_signal(world.signal(), "signal")
     assert done == Done("signal")
     assert isinstance(over, SignalOver) and over.placed.result == "no_memory"
 
@@ -196,16 +195,16 @@ def test_what_there_is_no_memory_for_is_declined_or_dropped() -> None:
 def test_a_signals_memory_counts_until_the_device_has_taken_it() -> None:
     world = World(held_bytes=15)
     signal = world.signal()
-    assert world.core.on_signal(signal, NOW, "signal") == [Done("signal"), Submit(signal)]
-    assert isinstance(world.core.on_signal(world.signal(), NOW)[0], SignalOver)
+    assert world.core.on_signal(signal, "signal") == [Done("signal"), Submit(signal)]
+    assert isinstance(world.core.on_signal(world.signal())[0], SignalOver)
     world.core.held.on_taken(10)
-    assert isinstance(world.core.on_signal(world.signal(), NOW)[0], Submit)
+    assert isinstance(world.core.on_signal(world.signal())[0], Submit)
 
 
 def test_a_suspect_signal_and_cancel_are_done_only_at_their_end() -> None:
     world = World()
     signal = world.signal()
-    assert world.core.on_signal(signal, NOW) == [Submit(signal)]
+    assert world.core.on_signal(signal) == [Submit(signal)]
     assert world.core.on_cancel("r", "cancel", NOW, suspect=True) == [Submit(Cancel("r"), "cancel")]
 
 
@@ -239,7 +238,7 @@ def test_a_delegated_ranking_needs_no_history_that_is_not_kept() -> None:
 def test_a_signal_whose_lane_is_lost_while_its_history_is_read_is_dropped(lane: int, kept: bool) -> None:
     world = World()
     signal = world.signal(lane, referred=HISTORY)
-    assert world.core.on_signal(signal, NOW) == [Fetch(signal)]
+    assert world.core.on_signal(signal) == [Fetch(signal)]
     assert world.core.fetching_tokens(lane) == [2]
     assert world.core.on_lanes(frozenset(), frozenset({LANE})) == [Submit(LanesLost(frozenset({LANE})))]
     (effect,) = world.core.on_history(signal, Prefill(signal.task), NOW)

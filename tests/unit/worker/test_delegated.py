@@ -18,7 +18,7 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
-from relaygr_stream.worker.core import Release
+from relaygr_stream.worker.effects import Release
 from relaygr_stream.worker.forwarding import IN_TIME_SHARES
 from relaygr_stream.worker.intake import Intake, IntakeLimits
 from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
