@@ -65,8 +65,8 @@ class Supervised:
     """A process `relaygr ARGUMENTS…` in its own session; it logs to this process's stderr and ends with it.
 
     folder: for the file with its telemetry port. host: of its telemetry. state: as text. final: the exit code after
-    which it was not restarted. rolling: its next end is wanted, and it starts again at once. start_wanted: set to start it
-    again after its end.
+    which it was not restarted. rolling: its next end is wanted, and it starts again at once. start_wanted: set to
+    start it after its end.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], folder: Path, host: str = "127.0.0.1") -> None:
