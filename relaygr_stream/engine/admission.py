@@ -18,7 +18,7 @@ from sortedcontainers import SortedKeyList
 from relaygr_stream.cache.entry import Coverage, Found
 from relaygr_stream.engine.clients import Clients
 from relaygr_stream.engine.executor import Executor
-from relaygr_stream.engine.forecast import QUEUED_DEADLINE_FRACTION, Calibration, Forecast, Full
+from relaygr_stream.engine.forecast import QUEUED_DEADLINE_FRACTION, Calibration, Forecast, Full, IdleShare, work_ms
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.ranking import Booking, Ranking
 from relaygr_stream.models.api import takes_suffix
@@ -60,7 +60,8 @@ class Admission:
         self._numbers = count()
         #: When a ranking was last admitted, by whether it needs inference.
         self._admitted_s: dict[bool, float] = {}
-        self._forecast = Forecast(clients)
+        self._forecast, self._late = Forecast(clients), Forecast(clients)
+        self.idle = IdleShare()
         self.calibration = Calibration()  # of scoring, in the batches that come
 
     def book(self, ranking: Ranking, found: Found) -> None:
@@ -119,10 +120,28 @@ class Admission:
         if self.clients.nbytes + ranking.booking.nbytes > self._nbytes:
             now_mib, most_mib = self.clients.nbytes >> 20, self._nbytes >> 20
             return Full("nbytes", f"rankings of {now_mib} of {most_mib} MiB are waiting (worker.max_waiting_bytes)")
-        full = self._forecast.full(ranking, now) if ranking.booking.expected_ms else None
+        full = self._too_late(ranking, now) if ranking.booking.expected_ms else None
         if full is None:
             self._admitted_s[ranking.booking.infers] = now
         return full
+
+    def _too_late(self, ranking: Ranking, now: float) -> Full | None:
+        if not ranking.late:
+            return self._forecast.full(ranking, now)
+        return self._late.full_when_idle(ranking, now, ranking.booking.expected_ms, self.idle.share(now))
+
+    def overdue(self, ranking: Ranking, now: float) -> Full | None:
+        """A waiting ranking was not done when due: it gets the time that others leave. Why that will be too late; None:
+        it will not."""
+        self._of(ranking).remove(ranking)
+        ranking.is_late()
+        ranking.booking.late, ranking.booking.due = True, ranking.due
+        full = self._late.full_when_idle(ranking, now, work_ms(ranking), self.idle.share(now))
+        self._late.add(ranking)
+        return full
+
+    def _of(self, ranking: Ranking) -> Forecast:
+        return self._late if ranking.booking.late else self._forecast
 
     def tries(self, ranking: Ranking, full: Full, now: float) -> bool:
         """Whether to admit a ranking all the same for which an idle device would take too long, by prediction.
@@ -142,27 +161,31 @@ class Admission:
         client would have with it. A ranking that the device has started keeps its place.
         """
         account = None if full.hopeless else self.clients.heavier(full.measure, ranking.booking)
-        return None if account is None else self._forecast.latest(account, full.before)
+        if account is None or (ranking.late and full.measure == "ms"):
+            return None
+        late = None if full.measure == "ms" else self._late.latest(account, full.before)
+        return late or (None if ranking.late else self._forecast.latest(account, full.before))
 
     def add(self, ranking: Ranking) -> None:
         """Count a booked ranking as waiting; one that was removed comes back to its place."""
         self.waiting.add(ranking)
         self.clients.add(ranking.booking)
-        self._forecast.add(ranking)
+        ranking.booking.late, ranking.booking.due = ranking.late, ranking.due
+        self._of(ranking).add(ranking)
 
     def remove(self, ranking: Ranking) -> None:
         """Stop counting a ranking that has its answer; one that was never added is no error."""
         if ranking in self.waiting:
             self.waiting.remove(ranking)
             self.clients.remove(ranking.booking)
-            self._forecast.remove(ranking)
+            self._of(ranking).remove(ranking)
 
     def charge(self, ranking: Ranking, ms: float, *, of: int = 1) -> None:
         """Count device time as the ranking's and as its client's. of: rankings that it was for together."""
         ranking.measured.device_ms += ms
         ranking.booking.account.served_ms += ms / of
         if ranking in self.waiting:
-            self._forecast.worked(ranking)
+            self._of(ranking).worked(ranking)
 
     def score_ms(self, ranking: Ranking) -> float:
         """Predicted device time of scoring it alone, uncorrected."""

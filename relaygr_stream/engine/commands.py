@@ -5,6 +5,7 @@ Times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import filterfalse
@@ -21,6 +22,8 @@ from relaygr_stream.wire.features import Values
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import Outcome, Status, tenant_key
 
+#: At most this share of a timeout is the answer's way.
+REPLY_SHARE: Final = 0.2
 #: The lane of signals on other workers' behalf: no lane, so that no trigger's books of a lane change by them.
 DELEGATED_LANE: Final = -1
 
@@ -77,13 +80,29 @@ class PrefillTask(Keys):
 
 
 class Times(NamedTuple):
-    """When a ranking came, and until when it is of use."""
+    """When a ranking came, when its scores should leave, and until when they are of use."""
 
     arrived: float
     deadline: float
     timeout_ms: float = 0.0  # from sending on, as its client states it, or the default
     age_ms: float = 0.0  # age at arrival, proven by the log's order (bus/ages.py)
     inbound_ms: float = 0.0  # age at arrival by the sender's clock
+    due: float = math.inf  # as the SLO has it; not before the deadline: the deadline counts
+
+    @classmethod
+    def of(
+        cls, arrived: float, timeout_ms: float, slo_ms: float, reply_ms: float, age_ms: float, inbound_ms: float = 0.0
+    ) -> Times:
+        """Scores leave so early that they are with the client within its timeout, and within the SLO if they can be.
+
+        slo_ms: relay.slo_ms. reply_ms: an answer's way to its client. Scores that left at the deadline would come late,
+        and under overload most are ready close to it.
+        """
+        deadline, due = (
+            arrived + (within_ms - min(reply_ms, REPLY_SHARE * within_ms) - age_ms) / 1e3
+            for within_ms in (timeout_ms, min(slo_ms, timeout_ms))
+        )
+        return cls(arrived, deadline, timeout_ms, age_ms, inbound_ms, due)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,6 +140,11 @@ class RankTask(Keys):
     def deadline(self) -> float:
         """When its scores have to leave."""
         return self.times.deadline
+
+    @property
+    def due(self) -> float:
+        """When its scores should leave: in time for the SLO, or for its client if that waits for less."""
+        return min(self.times.due, self.times.deadline)
 
 
 @dataclass(slots=True)
@@ -173,6 +197,7 @@ class Rank(NamedTuple):
     waited_s: float = 0.0  # seconds since its arrival spent on reading its history, or on a forward that failed
     leaves_nothing: bool = False  # its user was erased meanwhile: it is inferred in scratch
     referred: Referred | None = None  # until its tokens are there
+    late: bool = False  # no worker has it done by its due time: it gets idle time, or is refused
 
 
 class Prefill(NamedTuple):

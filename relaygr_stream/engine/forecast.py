@@ -5,6 +5,7 @@ All times are milliseconds of device time, predicted and then corrected by how e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,7 +68,7 @@ class Full:
 
 
 class Forecast:
-    """Rankings that are to be answered in time, by deadline, and whether another one can be.
+    """Rankings that are to be answered in time, by due time, and whether another one can be.
 
     `full` takes O(log n) for n waiting rankings, for each client that has some.
     """
@@ -79,12 +80,12 @@ class Forecast:
 
     def add(self, ranking: Ranking) -> None:
         """Count a waiting ranking, whose expected_ms and number are known."""
-        key, work_ms = _key(ranking), _work_ms(ranking)
-        self._all.add(key, work_ms, ranking)
+        key, ms = _key(ranking), work_ms(ranking)
+        self._all.add(key, ms, ranking)
         own = self._by_client.get(ranking.booking.account)
         if own is None:
             own = self._by_client[ranking.booking.account] = WorkTree()
-        own.add(key, work_ms, ranking)
+        own.add(key, ms, ranking)
 
     def remove(self, ranking: Ranking) -> None:
         """Stop counting a ranking that was added."""
@@ -96,9 +97,9 @@ class Forecast:
 
     def worked(self, ranking: Ranking) -> None:
         """The device has worked for a ranking that was added: its device_ms has changed."""
-        key, work_ms = _key(ranking), _work_ms(ranking)
-        self._all.change(key, work_ms)
-        self._by_client[ranking.booking.account].change(key, work_ms)
+        key, ms = _key(ranking), work_ms(ranking)
+        self._all.change(key, ms)
+        self._by_client[ranking.booking.account].change(key, ms)
 
     def latest(self, account: Account, before: float) -> Ranking | None:
         """The client's ranking with the latest deadline up to `before` that the device has not started."""
@@ -114,7 +115,7 @@ class Forecast:
 
         own: its milliseconds; None: its expected_ms. alone: the share of its time that it may take if nothing waits.
         """
-        left, own = (ranking.deadline - now) * 1e3, ranking.booking.expected_ms if own is None else own
+        left, own = (ranking.due - now) * 1e3, ranking.booking.expected_ms if own is None else own
         if not self._all:
             reason = f"it takes {own:.0f} ms, and {left:.0f} ms are left"
             return Full("ms", reason, hopeless=True) if own > alone * left else None
@@ -122,16 +123,31 @@ class Forecast:
         if self._all.total_ms + own <= min(sure, (self._all.first() - now) * 1e3):
             return None
         # One that is late anyway does not count: it ends before now.
-        hurt = self._all.first_within(ranking.deadline, now * 1e3, now * 1e3 + own)
+        hurt = self._all.first_within(ranking.due, now * 1e3, now * 1e3 + own)
         if hurt is not None:
             return Full("ms", f"its {own:.0f} ms would make a ranking late that was accepted before it", hurt)
-        before = {account: work.until(ranking.deadline) for account, work in self._by_client.items()}
-        mine = before.pop(ranking.booking.account, 0.0)
-        ahead = mine + self._in_turn(ranking.booking.account, mine + own, before)
+        mine, ahead = self._ahead(ranking, own)
         if ahead + own > (sure if ahead else alone * left):
             reason = f"the rankings before it take {ahead:.0f} ms, it takes {own:.0f} ms, and {left:.0f} ms are left"
-            return Full("ms", reason, ranking.deadline, hopeless=mine + own > sure)
+            return Full("ms", reason, ranking.due, hopeless=mine + own > sure)
         return None
+
+    def full_when_idle(self, ranking: Ranking, now: float, own: float, idle: float) -> Full | None:
+        """The same for one that gets the share `idle` of the device's time, with those that wait for that already."""
+        left, (mine, ahead) = (ranking.due - now) * 1e3, self._ahead(ranking, own)
+        if ahead + own <= QUEUED_DEADLINE_FRACTION * left * idle:
+            return None
+        reason = (
+            f"it cannot be done in time for the SLO; rankings that can be leave {idle:.0%} of the device's time; "
+            f"{ahead:.0f} ms of others are before its {own:.0f} ms, and {left:.0f} ms are left"
+        )
+        return Full("ms", reason, ranking.due, hopeless=mine + own > left)
+
+    def _ahead(self, ranking: Ranking, own: float) -> tuple[float, float]:
+        """What its own client, and all clients, have before it."""
+        before = {account: work.until(ranking.due) for account, work in self._by_client.items()}
+        mine = before.pop(ranking.booking.account, 0.0)
+        return mine, mine + self._in_turn(ranking.booking.account, mine + own, before)
 
     def _in_turn(self, account: Account, ms: float, others: dict[Account, float]) -> float:
         """How much of the others' work is done before this client has been given so many milliseconds."""
@@ -141,12 +157,40 @@ class Forecast:
 
 
 def _key(ranking: Ranking) -> tuple[float, int]:
-    return ranking.deadline, ranking.booking.number
+    return ranking.booking.due, ranking.booking.number
 
 
-def _work_ms(ranking: Ranking) -> float:
+def work_ms(ranking: Ranking) -> float:
     """Device time that it still takes, as predicted when it was booked."""
     return max(0.0, ranking.booking.expected_ms - ranking.measured.device_ms)
+
+
+#: Over how long the share of idle time is averaged: some SLOs, so that it follows a load that rises.
+IDLE_S: Final = 0.25
+LEAST_IDLE: Final = 0.25
+
+
+class IdleShare:
+    """The share of the device's time, lately, that rankings in time and pre-inference have left."""
+
+    def __init__(self) -> None:
+        self._busy_ms = 0.0
+        self._at = 0.0
+
+    def busy(self, ms: float, now: float) -> None:
+        """The device has worked so long, until now, for what comes first."""
+        self._fade(now)
+        self._busy_ms += ms
+
+    def share(self, now: float) -> float:
+        """Between 0 and 1."""
+        self._fade(now)
+        share = 1.0 - self._busy_ms / (IDLE_S * 1e3)
+        return share if share >= LEAST_IDLE else 0.0
+
+    def _fade(self, now: float) -> None:
+        self._busy_ms *= math.exp(min(0.0, self._at - now) / IDLE_S)
+        self._at = max(self._at, now)
 
 
 # ---- whether rankings are better scored together or one after the other ----

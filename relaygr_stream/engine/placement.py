@@ -14,7 +14,7 @@ from relaygr_stream.cache.entry import Found
 from relaygr_stream.engine.audit import Auditor
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.queue import TimerHeap, Waiters, WorkQueue
-from relaygr_stream.engine.ranking import Ranking
+from relaygr_stream.engine.ranking import PrefillJob, Ranking
 from relaygr_stream.engine.residents import Residents
 from relaygr_stream.models.api import takes_suffix
 from relaygr_stream.models.kv import KVRegion
@@ -41,6 +41,7 @@ class Placement:
         self._cache, self._jobs = residents.cache, residents.jobs
         self._waiters = waiters
         self._scratch_wanted: TimerHeap[Ranking] = TimerHeap(lambda ranking: ranking.answered)
+        self._in_scratch: Ranking | None = None  # the last one there
         self._takes_suffix = takes_suffix(executor.model)
         self._empty = KVRegion.new(executor.model.layout, 0, device=executor.device)
 
@@ -58,7 +59,7 @@ class Placement:
             self._infer_in_scratch(ranking)
             return
         task = ranking.task
-        got = self.residents.acquire(found, task.user_key, tokens, ranking.deadline, task.request_key)
+        got = self.residents.acquire(found, task.user_key, tokens, ranking.due, task.request_key)
         if (entry := got.entry) is None:
             self._infer_in_scratch(ranking)
             return
@@ -92,15 +93,22 @@ class Placement:
         """The ranking is to be scored against this region. outcome: kept only where an earlier placement gave none."""
         ranking.measured.outcome = ranking.measured.outcome or outcome
         ranking.held.region = region
-        self.queue.add_ready(ranking)
+        self.queue.add(ranking)
 
     def lend_scratch(self) -> None:
         """Start the full inference that is due first of those that need the scratch region, if it is free."""
-        while self._scratch_wanted.first() is not None and self._scratch_free():
-            ranking = self._scratch_wanted.pop()
+        while (first := self._scratch_wanted.first()) is not None:
+            due, ranking = first
+            if ranking.due > due:  # it has become late
+                self._scratch_wanted.add(ranking.due, self._scratch_wanted.pop())
+                continue
+            if not self._scratch_free():
+                return
+            self._scratch_wanted.pop()
             # _score_input scores it without the suffix then, since that is there.
             tokens = ranking.tokens if self._takes_suffix else ranking.tokens.followed_by(ranking.suffix)
             ranking.measured.computed_tokens = len(tokens)
+            self._in_scratch = ranking
             self._jobs.start_in_scratch(ranking, tokens)
 
     def let_go(self, ranking: Ranking) -> None:
@@ -118,8 +126,25 @@ class Placement:
     def _infer_in_scratch(self, ranking: Ranking) -> None:
         """Infer the whole sequence for this ranking alone."""
         ranking.measured.outcome = "truncated" if ranking.measured.truncated_to else "full"
-        self._scratch_wanted.add(ranking.deadline, ranking)
+        self._scratch_wanted.add(ranking.due, ranking)
         self.lend_scratch()  # to this one, unless another that waits is due before it
+
+    def in_the_way(self) -> Ranking | PrefillJob | None:
+        """What has the scratch region while a ranking that is in time waits for it, and is late itself, or over."""
+        first = self._scratch_wanted.first()
+        if first is None or first[1].late:
+            return None
+        holder, job = self._in_scratch, self._jobs.in_scratch
+        if job is not None and not job.over:
+            return job
+        return holder if holder is not None and holder.held.borrowed and not holder.answered else None
+
+    def moved(self, ranking: Ranking) -> None:
+        """The ranking is late by now: it has another place in the queue."""
+        if ranking.held.region is not None:
+            self.queue.add(ranking)
+        else:
+            self._jobs.moved(ranking)
 
     def _scratch_free(self) -> bool:
         return self._cache.scratch.free or self.auditor.give_up_scratch(self._cache.scratch)

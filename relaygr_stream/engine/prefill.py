@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from relaygr_stream.cache.entry import Entry
@@ -43,27 +44,33 @@ class PrefillJobs:
         self.counters = PrefillCounters()
         self.calibration = Calibration()
         self._by_entry: dict[Entry, PrefillJob] = {}
+        self.in_scratch: PrefillJob | None = None  # the last one there
+
+    def __len__(self) -> int:
+        """Jobs that are not over, without one in scratch."""
+        return len(self._by_entry)
 
     def start(self, entry: Entry, due: float, signal: PrefillTask | None = None) -> None:
         """Start computing what the entry lacks; the queue orders it by `due` until a ranking joins.
 
-        signal: of the admitted request that it is for; None: it is for a ranking that has come.
+        signal: of the admitted request that it is for; None: it is for a ranking that has come, and joins it.
         """
         assert entry.region is not None
-        job = PrefillJob(self._executor.prefill(entry.region, entry.tokens), due, entry, signal)
+        run = self._executor.prefill(entry.region, entry.tokens)
+        job = PrefillJob(run, due if signal is not None else math.inf, entry, signal)
         job.position = entry.region.length
         job.expected_ms = self._executor.costs.prefill_ms(job.position, len(entry.tokens) - job.position)
         self._by_entry[entry] = job
-        self._queue.add_background(job)
+        if signal is not None:
+            self._queue.add_background(job)
 
     def start_in_scratch(self, ranking: Ranking, tokens: Tokens) -> None:
         """Start computing `tokens` in the scratch region, which is free, for one ranking."""
         ranking.held.borrowed = True
         run = self._executor.prefill(self._cache.scratch.borrow(), tokens)
-        job = PrefillJob(
-            run, ranking.deadline, waiters=[ranking], expected_ms=self._executor.costs_of_prefix(len(tokens))
-        )
-        self._queue.urge(job, ranking)
+        job = PrefillJob(run, math.inf, waiters=[ranking], expected_ms=self._executor.costs_of_prefix(len(tokens)))
+        self.in_scratch = job
+        self._queue.add(ranking, job)
 
     def join(self, ranking: Ranking, entry: Entry) -> None:
         """Let the ranking wait for the entry's job."""
@@ -72,7 +79,13 @@ class PrefillJobs:
             job.joined = True
             self.counters.flight_joined += 1
         job.waiters.append(ranking)
-        self._queue.urge(job, ranking)
+        self._queue.add(ranking, job)
+
+    def moved(self, ranking: Ranking) -> None:
+        """The ranking has another place in the queue: so has the job that it waits for."""
+        for job in (self.in_scratch, None if ranking.held.entry is None else self._by_entry.get(ranking.held.entry)):
+            if job is not None and not job.over and ranking in job.waiters:
+                self._queue.add(ranking, job)
 
     def hurry(self, entry: Entry, due: float) -> None:
         """Another request waits for the entry's job, and may be due before the one that it was started for."""

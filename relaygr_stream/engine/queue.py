@@ -1,11 +1,12 @@
-"""The order of the device's work: rankings and what they wait for, then pre-inference by due time.
+"""The order of the device's work: rankings that can be done when due, then pre-inference, then rankings that are late.
 
-A deadline is no priority: it decides among clients that were given about as much device time (clients.py).
+A due time is no priority: it decides among clients that were given about as much device time (clients.py).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -66,28 +67,28 @@ class TimerHeap(Generic[T]):
         return heapq.heappop(self._heap)[2]
 
 
-class WorkQueue:
-    """Ranking before pre-inference; within ranking, clients in turn, and the earliest deadline first."""
+class Turns:
+    """Rankings that can be scored, and jobs that rankings wait for: clients in turn, and the earliest due first.
 
-    def __init__(self, clients: Clients | None = None) -> None:
-        self._clients = Clients() if clients is None else clients
-        self._urgent: dict[Account, TimerHeap[Ranking | PrefillJob]] = {}
-        self._background: TimerHeap[PrefillJob] = TimerHeap(lambda job: job.over)
+    over(item): it has no place here any more.
+    """
 
-    def add_ready(self, ranking: Ranking) -> None:
-        """Add a ranking that can be scored."""
-        self._of(ranking.booking.account).add(ranking.deadline, ranking)
+    def __init__(self, clients: Clients, over: Callable[[Ranking | PrefillJob], bool]) -> None:
+        self._clients = clients
+        self._over = over
+        self._of_client: dict[Account, TimerHeap[Ranking | PrefillJob]] = {}
 
-    def add_background(self, job: PrefillJob) -> None:
-        """Add a job that no ranking waits for (yet); or again, if it is due earlier."""
-        self._background.add(job.due, job)
+    def add(self, ranking: Ranking, job: PrefillJob | None = None) -> None:
+        """Add a ranking that can be scored, or the job that it waits for."""
+        account = ranking.booking.account
+        found = self._of_client.get(account)
+        if found is None:
+            found = self._of_client[account] = TimerHeap(self._over)
+            self._clients.ready(account)
+        found.add(ranking.due, ranking if job is None else job)
 
-    def urge(self, job: PrefillJob, ranking: Ranking) -> None:
-        """Make the job as urgent as this ranking, which waits for it."""
-        self._of(ranking.booking.account).add(ranking.deadline, job)
-
-    def urgent(self) -> Ranking | PrefillJob | None:
-        """The most urgent ranking work, left in place."""
+    def first(self) -> Ranking | PrefillJob | None:
+        """What is next, left in place."""
         first = self._first()
         return None if first is None else first[1]
 
@@ -107,30 +108,13 @@ class WorkQueue:
             batch.append(ranking)
         return batch
 
-    def background(self) -> PrefillJob | None:
-        """The most urgent pre-inference, left in place."""
-        first = self._background.first()
-        return None if first is None else first[1]
-
-    def pre_inferences(self) -> Iterator[PrefillJob]:
-        """The jobs for admitted requests that are still wanted, in no order."""
-        return (job for job in dict.fromkeys(self._background) if job.pre_infer and job.wanted)
-
-    def _of(self, account: Account) -> TimerHeap[Ranking | PrefillJob]:
-        """The heap of a client's ready work."""
-        found = self._urgent.get(account)
-        if found is None:
-            found = self._urgent[account] = TimerHeap(_dropped)
-            self._clients.ready(account)
-        return found
-
     def _first(self) -> tuple[TimerHeap[Ranking | PrefillJob], Ranking | PrefillJob] | None:
-        """The most urgent ranking work and the heap that it is first in."""
+        """What is next, and the heap that it is first in."""
         heads = []
-        for account, heap in list(self._urgent.items()):
+        for account, heap in list(self._of_client.items()):
             first = heap.first()
             if first is None:
-                del self._urgent[account]
+                del self._of_client[account]
             else:
                 heads.append((first[0], account, heap, first[1]))
         if not heads:
@@ -143,14 +127,48 @@ class WorkQueue:
         in_turn = [head for head in heads if head[1].served_ms <= least + clients.slack_ms]
         return min(in_turn, key=lambda head: head[0])[2:]
 
-    @property
-    def backlog(self) -> int:
-        """Prefill jobs that are not over, those that rankings wait for among them, without one in scratch."""
-        return len(set(self._background))
+
+class WorkQueue:
+    """Rankings that can be done when due, with what they wait for; then pre-inference; then rankings that are late."""
+
+    def __init__(self, clients: Clients | None = None) -> None:
+        clients = Clients() if clients is None else clients
+        self.in_time: Final = Turns(clients, _not_in_time)
+        self.late: Final = Turns(clients, _over)
+        self._background: TimerHeap[PrefillJob] = TimerHeap(lambda job: job.over)
+
+    def add(self, ranking: Ranking, job: PrefillJob | None = None) -> None:
+        """Add a ranking that can be scored, or the job that it waits for, which becomes as urgent."""
+        (self.late if ranking.late else self.in_time).add(ranking, job)
+
+    def add_background(self, job: PrefillJob) -> None:
+        """Add a job that no ranking waits for (yet); or again, if it is due earlier."""
+        self._background.add(job.due, job)
+
+    def background(self) -> PrefillJob | None:
+        """The most urgent pre-inference, left in place. A job whose rankings came, and are late, has a place there."""
+        while (first := self._background.first()) is not None:
+            job = first[1]
+            if not job.waiters:
+                return job
+            self._background.pop()
+            job.due = math.inf
+        return None
+
+    def pre_inferences(self) -> Iterator[PrefillJob]:
+        """The jobs for admitted requests that are still wanted, in no order."""
+        return (job for job in dict.fromkeys(self._background) if job.pre_infer and job.wanted)
 
 
-def _dropped(item: Ranking | PrefillJob) -> bool:
+def _over(item: Ranking | PrefillJob) -> bool:
     return item.answered if isinstance(item, Ranking) else item.over or not item.waiters
+
+
+def _not_in_time(item: Ranking | PrefillJob) -> bool:
+    """A job whose waiters are all late is late, too; one whose waiters have their answers is still to be ended."""
+    if isinstance(item, Ranking):
+        return item.answered or item.late
+    return item.over or all(each.late for each in item.waiters)
 
 
 class Waiters:

@@ -28,6 +28,8 @@ class Booking:
     cost_ms: float = 0.0
     expected_ms: float = 0.0  # cost_ms where predictions of its kind have proved good, else 0
     infers: bool = False  # some of that is inference of its prefix
+    late: bool = False  # booked for the time that those leave which are in time
+    due: float = 0.0  # the ranking's when it was booked so
     guest: bool = False  # another worker could answer it as well: it was sent on, and finds nothing here
 
 
@@ -50,6 +52,8 @@ class Ranking:
     suffix: Tokens
     full: bool
     deadline: float  # the task's
+    due: float  # the task's; once it is late, its deadline
+    late: bool = False  # it cannot be done when due: it gets the time that others leave
     booking: Booking = field(default_factory=Booking)
     held: Held = field(default_factory=Held)
     measured: Measured = field(default_factory=Measured)
@@ -59,12 +63,16 @@ class Ranking:
     def of(cls, rank: Rank) -> Ranking:
         """One that has just come."""
         task = rank.task
-        return cls(rank, task, task.tokens, task.suffix, task.full or rank.leaves_nothing, task.times.deadline)
+        return cls(rank, task, task.tokens, task.suffix, task.full or rank.leaves_nothing, task.deadline, task.due)
 
     @property
     def came(self) -> float:
         """From when its delay counts: its arrival, without what was spent before it was handed to the scheduler."""
         return self.task.times.arrived + self.rank.waited_s
+
+    def is_late(self) -> None:
+        """It is not done when due, and need not be any more."""
+        self.late, self.due = True, self.deadline
 
     def keep_newest(self, size: int) -> None:
         """Rank with the newest `size` ≥ 1 behaviours alone, as a history of their own, apart from all prefix KV.

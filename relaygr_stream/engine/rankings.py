@@ -39,7 +39,7 @@ class Rankings:
         self._most = most  # rankings scored together
         self._max_delay_ms = max_delay_ms
         self.answers: list[Answer] = []
-        self._deadlines: TimerHeap[Ranking] = TimerHeap(lambda ranking: ranking.answered)
+        self._timers: TimerHeap[Ranking] = TimerHeap(lambda ranking: ranking.answered)
         self._delays = (0.0, 0)  # seconds and number of delays until the device took a ranking
         self._batching = Batching()
 
@@ -48,14 +48,16 @@ class Rankings:
         return len(self._admission.waiting)
 
     @property
-    def next_deadline(self) -> float | None:
-        """When the next one expires."""
-        first = self._deadlines.first()
+    def next_timer(self) -> float | None:
+        """When the next one is due, or expires."""
+        first = self._timers.first()
         return None if first is None else first[0]
 
     def enqueue(self, rank: Rank, now: float) -> None:
         """A ranking request came; it gets exactly one answer."""
         ranking = Ranking.of(rank)
+        if rank.late:
+            ranking.is_late()
         if ranking.deadline <= now:
             self._answer(ranking, "deadline_exceeded", "the deadline passed before the worker read the request")
             return
@@ -81,22 +83,32 @@ class Rankings:
         for loser, full in lost:
             self._answer(loser, "overloaded", f"{full.reason}; {GAVE_WAY[full.measure]}")
         self._admission.add(ranking)
-        self._deadlines.add(ranking.deadline, ranking)
+        self._timers.add(ranking.due, ranking)
         # A loser may have been a copy of this request, and released what was found by its pin.
         self._placement.place(ranking, self._placement.find(ranking) if lost else found)
 
     def expire(self, now: float) -> None:
-        """Answer those whose deadline has passed."""
-        while (first := self._deadlines.first()) is not None and first[0] <= now:
-            waited = (now - first[1].task.arrived) * 1e3
-            self._answer(first[1], "deadline_exceeded", f"the deadline passed after {waited:.0f} ms on the worker")
+        """Answer those whose deadline has passed, and those that were not done when due and will not be later."""
+        while (first := self._timers.first()) is not None and first[0] <= now:
+            ranking = self._timers.pop()
+            if ranking.deadline <= now:
+                waited = (now - ranking.task.arrived) * 1e3
+                self._answer(ranking, "deadline_exceeded", f"the deadline passed after {waited:.0f} ms on the worker")
+                continue
+            full = self._admission.overdue(ranking, now)
+            if full is not None:
+                self._answer(ranking, "overloaded", full.reason)
+                continue
+            self._placement.moved(ranking)
+            self._timers.add(min(ranking.deadline, now + ranking.task.due - ranking.task.arrived), ranking)
 
     def started(self, rankings: Iterable[Ranking], now: float) -> None:
         """The device works for these from now on, if it did not before."""
         for each in rankings:
             if not each.measured.started:
                 each.measured.started = now
-                self._delays = (self._delays[0] + now - each.came, self._delays[1] + 1)
+                if not each.late:
+                    self._delays = (self._delays[0] + now - each.came, self._delays[1] + 1)
 
     def job_over(self, job: PrefillJob) -> None:
         """The job is over: its waiters are scored, look again, or learn of its error."""
@@ -109,22 +121,22 @@ class Rankings:
             else:
                 self._placement.again(ranking)
 
-    def score(self, now: float) -> float:
-        """Score the next rankings, which are ready, and answer them; returns the milliseconds it took.
-
-        Together go as many as there are where batches pay, else so few that they take no longer than a chunk may, or
-        two. Where a batch fails, each ranking is scored alone: a bad one must not take others along.
-        """
-        admission, batching = self._admission, self._batching
-        factor, within_ms = (
-            admission.calibration.factor,
-            math.inf if batching.pays else SLICE_SHARE * self._max_delay_ms,
+    def next_batch(self, *, late: bool) -> list[Ranking]:
+        """The next rankings, which are ready: as many as there are where batches pay, else so few that they take no
+        longer than a chunk may, or two."""
+        factor, score_ms = self._admission.calibration.factor, self._admission.score_ms
+        within_ms = math.inf if self._batching.pays else SLICE_SHARE * self._max_delay_ms
+        turns = self._queue.late if late else self._queue.in_time
+        return turns.pop_ready(
+            self._most, lambda ranking: factor * score_ms(ranking), within_ms, least=ALWAYS_TOGETHER
         )
-        batches = [
-            self._queue.pop_ready(
-                self._most, lambda ranking: factor * admission.score_ms(ranking), within_ms, least=ALWAYS_TOGETHER
-            )
-        ]
+
+    def score(self, now: float, together: list[Ranking]) -> float:
+        """Score rankings that are ready, and answer them; returns the milliseconds it took.
+
+        Where a batch fails, each ranking is scored alone: a bad one must not take others along.
+        """
+        admission, batching, batches = self._admission, self._batching, [together]
         spent_ms, failed = 0.0, self._executor.failed_in_a_row
         while batches:
             batch = batches.pop()
@@ -175,10 +187,10 @@ class Rankings:
         self._answer(ranking, "failed", f"{bad} of {scores.size} scores are NaN or infinite")
 
     def take_queue_ms(self, now: float) -> float:
-        """Delay until the device takes a ranking: the mean since the last call, or the longest wait if that is more."""
+        """Delay until the device takes a ranking that is in time: the mean since the last call, or the longest wait if that is more."""
         total, number = self._delays
         self._delays = (0.0, 0)
-        oldest = next((ranking for ranking in self._admission.waiting if not ranking.measured.started), None)
+        oldest = next((each for each in self._admission.waiting if not (each.measured.started or each.late)), None)
         waited = 0.0 if oldest is None else now - oldest.came
         return max(total / number if number else 0.0, waited) * 1e3
 

@@ -191,15 +191,16 @@ class Scheduler:
         if self.pins.unheld:
             self._end_unwanted(now)
         self._placement.lend_scratch()
-        work = self._queue.urgent()
-        if isinstance(work, Ranking):
-            self.time.ranking_ms += self.rankings.score(now)
-        elif work is not None:
-            self._advance(work, now)
+        if (work := self._queue.in_time.first()) is not None:
+            self.admission.idle.busy(self._work(work, now), now)
+        elif (work := self._placement.in_the_way()) is not None:
+            self.admission.idle.busy(self._work(work, now, alone=True), now)
         elif rankings_only:
             return False
         elif (job := self._queue.background()) is not None:
-            self._advance(job, now)
+            self.admission.idle.busy(self._advance(job, now), now)
+        elif (work := self._queue.late.first()) is not None:
+            self._work(work, now)
         elif self.auditor.step(self._executor, self.cache.scratch, self._limits.max_ranking_delay_ms):
             self._evict_deviating()
         else:
@@ -209,7 +210,7 @@ class Scheduler:
 
     def next_timer(self) -> float | None:
         """When something will have to be done even if nothing comes in."""
-        end, deadline = self.pins.next_end, self.rankings.next_deadline
+        end, deadline = self.pins.next_end, self.rankings.next_timer
         return deadline if end is None or (deadline is not None and deadline < end) else end
 
     # ---- its state ----
@@ -217,7 +218,7 @@ class Scheduler:
     @property
     def backlog(self) -> int:
         """Prefill jobs that are not over, those that rankings wait for among them, without one in scratch."""
-        return self._queue.backlog
+        return len(self._jobs)
 
     def totals(self) -> dict[str, float]:
         """Running totals by name: signals by what became of them, device time by kind of work, failures, audits."""
@@ -306,8 +307,16 @@ class Scheduler:
             head_start_ms=pins.head_start_ms,
         )
 
-    def _advance(self, job: PrefillJob, now: float) -> None:
-        """Give a job a slice of device time, and do what follows if it was the last."""
+    def _work(self, work: Ranking | PrefillJob, now: float, *, alone: bool = False) -> float:
+        """Advance a job, or score a ranking, with those behind it unless `alone`; returns the milliseconds."""
+        if not isinstance(work, Ranking):
+            return self._advance(work, now)
+        ms = self.rankings.score(now, [work] if alone else self.rankings.next_batch(late=work.late))
+        self.time.ranking_ms += ms
+        return ms
+
+    def _advance(self, job: PrefillJob, now: float) -> float:
+        """Give a job a slice of device time, and do what follows if it was the last; returns the milliseconds."""
         if job.waiters:
             self.rankings.started((each for each in job.waiters if not each.answered), now)
         ms = self._jobs.advance(job, now)
@@ -323,6 +332,7 @@ class Scheduler:
             self.rankings.job_over(job)
             if job.entry is not None:
                 self._wake(job.entry)
+        return ms
 
     def _wake(self, entry: Entry) -> None:
         """The entry's copy or prefill has ended, well or not: place the tasks that wait for it again."""

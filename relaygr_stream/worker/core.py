@@ -107,7 +107,7 @@ class WorkerCore:
         """A ranking: to the device, with its history; to its delegate, if that alone has what it needs."""
         task, effects = rank.task, Effects()
         if not (task.hops or task.full) and (name := self._decisions.delegate(task.request_key, now)):
-            lane = self._forwarding.lane_of_delegate(name, (task.deadline - now) * 1e3)
+            lane = self._forwarding.lane_of_delegate(name, (task.due - now) * 1e3)
             rank = rank._replace(pass_to=lane)
             if lane is None:
                 effects.append(CountForward("delegate_gone"))
@@ -206,10 +206,12 @@ class WorkerCore:
         lane = self._elsewhere(task, now)
         if isinstance(lane, int):
             return [Forward(answer, lane)]
+        if not rank.late and task.due < task.deadline:
+            return [CountForward(lane), self._take(rank._replace(late=True))]
         return [CountForward(lane), self._reply(replace(answer, detail=f"{answer.detail}; {WHY[lane]}"))]
 
     def _elsewhere(self, task: RankTask, now: float) -> Any:
-        left_ms = (task.deadline - now) * 1e3
+        left_ms = (task.due - now) * 1e3
         return self._forwarding.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms, now)
 
     def _reply(self, answer: Answer, *, declined: bool = False) -> Reply:

@@ -39,8 +39,6 @@ from relaygr_stream.wire.topic_files import TopicSet
 MAX_PARTITION_DIGITS: Final = 10
 #: Python's objects around a waiting ranking: task, arrays, entries of heaps and tables.
 OBJECT_BYTES: Final = 4096
-#: An answer's way to its client counts as at most this share of the timeout.
-REPLY_SHARE: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,12 +215,8 @@ class Intake:
             tokens=Tokens.of(request.prefix, None, self._features, columns.user),
             suffix=Tokens.of(request.suffix, last, self._features),
             candidates=np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64),
-            times=Times(
-                arrived=now,
-                deadline=now + (due_ms(timeout, self._limits.reply_ms) - age.sure_ms) / 1e3,
-                timeout_ms=timeout,
-                age_ms=age.sure_ms,
-                inbound_ms=age.stated_ms,
+            times=Times.of(
+                now, timeout, self._relay.slo_ms, self._limits.reply_ms, age_ms=age.sure_ms, inbound_ms=age.stated_ms
             ),
             full=request.mode == "full",
             tenant=request.tenant,
@@ -259,11 +253,3 @@ class Intake:
         if age.clock_off:
             self._clamped()
         return age
-
-
-def due_ms(timeout_ms: float, reply_ms: float) -> float:
-    """Milliseconds after which scores have to leave to be there within the timeout.
-
-    Scores that leave at the deadline reach the client late, and under overload most are ready close to it.
-    """
-    return timeout_ms - min(reply_ms, REPLY_SHARE * timeout_ms)

@@ -46,7 +46,6 @@ from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
 from relaygr_stream.worker.effects import CountForward, Done, Effect, Forward, Release, Reply, Submit
 from relaygr_stream.worker.forwarding import time_left_ms
-from relaygr_stream.worker.intake import due_ms
 from relaygr_stream.workload.users import Part
 from relaygr_stream.workload.visits import Arrival, arrivals, on_one_lane
 
@@ -266,12 +265,7 @@ class Fleet:
             self._tokens(request.prefix),
             self._suffix,
             self._candidates,
-            Times(
-                arrived=now,
-                deadline=now + (due_ms(sent.timeout_ms, self._settings.worker.reply_ms) - age_ms) / 1e3,
-                timeout_ms=sent.timeout_ms,
-                age_ms=age_ms,
-            ),
+            Times.of(now, sent.timeout_ms, self._settings.relay.slo_ms, self._settings.worker.reply_ms, age_ms),
             full=self._scenario.mode == "full",
             hops=sent.hops,
             origin=sent,

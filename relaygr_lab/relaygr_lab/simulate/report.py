@@ -24,6 +24,7 @@ from relaygr_lab.simulate.story import (
     latencies,
     p99,
     percentile,
+    refused_ms,
     recovery_s,
     windows,
 )
@@ -50,6 +51,8 @@ def summary(scenario: Scenario, story: Story) -> dict[str, Any]:
         "p99_ms_short": _estimate(p99(story, long=False)),
         "p99_ms_long": _estimate(p99(story, long=True)),
         "late": _estimate(late_share(story, slo_ms)),
+        "goodput": scenario.traffic.rate * (1.0 - late_share(story, slo_ms).value),
+        "refused_ms": _plain(refused_ms(story)),
         "hits": _estimate(hit_share(story)),
         "hits_returning": _estimate(hit_share(story, returning=True)),
         "hits_new": _estimate(hit_share(story, returning=False)),
@@ -90,7 +93,7 @@ def summary(scenario: Scenario, story: Story) -> dict[str, Any]:
 def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Table:
     """The table. wall_s: seconds that the simulation took, for its speed."""
     slo_ms = scenario.settings.relay.slo_ms
-    late = late_share(story, slo_ms)
+    late, refused = late_share(story, slo_ms), refused_ms(story)
     worker = scenario.settings.worker
     verdict = "holds" if late.value <= ALLOWED_LATE else "does not hold"
     busy, pinned = story.busy, float(story.pinned_bytes.max())
@@ -107,6 +110,8 @@ def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Tab
         ("P99", f"{render_ms(p99(story).value)}{_ms_error(p99(story))}"),
         *_kinds(scenario, story),
         (f"later than {slo_ms:g} ms", f"{late.value:.2%}{_percent_error(late)}: the SLO {verdict}"),
+        ("goodput", f"{scenario.traffic.rate * (1.0 - late.value):,.1f} requests/s within the SLO"),
+        *([("without scores", f"99 of 100 know it within {render_ms(refused)}")] if refused == refused else []),
         ("hits", f"{_percent(hit_share(story))}; returning users {_percent(hit_share(story, returning=True))}"),
         ("scored from", _shares(counts(story.outcome[story.outcome >= 0], OUTCOMES))),
         ("answers", _shares(counts(story.status, STATUSES))),

@@ -178,6 +178,11 @@ def late_share(story: Story, slo_ms: float) -> Estimate:
     return _estimate(story, _mean(late), lambda chosen: _mean(late[chosen]))
 
 
+def refused_ms(story: Story) -> float:
+    """Within how many milliseconds 99 of 100 requests that got no scores knew it; NaN: all got scores."""
+    return percentile(story.latency_ms[story.status != STATUSES.index("ok")], 0.99)
+
+
 def hit_share(story: Story, *, returning: bool | None = None) -> Estimate:
     """The share of scored requests without full inference. returning: only returning users, or only new ones."""
     among = story.status == STATUSES.index("ok")

@@ -104,7 +104,7 @@ class SimulatedWorker:
         tell(self._statements.status(self._identity, "serving", taken, positions, now, int(now * 1e3)), now)
 
     def _wake(self, at: float) -> None:
-        at = max(at, self._free_at)
+        at = max(at, self._free_at)  # during a turn: never; what its answers bring is taken after it
         if at < self._next:
             self._next = at
             self._timeline.at(at, self._turn)
@@ -113,7 +113,7 @@ class SimulatedWorker:
         if now != self._next or not self.alive:
             return  # an earlier turn has replaced this one
         self._next = math.inf
-        clock = self._clock
+        clock, self._free_at = self._clock, math.inf
         clock.now = now
         for turn in take_turn(self.scheduler, self._inbox, clock):
             if turn.error is not None:
@@ -121,10 +121,10 @@ class SimulatedWorker:
             for (positions, tell), taken in turn.replies:
                 self._state(taken, positions, tell, now)
             clock.now += turn.worked * self._step_s + len(turn.answers) * self._answer_s
-            self._free_at = clock.now
             if turn.answers:
                 self._on_answers(turn.answers, clock.now)
-        if turn.worked:
+        self._free_at = clock.now
+        if turn.worked or self._inbox:
             self._wake(clock.now)
         elif (timer := self.scheduler.next_timer()) is not None:
             self._wake(timer)

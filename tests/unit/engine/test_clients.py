@@ -147,16 +147,16 @@ def test_nobody_with_work_ready_falls_behind_by_more_than_the_slack(work: list[t
     for number, (name, deadline, ms) in enumerate(work):
         made = ranking(f"r{number}", deadline)
         account = made.booking.account = clients.account(name)
-        queue.add_ready(made)
+        queue.add(made)
         costs[made] = ms
         waiting[account] = waiting.get(account, 0) + 1
-    while (urgent := queue.urgent()) is not None:
+    while (urgent := queue.in_time.first()) is not None:
         assert isinstance(urgent, Ranking)
         ready = [account for account, left in waiting.items() if left]
         least = min(account.served_ms for account in ready)
         account = urgent.booking.account
         assert account.served_ms <= least + clients.slack_ms
-        queue.pop_ready(1)
+        queue.in_time.pop_ready(1)
         account.served_ms += costs[urgent]
         waiting[account] -= 1
     assert not any(waiting.values())
@@ -165,9 +165,9 @@ def test_nobody_with_work_ready_falls_behind_by_more_than_the_slack(work: list[t
 def test_of_one_client_the_nearest_deadline_goes_first_whatever_it_was_given() -> None:
     queue = WorkQueue(Clients(20.0))
     for deadline in (3.0, 1.0, 2.0):
-        queue.add_ready(ranking(str(deadline), deadline))
+        queue.add(ranking(str(deadline), deadline))
     UNBOOKED.served_ms += 1e6
-    assert [task.deadline for task in queue.pop_ready(8)] == [1.0, 2.0, 3.0]
+    assert [task.deadline for task in queue.in_time.pop_ready(8)] == [1.0, 2.0, 3.0]
 
 
 def test_a_client_that_was_away_cannot_claim_what_others_were_given_meanwhile() -> None:
@@ -176,13 +176,13 @@ def test_a_client_that_was_away_cannot_claim_what_others_were_given_meanwhile() 
     busy, new = ranking("busy", 1.0), ranking("new", 2.0)
     busy.booking.account, new.booking.account = clients.account("busy"), clients.account("new")
     busy.booking.account.served_ms = 5000.0
-    queue.add_ready(busy)
-    assert queue.urgent() is busy
-    queue.add_ready(new)
+    queue.add(busy)
+    assert queue.in_time.first() is busy
+    queue.add(new)
     assert new.booking.account.served_ms == 5000.0
-    assert queue.urgent() is busy
+    assert queue.in_time.first() is busy
     busy.booking.account.served_ms += 20.1
-    assert queue.urgent() is new
+    assert queue.in_time.first() is new
 
 
 def test_a_world_without_clients_has_one_account() -> None:

@@ -34,48 +34,48 @@ def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:
     waiter = ranking("waiter", 3.0)
     joined = job(9.0, waiter)
     for name, deadline in (("d", 4.0), ("b", 2.0), ("a", 1.0), ("c", 2.5)):
-        queue.add_ready(ranking(name, deadline))
-    queue.urge(joined, waiter)
-    assert [each.task.request_id for each in queue.pop_ready(2)] == ["a", "b"]
-    assert [each.task.request_id for each in queue.pop_ready(8)] == ["c"]
-    assert queue.urgent() is joined
-    assert queue.pop_ready(8) == []
+        queue.add(ranking(name, deadline))
+    queue.add(waiter, joined)
+    assert [each.task.request_id for each in queue.in_time.pop_ready(2)] == ["a", "b"]
+    assert [each.task.request_id for each in queue.in_time.pop_ready(8)] == ["c"]
+    assert queue.in_time.first() is joined
+    assert queue.in_time.pop_ready(8) == []
     joined.over = True
-    assert [each.task.request_id for each in queue.pop_ready(8)] == ["d"]
-    assert queue.urgent() is None
+    assert [each.task.request_id for each in queue.in_time.pop_ready(8)] == ["d"]
+    assert queue.in_time.first() is None
 
 
 def test_a_batch_costs_no_more_than_it_may_but_has_one_ranking() -> None:
     queue = WorkQueue()
     for name, deadline in (("a", 2.0), ("b", 2.5), ("c", 3.0), ("d", 9.0)):
-        queue.add_ready(ranking(name, deadline))
-    assert [each.task.request_id for each in queue.pop_ready(8, cost, 5.0)] == ["a", "b"]
-    assert [each.task.request_id for each in queue.pop_ready(8, cost, 5.0)] == ["c"]
-    assert [each.task.request_id for each in queue.pop_ready(8, cost, 5.0)] == ["d"]
-    assert queue.pop_ready(8, cost, 5.0) == []
+        queue.add(ranking(name, deadline))
+    assert [each.task.request_id for each in queue.in_time.pop_ready(8, cost, 5.0)] == ["a", "b"]
+    assert [each.task.request_id for each in queue.in_time.pop_ready(8, cost, 5.0)] == ["c"]
+    assert [each.task.request_id for each in queue.in_time.pop_ready(8, cost, 5.0)] == ["d"]
+    assert queue.in_time.pop_ready(8, cost, 5.0) == []
 
 
 def test_a_batch_has_as_many_as_are_asked_for_whatever_they_cost() -> None:
     queue = WorkQueue()
     for name in "abc":
-        queue.add_ready(ranking(name, 9.0))
-    assert [each.task.request_id for each in queue.pop_ready(8, cost, 5.0, least=2)] == ["a", "b"]
+        queue.add(ranking(name, 9.0))
+    assert [each.task.request_id for each in queue.in_time.pop_ready(8, cost, 5.0, least=2)] == ["a", "b"]
 
 
 def test_ties_go_to_who_came_first() -> None:
     queue = WorkQueue()
     for name in "abc":
-        queue.add_ready(ranking(name, 1.0))
-    assert [each.task.request_id for each in queue.pop_ready(8)] == ["a", "b", "c"]
+        queue.add(ranking(name, 1.0))
+    assert [each.task.request_id for each in queue.in_time.pop_ready(8)] == ["a", "b", "c"]
 
 
 def test_answered_rankings_are_passed_over() -> None:
     queue = WorkQueue()
     first, second = ranking("a", 1.0), ranking("b", 2.0)
-    queue.add_ready(first)
-    queue.add_ready(second)
+    queue.add(first)
+    queue.add(second)
     first.answered = True
-    assert queue.urgent() is second
+    assert queue.in_time.first() is second
 
 
 def test_a_flight_is_urgent_only_while_someone_waits() -> None:
@@ -83,10 +83,10 @@ def test_a_flight_is_urgent_only_while_someone_waits() -> None:
     waiter = ranking("a", 1.0)
     shared = job(5.0, waiter)
     queue.add_background(shared)
-    queue.urge(shared, waiter)
-    assert queue.urgent() is shared
+    queue.add(waiter, shared)
+    assert queue.in_time.first() is shared
     shared.waiters.clear()
-    assert queue.urgent() is None
+    assert queue.in_time.first() is None
     assert queue.background() is shared
 
 
