@@ -52,7 +52,7 @@ class Tried(Delegation):
 
 def refuse_what_is_late() -> None:
     """Workers look at their own books before they take a delegated signal, and pass it on where it would be late."""
-    as_served, other_as_served = Requests._signal, Requests._read
+    as_served, other_as_served = Requests._signal, Requests._other
 
     def signal(requests: Any, record: Record, suspect: bool) -> Effects:
         effects = Effects()
@@ -64,12 +64,12 @@ def refuse_what_is_late() -> None:
                 effects.append(effect)
         return effects
 
-    def read(requests: Any, record: Record, suspect: bool) -> Effects:
-        if kind_of(record.headers) == KIND and record.topic == requests._topics.ranking.name:
+    def other(requests: Any, record: Record, kind: str, ranked: bool, suspect: bool) -> Effects:
+        if kind == KIND and ranked:
             return [*requests._notice(record), Done(record)]  # where a signal came to in the end
-        return other_as_served(requests, record, suspect)
+        return other_as_served(requests, record, kind, ranked, suspect)
 
-    Requests._signal, Requests._read = signal, read  # type: ignore[method-assign, assignment]
+    Requests._signal, Requests._other = signal, other  # type: ignore[method-assign, assignment]
 
 
 async def try_here(requests: Any, record: Record, taken: Prefill) -> None:
