@@ -3,7 +3,8 @@
     python -m tests.unit.worker.hit_path [--calls]       (make trace-hit)
 
 One worker's requests, device thread and built-in model, without a broker. A first ranking warms up. Calls are those
-that a profiler sees on the event loop and on the device thread until `score` of the model begins.
+that a profiler sees on the event loop, and on the device thread from `Scheduler.handle` until `score` of the model
+begins.
 
 A function hands the hit on if it returns it, alone or in a list (FORMS), or is on the stack where it changes hands
 (HANDS): into the inbox of the device thread, into the queue of ready rankings, into the model.
@@ -44,6 +45,7 @@ from tests.waiting import until
 PACKAGE: Final = str(Path(relaygr_stream.__file__).parent) + "/"
 FORMS: Final = Rank | Submit | Ranking | ScoreInput
 MODEL: Final = "HSTUModel.score"
+DEVICE: Final = "Scheduler.handle"
 HANDS: Final = {"DeviceThread.submit", "WorkQueue.add_ready", MODEL}
 MIB: Final = 1 << 20
 LANE, HISTORY = 3, 200
@@ -90,7 +92,7 @@ class _Recorder:
     """Sees the calls of all threads that start after it, and keeps the package's while it is on."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.on = self.on_device = False
         self.calls: list[Call] = []
         self.hands: set[Function] = set()
         self.met: set[str] = set()  # of HANDS
@@ -106,6 +108,10 @@ class _Recorder:
     def __call__(self, frame: FrameType, event: str, returned: Any) -> None:
         if not self.on or (function := _function(frame)) is None:
             return
+        on_loop = threading.get_ident() == self._loop
+        self.on_device = self.on_device or function.name == DEVICE
+        if not (on_loop or self.on_device):  # an idle thread looks for work now and then
+            return
         if event == "return":
             first = returned[0] if isinstance(returned, list) and returned else returned
             if isinstance(first, FORMS):
@@ -118,7 +124,7 @@ class _Recorder:
             if function.name == MODEL:
                 self.on = False
             else:
-                self.calls.append(Call(*function, threading.get_ident() == self._loop, len(stack) - 1))
+                self.calls.append(Call(*function, on_loop, len(stack) - 1))
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
@@ -187,7 +193,7 @@ async def trace_hit() -> HitPath:
             record = _record(topics.ranking, number, encode(ranking), route)
             recorder.calls.clear()
             recorder.hands.clear()
-            recorder.on = True
+            recorder.on, recorder.on_device = True, False
             sys.setprofile(recorder)
             try:
                 requests.on_records([record])
