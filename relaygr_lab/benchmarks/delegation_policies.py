@@ -21,7 +21,7 @@ from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, Query
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.fleet import TRAVEL_MS
 from relaygr_stream.trigger.delegation import Delegation, Place
-from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record, kind_of
+from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
 from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.worker.effects import Done, Effects, Submit
