@@ -90,6 +90,11 @@ class KVRegion:
 
     __slots__ = ("capacity", "layout", "length", "storage")
 
+    layout: KVLayout
+    storage: torch.Tensor
+    capacity: int
+    length: int
+
     def __init__(self, layout: KVLayout, storage: torch.Tensor, capacity: int, length: int = 0) -> None:
         needed = layout.elements(capacity)
         if storage.dtype != layout.dtype or storage.dim() != 1 or storage.numel() < needed:
