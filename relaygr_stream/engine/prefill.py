@@ -50,14 +50,13 @@ class PrefillJobs:
         """Jobs that are not over, without one in scratch."""
         return len(self._by_entry)
 
-    def start(self, entry: Entry, due: float, signal: PrefillTask | None = None) -> None:
-        """Start computing what the entry lacks; the queue orders it by `due` until a ranking joins.
-
-        signal: of the admitted request that it is for; None: it is for a ranking that has come, and joins it.
+    def start(self, entry: Entry, signal: PrefillTask | None = None) -> None:
+        """Start computing what the entry lacks. signal: of the admitted request that it is for, by whose due time the
+        queue orders it; None: it is for a ranking that has come, and joins it.
         """
         assert entry.region is not None
         run = self._executor.prefill(entry.region, entry.tokens)
-        job = PrefillJob(run, due if signal is not None else math.inf, entry, signal)
+        job = PrefillJob(run, math.inf if signal is None else signal.due, entry, signal)
         job.position = entry.region.length
         job.expected_ms = self._executor.costs.prefill_ms(job.position, len(entry.tokens) - job.position)
         self._by_entry[entry] = job

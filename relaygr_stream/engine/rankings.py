@@ -1,6 +1,6 @@
 """Rankings: takes each ranking request or refuses it, scores those that are ready, and gives each its one answer.
 
-Placement finds the prefix KV that a ranking is scored against.
+Residents find the prefix KV that a ranking is scored against.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Set
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +18,25 @@ from relaygr_stream.engine.admission import GAVE_WAY, Admission
 from relaygr_stream.engine.commands import Answer, Rank
 from relaygr_stream.engine.executor import SLICE_SHARE, describe
 from relaygr_stream.engine.forecast import ALWAYS_TOGETHER, Batching, Full
-from relaygr_stream.engine.placement import Placement
 from relaygr_stream.engine.queue import RecentIds, TimerHeap
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
+from relaygr_stream.engine.residents import Residents
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.wire.messages import Status
+
+#: How often a late ranking is asked anew whether it will be done at all: about once an SLO.
+RECHECK_S: Final = 0.05
 
 
 class Rankings:
     """Ranking requests that wait for an answer; `answers` gets one for each, once it holds nothing any more."""
 
     def __init__(
-        self, placement: Placement, admission: Admission, answered: RecentIds, *, most: int, max_delay_ms: float
+        self, residents: Residents, admission: Admission, answered: RecentIds, *, most: int, max_delay_ms: float
     ) -> None:
-        self._placement = placement
-        self._executor, self._queue, self._auditor = placement.executor, placement.queue, placement.auditor
-        self._residents = placement.residents
-        self._cache, self._pins = placement.residents.cache, placement.residents.pins
+        self._residents = residents
+        self._executor, self._queue, self._auditor = residents.executor, residents.queue, residents.auditor
+        self._cache, self._pins = residents.cache, residents.pins
         self._admission = admission
         self._answered = answered
         self._most = most  # rankings scored together
@@ -62,7 +65,7 @@ class Rankings:
             self._answer(ranking, "deadline_exceeded", "the deadline passed before the worker read the request")
             return
         self._pins.ranked(rank.task.request_key, rank.task.times.arrived)
-        found = self._placement.find(ranking)
+        found = self._residents.find(rank.task)
         if rank.pass_to is not None and not self._residents.is_here(found, ranking.tokens):
             self._answer(ranking, "overloaded", "its prefix KV are with another worker")  # and go there (replies.py)
             return
@@ -85,7 +88,7 @@ class Rankings:
         self._admission.add(ranking)
         self._timers.add(ranking.due, ranking)
         # A loser may have been a copy of this request, and released what was found by its pin.
-        self._placement.place(ranking, self._placement.find(ranking) if lost else found)
+        self._residents.place(ranking, self._residents.find(rank.task) if lost else found)
 
     def expire(self, now: float) -> None:
         """Answer those whose deadline has passed, and those that were not done when due and will not be later."""
@@ -99,8 +102,8 @@ class Rankings:
             if full is not None:
                 self._answer(ranking, "overloaded", full.reason)
                 continue
-            self._placement.moved(ranking)
-            self._timers.add(min(ranking.deadline, now + ranking.task.due - ranking.task.arrived), ranking)
+            self._residents.moved(ranking)
+            self._timers.add(min(ranking.deadline, now + RECHECK_S), ranking)
 
     def started(self, rankings: Iterable[Ranking], now: float) -> None:
         """The device works for these from now on, if it did not before."""
@@ -117,9 +120,9 @@ class Rankings:
             if job.error is not None:
                 self._answer(ranking, "failed", job.error)
             elif job.entry is None:
-                self._placement.ready(ranking, job.run.region, "full")
+                self._residents.ready(ranking, job.run.region, "full")
             else:
-                self._placement.again(ranking)
+                self._residents.place_again(ranking)
 
     def next_batch(self, *, late: bool) -> list[Ranking]:
         """The next rankings, which are ready: as many as there are where batches pay, else so few that they take no
@@ -127,9 +130,7 @@ class Rankings:
         factor, score_ms = self._admission.calibration.factor, self._admission.score_ms
         within_ms = math.inf if self._batching.pays else SLICE_SHARE * self._max_delay_ms
         turns = self._queue.late if late else self._queue.in_time
-        return turns.pop_ready(
-            self._most, lambda ranking: factor * score_ms(ranking), within_ms, least=ALWAYS_TOGETHER
-        )
+        return turns.pop_ready(self._most, lambda ranking: factor * score_ms(ranking), within_ms, least=ALWAYS_TOGETHER)
 
     def score(self, now: float, together: list[Ranking]) -> float:
         """Score rankings that are ready, and answer them; returns the milliseconds it took.
@@ -161,7 +162,7 @@ class Rankings:
                 if ranking.held.entry is not None and ranking.held.entry.failed:
                     # Another ranking's scores from these prefix KV were not finite: it was no hit, and is placed anew.
                     ranking.measured.outcome = None
-                    self._placement.again(ranking)
+                    self._residents.place_again(ranking)
                 else:
                     self._answer_scored(ranking, rows, ms, len(batch))
         # A batch and its rankings alone are one failure: else some bad rankings that come together end the worker.
@@ -187,7 +188,8 @@ class Rankings:
         self._answer(ranking, "failed", f"{bad} of {scores.size} scores are NaN or infinite")
 
     def take_queue_ms(self, now: float) -> float:
-        """Delay until the device takes a ranking that is in time: the mean since the last call, or the longest wait if that is more."""
+        """Delay until the device takes a ranking that is in time: the mean since the last call, or the longest wait if
+        that is more."""
         total, number = self._delays
         self._delays = (0.0, 0)
         oldest = next((each for each in self._admission.waiting if not (each.measured.started or each.late)), None)
@@ -216,7 +218,7 @@ class Rankings:
         assert not ranking.answered
         ranking.answered = True
         self._admission.remove(ranking)
-        self._placement.let_go(ranking)
+        self._residents.let_go(ranking)
         self._pins.release(ranking.task.request_key)
         self._answered.add(ranking.task.request_key)
         self.answers.append(Answer(ranking.rank, status, scores, detail, ranking.measured))

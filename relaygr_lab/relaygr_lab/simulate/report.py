@@ -24,8 +24,8 @@ from relaygr_lab.simulate.story import (
     latencies,
     p99,
     percentile,
-    refused_ms,
     recovery_s,
+    refused_ms,
     windows,
 )
 from relaygr_stream.settings.schema import MAX_LANES
@@ -111,7 +111,7 @@ def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Tab
         *_kinds(scenario, story),
         (f"later than {slo_ms:g} ms", f"{late.value:.2%}{_percent_error(late)}: the SLO {verdict}"),
         ("goodput", f"{scenario.traffic.rate * (1.0 - late.value):,.1f} requests/s within the SLO"),
-        *([("without scores", f"99 of 100 know it within {render_ms(refused)}")] if refused == refused else []),
+        *([] if math.isnan(refused) else [("without scores", f"99 of 100 know it within {render_ms(refused)}")]),
         ("hits", f"{_percent(hit_share(story))}; returning users {_percent(hit_share(story, returning=True))}"),
         ("scored from", _shares(counts(story.outcome[story.outcome >= 0], OUTCOMES))),
         ("answers", _shares(counts(story.status, STATUSES))),
