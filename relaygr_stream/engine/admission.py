@@ -135,13 +135,12 @@ class Admission:
         it will not."""
         self._of(ranking).remove(ranking)
         ranking.is_late()
-        ranking.booking.late, ranking.booking.due = True, ranking.due
         full = self._late.full_when_idle(ranking, now, work_ms(ranking), self.idle.share(now))
         self._late.add(ranking)
         return full
 
     def _of(self, ranking: Ranking) -> Forecast:
-        return self._late if ranking.booking.late else self._forecast
+        return self._late if ranking.late else self._forecast
 
     def tries(self, ranking: Ranking, full: Full, now: float) -> bool:
         """Whether to admit a ranking all the same for which an idle device would take too long, by prediction.
@@ -170,7 +169,6 @@ class Admission:
         """Count a booked ranking as waiting; one that was removed comes back to its place."""
         self.waiting.add(ranking)
         self.clients.add(ranking.booking)
-        ranking.booking.late, ranking.booking.due = ranking.late, ranking.due
         self._of(ranking).add(ranking)
 
     def remove(self, ranking: Ranking) -> None:

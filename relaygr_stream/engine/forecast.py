@@ -157,7 +157,7 @@ class Forecast:
 
 
 def _key(ranking: Ranking) -> tuple[float, int]:
-    return ranking.booking.due, ranking.booking.number
+    return ranking.due, ranking.booking.number
 
 
 def work_ms(ranking: Ranking) -> float:

@@ -28,8 +28,6 @@ class Booking:
     cost_ms: float = 0.0
     expected_ms: float = 0.0  # cost_ms where predictions of its kind have proved good, else 0
     infers: bool = False  # some of that is inference of its prefix
-    late: bool = False  # booked for the time that those leave which are in time
-    due: float = 0.0  # the ranking's when it was booked so
     guest: bool = False  # another worker could answer it as well: it was sent on, and finds nothing here
 
 

@@ -98,11 +98,12 @@ class Rankings:
                 waited = (now - ranking.task.arrived) * 1e3
                 self._answer(ranking, "deadline_exceeded", f"the deadline passed after {waited:.0f} ms on the worker")
                 continue
-            full = self._admission.overdue(ranking, now)
+            was_late, full = ranking.late, self._admission.overdue(ranking, now)
             if full is not None:
                 self._answer(ranking, "overloaded", full.reason)
                 continue
-            self._residents.moved(ranking)
+            if not was_late:
+                self._residents.moved(ranking)
             self._timers.add(min(ranking.deadline, now + RECHECK_S), ranking)
 
     def started(self, rankings: Iterable[Ranking], now: float) -> None:

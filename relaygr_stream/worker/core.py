@@ -200,15 +200,16 @@ class WorkerCore:
         rank, task = answer.rank, answer.task
         if rank.pass_to is not None:
             return [Forward(answer, rank.pass_to)]
+        effects, why = Effects(), ""
         # What is left of one that was truncated does not say how long another worker would take.
-        if not self._policy.forward or answer.measured.truncated_to:
-            return [self._reply(answer)]
-        lane = self._elsewhere(task, now)
-        if isinstance(lane, int):
-            return [Forward(answer, lane)]
+        if self._policy.forward and not answer.measured.truncated_to:
+            lane = self._elsewhere(task, now)
+            if isinstance(lane, int):
+                return [Forward(answer, lane)]
+            effects, why = [CountForward(lane)], f"; {WHY[lane]}"
         if not rank.late and task.due < task.deadline:
-            return [CountForward(lane), self._take(rank._replace(late=True))]
-        return [CountForward(lane), self._reply(replace(answer, detail=f"{answer.detail}; {WHY[lane]}"))]
+            return [*effects, self._take(rank._replace(late=True))]
+        return [*effects, self._reply(replace(answer, detail=answer.detail + why))]
 
     def _elsewhere(self, task: RankTask, now: float) -> Any:
         left_ms = (task.due - now) * 1e3

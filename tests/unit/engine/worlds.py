@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -242,6 +243,7 @@ class World:
         suffix: int = 3,
         full: bool = False,
         timeout: float = 1.0,
+        due: float = math.inf,
         candidates: int = 5,
         tenant: str = "",
         client: str = "",
@@ -257,7 +259,7 @@ class World:
             tokens,
             after,
             np.arange(candidates, dtype=np.int64) * 3,
-            Times(self.now, self.now + timeout),
+            Times(self.now, self.now + timeout, due=self.now + due),
             full=full,
             tenant=tenant,
             client=client,

@@ -1,0 +1,168 @@
+"""Due times: what can be done by the SLO comes first; what cannot gets the time that is left, or is refused early."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaygr_stream.engine.commands import Rank, RankTask, Times
+from relaygr_stream.engine.forecast import IDLE_S, IdleShare
+from relaygr_stream.engine.queue import WorkQueue
+from relaygr_stream.engine.ranking import Ranking
+from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKENS, USERS, Simulation
+from tests.unit.engine.test_queue import job, ranking
+
+SLO_S, TIMEOUT_S = 0.03, 1.0
+
+
+class Served(Simulation):
+    """A simulation of callers who wait much longer than the SLO. As the worker's core does where no other worker has
+    time, it hands what is refused in again, as late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: dict[RankTask, tuple[str, float]] = {}  # status, seconds since its arrival
+        self._seen = 0
+
+    def ask(self, length: int = TOKENS, *, user: int | None = None, full: bool = False) -> RankTask:
+        world, now = self.world, self.device.now
+        world.now = now
+        self.sent += 1
+        task = world.ranking(
+            f"r{self.sent}",
+            self.sent % USERS if user is None else user,
+            length,
+            full=full,
+            timeout=TIMEOUT_S,
+            due=SLO_S,
+        )
+        world.handle(Rank(task))
+        self.look()
+        return task
+
+    def step(self) -> bool:
+        worked = self.world.step(self.device.now)
+        self.look()
+        return worked
+
+    def look(self) -> None:
+        while self._seen < len(self.world.answers):
+            answer = self.world.answers[self._seen]
+            self._seen += 1
+            if answer.status == "overloaded" and not answer.rank.late:
+                self.world.now = self.device.now
+                self.world.handle(answer.rank._replace(late=True))
+            else:
+                assert answer.task not in self.ends, "two answers"
+                self.ends[answer.task] = (answer.status, self.device.now - answer.task.arrived)
+
+    def until(self, at: float) -> None:
+        while self.device.now < at:
+            if not self.step():
+                timer = self.world.scheduler.next_timer()
+                self.device.now = min(at, max(self.device.now + 1e-6, math.inf if timer is None else timer))
+
+    def load(self, rate: float, requests: int, seed: int = 1) -> list[RankTask]:
+        rng, at, tasks = np.random.default_rng(seed), self.device.now, []
+        for _ in range(requests):
+            at += rng.exponential(1 / rate)
+            self.until(at)
+            tasks.append(self.ask())
+        self.until(self.device.now + 2 * TIMEOUT_S)
+        return tasks
+
+    def good(self, tasks: list[RankTask]) -> int:
+        """How many had scores within the SLO."""
+        ends = [self.ends[task] for task in tasks]
+        return sum(status == "ok" and took <= SLO_S for status, took in ends)
+
+
+@pytest.mark.parametrize("load", [1.1, 2.0, 3.0])
+def test_goodput_stays_when_more_comes_than_the_device_can_carry(load: float) -> None:
+    """Callers wait for a second, 33 SLOs: by their timeouts alone, everything would be late."""
+    served = Served()
+    served.load(0.5 * CAPACITY_PER_S, 100)
+    begun = served.device.now
+    tasks = served.load(load * CAPACITY_PER_S, 900)
+    lasted = max(task.arrived for task in tasks) - begun
+    assert served.good(tasks) / lasted >= 0.9 * CAPACITY_PER_S
+    refused = sorted(took for status, took in map(served.ends.__getitem__, tasks) if status != "ok")
+    assert refused and refused[int(0.99 * len(refused))] <= SLO_S, "refused, but late"
+
+
+def test_after_an_overload_the_next_rankings_are_in_time_again() -> None:
+    served = Served()
+    served.load(0.5 * CAPACITY_PER_S, 100)
+    rng, at = np.random.default_rng(2), served.device.now
+    for _ in range(300):
+        at += rng.exponential(1 / (3 * CAPACITY_PER_S))
+        served.until(at)
+        served.ask()
+    served.until(at + 2 * SLO_S)
+    calm = served.load(0.3 * CAPACITY_PER_S, 100)
+    assert served.good(calm) == len(calm)
+
+
+def test_one_that_takes_longer_than_the_slo_gets_the_time_that_others_leave() -> None:
+    served = Served()
+    served.device.token_ms = 1.0  # full inference takes two SLOs
+    served.load(0.5 * CAPACITY_PER_S, 100)
+    for _ in range(30):  # so that it is measured
+        served.ask(full=True)
+        served.until(served.device.now + 4 * SLO_S)
+    slow = [served.ask(full=True) for _ in range(2)]
+    quick = [served.ask() for _ in range(4)]
+    served.until(served.device.now + TIMEOUT_S)
+    assert [served.ends[task][0] for task in (*slow, *quick)] == ["ok"] * 6
+    assert served.good(quick) == 4, "rankings that can be in time wait for one that cannot"
+
+
+def test_a_caller_who_waits_for_less_than_the_slo_is_due_then() -> None:
+    times = Times.of(10.0, 20.0, slo_ms=50.0, reply_ms=5.0, age_ms=3.0)
+    assert (times.deadline, times.due) == pytest.approx((10.0 + 0.013, 10.0 + 0.013))
+    times = Times.of(10.0, 1000.0, slo_ms=50.0, reply_ms=5.0, age_ms=3.0)
+    assert (times.deadline, times.due) == pytest.approx((10.0 + 0.992, 10.0 + 0.042))
+
+
+def test_pre_inference_comes_after_rankings_in_time_and_before_late_ones() -> None:
+    queue, ahead = WorkQueue(), job(1.0)
+    late, soon = ranking("late", 9.0), ranking("soon", 9.0)
+    late.is_late()
+    queue.add(late)
+    queue.add_background(ahead)
+    queue.add(soon)
+    assert queue.in_time.first() is soon and queue.late.first() is late and queue.background() is ahead
+
+
+def test_a_job_is_as_late_as_the_rankings_that_wait_for_it() -> None:
+    queue, first, second = WorkQueue(), ranking("first", 9.0), ranking("second", 9.0)
+    shared = job(1.0, first)
+    queue.add_background(shared)
+    queue.add(first, shared)
+    first.is_late()
+    queue.add(first, shared)
+    assert queue.in_time.first() is None and queue.late.first() is shared
+    assert queue.background() is None, "nobody's pre-inference any more"
+    shared.waiters.append(second)
+    queue.add(second, shared)
+    assert queue.in_time.first() is shared
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 50.0)), max_size=20))
+def test_the_idle_share_is_a_share_and_comes_back(worked: list[tuple[float, float]]) -> None:
+    idle, now = IdleShare(), 0.0
+    for pause, ms in worked:
+        now += pause
+        idle.busy(ms, now)
+        assert 0.0 <= idle.share(now) <= 1.0
+    assert idle.share(now + 40 * IDLE_S) == pytest.approx(1.0)
+
+
+def test_a_ranking_is_due_no_later_than_its_deadline() -> None:
+    task = RankTask("r", "u", 0, ranking("x", 1.0).tokens, ranking("x", 1.0).suffix, np.zeros(1, np.int64),
+                    Times(0.0, 1.0, due=2.0), full=False)  # fmt: skip
+    assert Ranking.of(Rank(task)).due == 1.0
