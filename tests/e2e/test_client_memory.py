@@ -15,10 +15,10 @@ from relaygr_stream.settings.schema import Client, Kafka, Settings
 MIB = 1 << 20
 LANES = 4
 #: Offered while the broker is away.
-OFFERED_BYTES = 900 * MIB
+OFFERED_BYTES = 450 * MIB
 #: Grown by 91 MiB when 300 were offered, 167 of 1,500 and 174 of 3,000: what waits until the silence is noticed, and
 #: the allocator. A client that kept what it is asked would have grown by all of it.
-GROWTH_BYTES = 300 * MIB
+GROWTH_BYTES = 250 * MIB
 SERVICE = """
 import asyncio
 import json

@@ -14,6 +14,7 @@ from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import RankingModel, ScoreInput
 from relaygr_stream.models.check.probe import HALF_LIMIT
 from relaygr_stream.models.hstu_model import HSTUModel
+from tests.properties import examples
 from tests.unit.models.small_models import (
     INCREMENTAL,
     MORE,
@@ -34,7 +35,7 @@ seeds = st.integers(0, 2**32 - 1)
 #: The exactness bound. Products of other shapes round differently: up to 3e-6 was seen, a leak would show as 1e-2.
 ROUNDING = 1e-5
 #: No deadline: other processes share the machine.
-PROPERTY = settings(max_examples=60)
+PROPERTY = settings(max_examples=examples(60))
 
 
 def test_the_model_keeps_the_protocol() -> None:

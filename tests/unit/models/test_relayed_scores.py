@@ -24,6 +24,7 @@ from relaygr_stream.models.check.probe import Deviations
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.wire.features import FeatureColumn
+from tests.properties import examples
 from tests.unit.models.broken_families import COLUMNS, Featured
 from tests.unit.models.small_models import full_scores, random_features, random_items, random_tokens
 
@@ -142,7 +143,7 @@ def relay(shape: settings.Model, seed: int, dtype: torch.dtype = torch.float32) 
 CANCELLING = settings.Model(layers=2, dim=16, heads=2, dqk=12, dv=8, vocab=50, max_positions=400, scale_tokens=16)
 
 
-@hypothesis_settings(max_examples=25)
+@hypothesis_settings(max_examples=examples(25))
 @given(shapes, st.integers(0, 2**32 - 1))
 @example(CANCELLING, 4891)
 def test_relayed_scores_equal_full_inference(shape: settings.Model, seed: int) -> None:
@@ -154,7 +155,7 @@ def test_relayed_scores_equal_full_inference(shape: settings.Model, seed: int) -
     assert world.deviations.measure.holds, str(world.deviations.measure)
 
 
-@hypothesis_settings(max_examples=10)
+@hypothesis_settings(max_examples=examples(10))
 @given(st.lists(st.sampled_from(COLUMNS), unique=True, min_size=1), st.integers(0, 2**32 - 1))
 def test_relayed_scores_with_features_equal_full_inference(columns: list[FeatureColumn], seed: int) -> None:
     model = Featured(torch.float32, features=tuple(columns))
