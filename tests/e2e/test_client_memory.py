@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import write_settings
@@ -71,6 +73,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.stack
 async def test_while_the_broker_is_away_a_client_keeps_a_bounded_part_of_what_it_is_asked(tmp_path: Path) -> None:
     async with local_broker("embedded", folder=tmp_path) as broker:
         kafka = broker.kafka_settings(Kafka(prefix="memory.", partitions=LANES))

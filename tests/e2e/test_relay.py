@@ -74,17 +74,3 @@ async def test_a_killed_workers_users_are_served_by_others(kafka_settings: Kafka
         assert hedged, "nobody was asked elsewhere"
         assert not after.errors()
         fleet.children.pop("w1")
-
-
-async def test_the_later_of_two_workers_of_one_name_serves(embedded_settings: Kafka, tmp_path: Path) -> None:
-    async with serving_fleet(embedded_settings, tmp_path, "w1") as fleet:
-        first = fleet.children["w1"]
-        fleet.start("worker", "w1-again", worker_name="w1")
-        await until(lambda: first.exit_code is not None, "the first one ended")
-        assert first.exit_code == 3, first.log_tail()
-        log = first.log.read_text()
-        assert "another worker named 'w1'" in log
-        assert str(fleet.children["w1-again"].pid) in log
-        await fleet.ready("w1-again")
-        await fleet.lanes_settled("w1")
-        fleet.children.pop("w1")
