@@ -145,6 +145,7 @@ for kind in sys.argv[1:]:
 """
 
 
+@pytest.mark.stack  # torch imported anew, and two models of each kind
 def test_a_process_forks_and_ends_with_helpers() -> None:
     kinds = [kind for kind in DTYPES if library(kind) is not None]
     if not kinds:

@@ -31,10 +31,11 @@ from tests.unit.models.small_models import full_scores, random_features, random_
 CPU = torch.device("cpu")
 MOST = 3 * GRANULE_TOKENS
 USERS = 5
+TRANSFORMER = "relaygr_stream.models.transformer:make"
 
 shapes = st.builds(
     settings.Model,
-    factory=st.sampled_from(["", "relaygr_stream.models.transformer:make"]),
+    factory=st.sampled_from(["", TRANSFORMER]),
     layers=st.integers(1, 3),
     dim=st.sampled_from([8, 16, 24]),
     heads=st.integers(1, 3),
@@ -167,8 +168,19 @@ def test_relayed_scores_with_features_equal_full_inference(columns: list[Feature
     assert world.deviations.measure.holds, str(world.deviations.measure)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("factory", ["", "relaygr_stream.models.transformer:make"], ids=["hstu", "transformer"])
+@pytest.mark.parametrize(
+    ("factory", "dtype"),
+    [
+        ("", torch.float32),
+        ("", torch.bfloat16),
+        (TRANSFORMER, torch.float16),
+        *(
+            pytest.param(*each, marks=pytest.mark.stack)
+            for each in (("", torch.float16), (TRANSFORMER, torch.float32), (TRANSFORMER, torch.bfloat16))
+        ),
+    ],
+    ids=lambda given: str(given) if isinstance(given, torch.dtype) else given.partition(":")[0] or "hstu",
+)
 def test_a_long_run_takes_every_way_to_a_score(factory: str, dtype: torch.dtype) -> None:
     shape = settings.Model(factory=factory, layers=2, dim=16, heads=2, dqk=8, dv=8, vocab=50, scale_tokens=64)
     world = relay(shape, 5, dtype)
