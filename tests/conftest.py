@@ -16,6 +16,7 @@ import pytest
 import structlog
 from hypothesis.internal.conjecture import providers
 
+from relaygr_stream.bus import aiokafka_patches
 from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
@@ -172,6 +173,12 @@ def _any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def _time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a child may need longer to close its connections than the 15 s after which it is killed."""
     monkeypatch.setattr("relaygr_stream.ops.children.STOP_TIMEOUT_S", 60.0)
+
+
+@pytest.fixture(autouse=True)
+def _embedded_broker_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each consumer asks it 80 times a second, and a test has a dozen: that was most of what such tests took."""
+    monkeypatch.setattr(aiokafka_patches, "EMBEDDED_FETCH_WAIT_MS", 50)
 
 
 @pytest.fixture(scope="session")
