@@ -19,7 +19,7 @@ from relaygr_stream.settings.section import MAX_PORT
 from relaygr_stream.telemetry.printable import printable
 
 if TYPE_CHECKING:
-    from relaygr_stream.ops.door import Door
+    from relaygr_stream.ops.door import RollDoor
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
     from relaygr_stream.settings.worker import Worker
 
@@ -75,7 +75,7 @@ def up_command(
 
     Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
     """
-    from relaygr_stream.ops.door import Door
+    from relaygr_stream.ops.door import RollDoor
     from relaygr_stream.ops.names import reserved_name
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
     from relaygr_stream.settings.load import PACKAGED_MODEL, load_settings, with_packaged_model
@@ -114,7 +114,7 @@ def up_command(
         if workers:
             _say_memory(settings.worker, workers, (devices or settings.worker.device) == "cpu")
         stop_s = settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S
-        door = Door(host)
+        door = RollDoor(host)
         supervisor = Supervisor(processes, stop_s, partial(_print_state, door), first=processes[:trigger])
         ended_well = asyncio.run(_run(supervisor, door))
     sys.exit(0 if ended_well else 1)
@@ -167,7 +167,7 @@ def _ports(key: str, first: int, count: int) -> list[list[str]]:
     return [["--set", f"{key}={first + index}"] if first else [] for index in range(count)]
 
 
-async def _run(supervisor: Supervisor, door: Door) -> bool:
+async def _run(supervisor: Supervisor, door: RollDoor) -> bool:
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -185,7 +185,7 @@ async def _run(supervisor: Supervisor, door: Door) -> bool:
         return await supervisor.run(stop)
 
 
-def _print_state(door: Door, process: Supervised) -> None:
+def _print_state(door: RollDoor, process: Supervised) -> None:
     restarts = process.restarts.count
     pid = f"pid {process.pid}" if process.pid else "–"
     again = f"  restarts {restarts}" if restarts else ""

@@ -61,7 +61,7 @@ _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(Hello | State | Over).decode
 
 
-class Door:
+class RollDoor:
     """Where others ask this `up` to roll, while `open`. name: of its workers."""
 
     def __init__(self, name: str) -> None:

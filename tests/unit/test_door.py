@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import RelayError
 from relaygr_stream.ops import door as service
-from relaygr_stream.ops.door import Door, ask_to_roll
+from relaygr_stream.ops.door import RollDoor, ask_to_roll
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
@@ -41,7 +41,7 @@ class Rolls:
 
 @pytest.mark.parametrize("why", ["", "w-1 ended with exit code 78, starts again in 0.5 s"])
 async def test_who_asks_sees_each_state_and_how_it_went(why: str) -> None:
-    found, rolls, lines = Door("w"), Rolls(), list[str]()
+    found, rolls, lines = RollDoor("w"), Rolls(), list[str]()
     async with found.open(rolls):
         asking = asyncio.create_task(asyncio.to_thread(ask_to_roll, None, lines.append))
         await until(lambda: len(rolls.asked) == 1, "asked")
@@ -54,7 +54,7 @@ async def test_who_asks_sees_each_state_and_how_it_went(why: str) -> None:
 
 async def test_an_up_that_ends_before_the_roll_is_over_is_told() -> None:
     rolls = Rolls()
-    async with Door("w").open(rolls):
+    async with RollDoor("w").open(rolls):
         asking = asyncio.create_task(asyncio.to_thread(ask_to_roll, "w", print))
         await until(lambda: len(rolls.asked) == 1, "asked")
     assert "ended before" in await asking
@@ -62,7 +62,7 @@ async def test_an_up_that_ends_before_the_roll_is_over_is_told() -> None:
 
 async def test_of_several_the_name_chooses_and_without_one_nobody_is_asked() -> None:
     first, second = Rolls(), Rolls()
-    async with Door("a").open(first), Door("b").open(second):
+    async with RollDoor("a").open(first), RollDoor("b").open(second):
         with pytest.raises(RelayError, match=rf"several run on this host: a \(pid {os.getpid()}\), b .*--name"):
             await asyncio.to_thread(ask_to_roll, None, print)
         with pytest.raises(RelayError, match=r"--name c: no `relaygr up` of this name runs .*there is a \(pid"):
@@ -76,7 +76,7 @@ async def test_of_several_the_name_chooses_and_without_one_nobody_is_asked() -> 
 
 async def test_who_only_looks_or_writes_something_else_rolls_nothing() -> None:
     rolls = Rolls()
-    async with Door("w").open(rolls):
+    async with RollDoor("w").open(rolls):
         for said in (b"", b"stop\n", b"\xff" * 100_000):
             reader, writer = await asyncio.open_unix_connection(_addresses()[0])
             assert b'"name":"w"' in await reader.readline()
@@ -91,7 +91,7 @@ async def test_another_users_door_is_not_believed_and_another_user_is_not_answer
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rolls = Rolls()
-    async with Door("w").open(rolls):
+    async with RollDoor("w").open(rolls):
         monkeypatch.setattr(service, "_is_ours", lambda peer: False)
         with pytest.raises(RelayError, match="no `relaygr up` of this user runs on this host"):
             await asyncio.to_thread(ask_to_roll, None, print)
@@ -114,7 +114,7 @@ async def test_an_up_that_does_not_say_who_it_is_hides_no_other(monkeypatch: pyt
     monkeypatch.setattr(service, "HELLO_S", 0.05)
     rolls = Rolls()
     with silent():
-        async with Door("w").open(rolls):
+        async with RollDoor("w").open(rolls):
             asking = asyncio.create_task(asyncio.to_thread(ask_to_roll, None, print))
             await until(lambda: len(rolls.asked) == 1, "asked")
             rolls.asked[0].set_result("")
