@@ -1,4 +1,4 @@
-"""`relaygr simulate --pays`, headroom and the chart: with fleets that hold by arithmetic, and once with the simulator."""
+"""`relaygr simulate --pays`, headroom and the chart: with fleets that hold by arithmetic, and with the simulator."""
 
 from __future__ import annotations
 
