@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from relaygr_lab.bench.charts import Axis, Point, Series, line_file
+from relaygr_lab.charts import Axis, Point, Series, line_file
 from relaygr_lab.drawing import BLUE, GREEN, RED
 from relaygr_lab.simulate.plan import Probe, request_ms
 from relaygr_lab.simulate.planned import Planned, headroom_text
