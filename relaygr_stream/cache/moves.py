@@ -69,7 +69,8 @@ class Moves:
             if entry.spill is not None and (succeeded := self._outcome(entry.spill)) is not None:
                 self._spilling.remove(entry)
                 self._spilled(entry, succeeded)
-        self.write_back()
+        if self._dram is not None and self._hbm.reclaimable_bytes < self._enough_bytes:
+            self._write_back(self._dram)
         return loaded
 
     def close(self) -> None:
@@ -117,11 +118,9 @@ class Moves:
             self._table.release_dram(entry)
         self._table.free_if_retired(entry)
 
-    def write_back(self) -> None:
-        """Start copies of the cheapest idle entries if less than RECLAIMABLE_SHARE of HBM is free or clean."""
-        if self._dram is None or self._dram.full or len(self._spilling) >= MAX_SPILLS:
-            return
-        if self._hbm.reclaimable_bytes >= self._enough_bytes or self._all_clean == self._changes:
+    def _write_back(self, dram: DramTier) -> None:
+        """Start copies of the cheapest idle entries: less than RECLAIMABLE_SHARE of HBM is free or clean."""
+        if dram.full or len(self._spilling) >= MAX_SPILLS or self._all_clean == self._changes:
             return
         cheapest = islice(self._hbm.cheapest(), MAX_EXAMINED)
         candidates = (entry for entry in cheapest if not (entry.clean or entry.unspillable or entry.leases))
@@ -129,7 +128,7 @@ class Moves:
         if not dirty:
             self._all_clean = self._changes
         for entry in dirty:
-            self._start_spill(entry, self._dram)
+            self._start_spill(entry, dram)
 
     @property
     def _changes(self) -> tuple[int, ...]:
