@@ -16,7 +16,7 @@ import pytest
 import structlog
 from hypothesis.internal.conjecture import providers
 
-from relaygr_stream.bus import aiokafka_patches
+from relaygr_stream.bus import embedded
 from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
@@ -178,7 +178,7 @@ def _time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _embedded_broker_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each consumer asks it 80 times a second, and a test has a dozen: that was most of what such tests took."""
-    monkeypatch.setattr(aiokafka_patches, "EMBEDDED_FETCH_WAIT_MS", 50)
+    monkeypatch.setattr(embedded, "EMBEDDED_FETCH_WAIT_MS", 50)
 
 
 @pytest.fixture(scope="session")
