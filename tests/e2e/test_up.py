@@ -142,6 +142,7 @@ async def rolling(name: str) -> tuple[int, str]:
     return process.returncode, out.decode()
 
 
+@pytest.mark.stack
 async def test_rolling_waits_until_all_are_back_and_fails_where_one_does_not_load(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:
