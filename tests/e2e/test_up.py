@@ -212,7 +212,7 @@ async def test_what_no_worker_could_start_with_is_refused_before_any(
 
 
 async def test_a_mistake_in_the_settings_is_said_once(embedded_settings: Kafka, tmp_path: Path) -> None:
-    async with up(embedded_settings, tmp_path, "--set", "worker.max_bach=3") as running:
+    async with up(embedded_settings, tmp_path, "--set", "worker.max_stale_token=3") as running:
         assert await running.process.wait() == 1
     assert not running.lines
-    assert (tmp_path / "up.log").read_text().count("did you mean `worker.max_batch`") == 1
+    assert (tmp_path / "up.log").read_text().count("did you mean `worker.max_stale_tokens`") == 1

@@ -69,7 +69,7 @@ class Worker:
         self.fleet, self.name, self.lanes = fleet, name, lanes
         self.ms_per_token = ms_per_token
         self.peers = OwnerDirectory(1500.0, clock=lambda: fleet.now)
-        self.forwarding = Forwarding(name, self.peers, partial(lane_of, lanes=fleet.lanes), seed=1) if forward else None
+        self.forwarding = Forwarding(name, self.peers, fleet, seed=1) if forward else None
         self.forecast = Forecast()
         self.queue: list[tuple[float, int, Ranking]] = []
         self.running = False
@@ -159,13 +159,16 @@ class Fleet:
         for number, worker in enumerate(self.workers):
             self.after(STATUS_S * number / len(speeds), worker.state)
 
+    def lane_of(self, user_id: str) -> int:
+        return lane_of(user_id, self.lanes)
+
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), event))
 
     def run(self, requests: list[Request]) -> Books:
         """Send these, and wait until nothing waits any more."""
         for request in requests:
-            home = self.owner[lane_of(request.user, self.lanes)]
+            home = self.owner[self.lane_of(request.user)]
             self.after(request.at - self.now, partial(home.read, request, 0))
         end = max(request.at + request.timeout_s for request in requests) + 5.0
         while self._events and self._events[0][0] <= end:
