@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from relaygr_stream.cache.entry import Coverage, Entry, Found, Source
 from relaygr_stream.cache.prefix_cache import PrefixCache
@@ -40,8 +40,7 @@ LEAST_HEAD_START_MS: Final = 1.0
 Way = Literal["ready", "computing", "loading", "dram", "shorter", "nothing", "no_room", "kept"]
 
 
-@dataclass(frozen=True, slots=True)
-class Acquired:
+class Acquired(NamedTuple):
     """An entry that a caller may hold now, before anything else changes the cache; None where there is nothing to hold.
 
     whole: it has, or will have, all of the prefix; False: acquire again once its copy or computation is over. missing:
