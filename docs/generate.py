@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -111,8 +111,9 @@ def model_api() -> str:
 
 
 def _class(one: type) -> str:
-    lines = [f"## {one.__name__}", inspect.cleandoc(one.__doc__ or "")]
-    if fields := inspect.get_annotations(one):
+    fields = inspect.get_annotations(one)
+    lines = [f"## {one.__name__}", _broken(inspect.cleandoc(one.__doc__ or ""), fields)]
+    if fields:
         rows = [f"| `{name}` | `{_plain(kind)}` |" for name, kind in fields.items() if not name.startswith("_")]
         lines.append("\n".join(["| field | type |", "| --- | --- |", *rows]))
     elif "__init__" in vars(one):
@@ -120,6 +121,11 @@ def _class(one: type) -> str:
     members = [_member(name, member) for name, member in vars(one).items() if not name.startswith("_")]
     lines.append("\n".join(filter(None, members)))
     return "\n\n".join(filter(None, lines))
+
+
+def _broken(text: str, fields: Iterable[str]) -> str:
+    """The text with a line of its own for each field that it describes at the start of a line."""
+    return re.sub(rf"\n(?=({'|'.join(fields)}): )", "  \n", text) if fields else text
 
 
 def _function(one: Callable[..., Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -130,9 +129,7 @@ def own(dtype: torch.dtype = torch.float32, kind: Callable[[], nn.Module] = OwnD
 
 
 def transformers() -> Any:
-    if importlib.util.find_spec("transformers") is None:
-        needs.without("pip install transformers")
-    return importlib.import_module("transformers")
+    return needs.module("transformers")
 
 
 def gpt2() -> Any:
