@@ -143,7 +143,19 @@ BROKEN: list[tuple[Callable[[torch.dtype], RankingModel], list[str]]] = [
 
 @pytest.mark.parametrize(("broken", "expected"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
 def test_what_is_broken_is_named_first(broken: Callable[[torch.dtype], RankingModel], expected: list[str]) -> None:
-    """And nothing else fails than what cannot hold without it."""
+    probe = Probe(broken, CPU, torch.float32, BOUNDS, seed=0)
+    found = run_properties(probe)
+    assert next(each.about.name for each in found if each.verdict == "FAILED") == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [pytest.param(*each, marks=[pytest.mark.stack] * (len(each[1]) == 1)) for each in BROKEN],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_nothing_else_fails_than_what_cannot_hold_without_it(
+    broken: Callable[[torch.dtype], RankingModel], expected: list[str]
+) -> None:
     assert failures(broken) == expected
 
 
