@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from prometheus_client import Counter
 
@@ -43,8 +44,7 @@ OBJECT_BYTES: Final = 4096
 REPLY_SHARE: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Origin:
+class Origin(msgspec.Struct, frozen=True, eq=False):
     """Where a ranking came from and where its answer goes."""
 
     record: Record
