@@ -179,7 +179,7 @@ async def test_a_setting_that_no_worker_starts_with_ends_all(embedded_settings: 
         (("--devices", "cpu,gpu"), "flag for worker.device"),
         (("--name", "a b"), "flag for worker.name"),
         (("--name", "taken"), "--name taken: another `relaygr up` on this host"),
-        (("--set", "worker.max_bach=3"), "did you mean `worker.max_batch`"),
+        (("--set", "worker.max_stale_token=3"), "did you mean `worker.max_stale_tokens`"),
     ],
 )
 def test_what_no_process_could_start_with_is_said_once_before_any(arguments: tuple[str, ...], said: str) -> None:
