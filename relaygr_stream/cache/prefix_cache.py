@@ -7,14 +7,14 @@ microseconds at 24 bytes a token (docs/explanation/decisions.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from functools import partial
 from typing import Final
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.entry import Coverage, Entry, Found, Source
-from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
+from relaygr_stream.cache.entry_table import CacheCounters, EntryTable, PredictMs
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.moves import Moves
@@ -44,7 +44,7 @@ class PrefixCache:
         hbm: TierMemory,
         dram: TierMemory | None,
         copier: CopyEngine,
-        predict_ms: Callable[[int], float],
+        predict_ms: PredictMs,
         *,
         scratch_tokens: int,
         incremental: bool = True,
