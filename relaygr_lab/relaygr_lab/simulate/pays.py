@@ -102,11 +102,14 @@ def rows(planned: Planned) -> list[tuple[str, str, str]]:
 
 
 def chart(probes: Sequence[Probe], slo_ms: float) -> str:
-    """P99 by the number of workers of every fleet that was tried, as an SVG file. Raises ImportError without
-    matplotlib."""
+    """P99 by the number of workers of every fleet that was tried with the configured memory, as an SVG file.
+
+    probes: in the order in which they were tried. Raises ImportError without matplotlib.
+    """
+    first = {(one.scenario.mode, one.scenario.workers): one for one in reversed(probes)}  # later: with less memory
     series = []
     for mode, colour in COLOURS.items():
-        found = [(one, p99(one.story).value) for one in probes if one.scenario.mode == mode]
+        found = [(one, p99(one.story).value) for (of, _), one in first.items() if of == mode]
         points = [Point(one.scenario.workers, ms, hollow=not one.holds) for one, ms in found if math.isfinite(ms)]
         if points:
             series.append(Series(f"{mode} (hollow: the SLO is not kept)", colour, points))

@@ -107,6 +107,9 @@ def test_the_chart_has_both_modes_and_leaves_out_who_never_answered(story: Story
     assert all(words in drawn for words in ("full (hollow", "relay (hollow", "SLO", "workers", "P99, ms"))
     assert "nan" not in drawn.lower().replace("dominant", "")
     assert chart([one for one in probes if not one.holds], 40.0)
+    searched = [one for one in probes if one.scenario.settings.worker == probes[0].scenario.settings.worker]
+    assert len(searched) < len(probes)
+    assert chart(searched, 40.0) == drawn, "fleets with less memory would stand above each other"
 
 
 def test_the_command_says_it_with_real_fleets(tmp_path: Path) -> None:
