@@ -15,7 +15,7 @@ from relaygr_lab.charts import Axis, Point, Series, line_file
 from relaygr_lab.drawing import BLUE, GREEN, RED
 from relaygr_lab.simulate.plan import Probe, request_ms
 from relaygr_lab.simulate.planned import Planned, headroom_text
-from relaygr_lab.simulate.report import render_bytes, render_ms
+from relaygr_lab.simulate.report import render_bytes, render_ms, render_share
 from relaygr_lab.simulate.scenario import GROUP, Scenario
 from relaygr_lab.simulate.story import hit_share, late_share, latencies, p99, percentile
 
@@ -88,8 +88,8 @@ def rows(planned: Planned) -> list[tuple[str, str, str]]:
         _row("requests/s a worker", full, relay, lambda one: f"{planned.rate / one.scenario.workers:,.1f}"),
         _row("P50", full, relay, lambda one: render_ms(percentile(latencies(one.story), 0.5))),
         _row("P99", full, relay, lambda one: render_ms(p99(one.story).value)),
-        _row("late", full, relay, lambda one: f"{late_share(one.story, _slo_ms(one)).value:.2%}"),
-        _row("hits", full, relay, lambda one: f"{hit_share(one.story).value:.1%}"),
+        _row("late", full, relay, lambda one: render_share(late_share(one.story, _slo_ms(one)).value, 2)),
+        _row("hits", full, relay, lambda one: render_share(hit_share(one.story).value)),
         _row("device busy", full, relay, lambda one: f"{one.story.busy.mean():.0%}"),
         ("HBM a worker, for prefix KV", render_bytes(largest), render_bytes(needed.hbm)),
         ("DRAM a worker, for prefix KV", "none", render_bytes(needed.reuse)),
