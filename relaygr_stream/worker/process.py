@@ -113,6 +113,7 @@ async def made_worker(
     """A worker whose model is loaded and whose producers are connected; all of it is closed at the end."""
     settings, topics = context.settings, load_topics(context.settings.kafka)
     context.set_ready(False, "loading the model")
+    log.info("loading the model")
     check_dead_letters_fit(topics)
     metrics = WorkerMetrics(context.registry, context.settings.relay.slo_ms)
     context.registry.register(RenewalsCollector())
