@@ -51,16 +51,17 @@ $(STAMP): pyproject.toml relaygr_lab/pyproject.toml constraints.txt docker/setup
 demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER")
 	$(BIN)/relaygr demo $(ARGS)
 
-test: $(STAMP) ## unit tests, the bus on the embedded broker, end to end with real processes (8 to 10 minutes on two cores)
+test: $(STAMP) ## unit tests, the bus on the embedded broker, one relay of real processes
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
 
-test-stack: $(STAMP) ## what make test leaves out: the wheel, on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), GPU kernels compiled and interpreted, the longest unit tests, broken workers that the ledger must find, the SLO bench
+test-stack: $(STAMP) ## what make test leaves out: the wheel, real processes, on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), GPU kernels compiled and interpreted, the longest unit tests, broken workers that the ledger must find, the SLO bench
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "(kafka or stack) and not long and not faults" $(ARGS)
 
 test-repeat: $(STAMP) ## make test N times beside BUSY busy loops, and what failed (N=20 BUSY=0; Ctrl-C lists what there is)
 	$(BIN)/python -m tests.repeat --times $(or $(N),20) --busy $(or $(BUSY),0) -- --hypothesis-profile=search -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
 
-test-long: $(STAMP) ## a million random operations, the books checked after each; kernels under ASan and UBSan (ARGS="--long-operations N --long-seed N")
+test-long: $(STAMP) ## all examples of each property, new ones; a million random operations, the books checked after each; kernels under ASan and UBSan (ARGS="--long-operations N --long-seed N")
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist $(TEST_DIST) -m "hypothesis and not long" --hypothesis-profile=search
 	$(BIN)/pytest -m long -s $(ARGS)
 
 fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, status, dead letters (INPUTS=1000000 SEED=1)
@@ -69,7 +70,7 @@ fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, stat
 mutants: $(STAMP) ## defects made in modules: which do the unit tests let pass? (ARGS="engine/admission.py --sample 50" or ARGS="--since main --at-least 80")
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-trace-hit: $(STAMP) ## how many functions, in how many files, a ranking that hits executes before the model (ARGS=--calls lists them)
+trace-hit: $(STAMP) ## how many functions, in how many files, a ranking that hits executes before the model, and how many hand it on (ARGS=--calls lists them)
 	@$(BIN)/python -m tests.unit.worker.hit_path $(ARGS)
 
 soak: $(STAMP) ## random faults under load on three brokers of Apache Kafka (MINUTES=30; SEED=N; needs KAFKA_HOME)

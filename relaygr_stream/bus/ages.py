@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Self
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from relaygr_stream.bus.aiokafka_compat import client_options, typed_errors
-from relaygr_stream.bus.renewed import Renewed
+from relaygr_stream.bus.renewed import ClientUser, Renewed
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
 
@@ -122,7 +122,13 @@ class AgeBounds:
         if offset < self._read:
             self._samples.clear()  # reading jumped back, most likely because the log was recreated
         self._read = offset
-        at_least, at_most = self._bounds(offset, now_s)
+        at_least, at_most = 0.0, math.inf
+        for sample in self._samples:  # oldest first
+            if offset < sample.offset:
+                at_least = max(at_least, now_s - sample.answered_s)
+                break
+            at_most = now_s - sample.asked_s
+        at_least, at_most = at_least * 1000.0, max(at_least, at_most) * 1000.0
         if stated_ms is None:
             return Age(at_least, at_least, False)
         off = not at_least - CLOCK_TOLERANCE_MS <= stated_ms <= at_most + CLOCK_TOLERANCE_MS
@@ -133,15 +139,6 @@ class AgeBounds:
             believed = max(believed, stated_ms - lag_ms)
         sure = min(max(believed, at_least), at_most)
         return Age(sure, at_least if off else min(max(stated_ms, at_least), at_most), off)
-
-    def _bounds(self, offset: int, now_s: float) -> tuple[float, float]:
-        at_least, at_most = 0.0, math.inf
-        for sample in self._samples:  # oldest first
-            if offset < sample.offset:
-                at_least = max(at_least, now_s - sample.answered_s)
-                break
-            at_most = now_s - sample.asked_s
-        return at_least * 1000.0, max(at_least, at_most) * 1000.0
 
 
 def now_ms() -> int:
@@ -154,17 +151,18 @@ def stated_age_ms(sent_ms: int) -> float | None:
     return time.time() * 1e3 - sent_ms if sent_ms else None
 
 
-class LogEnds:
+class LogEnds(ClientUser):
     """Asks brokers for the ends of partitions."""
 
     def __init__(self, kafka: Kafka, client_id: str) -> None:
         self._kafka = kafka
         self._client_id = client_id
-        self._renewed = Renewed(kafka, "the reader of the logs' ends", self._make)
+        self._renewed = Renewed(kafka, "the reader of the logs' ends", self)
         #: (leader, topic) → unanswered request; leader -1, None: not known. A missing topic silences no other.
         self._silent: dict[tuple[int | None, str], asyncio.Task[Any]] = {}
 
-    def _make(self) -> Any:
+    def make_client(self) -> Any:
+        """A new aiokafka consumer, not started."""
         return AIOKafkaConsumer(**client_options(self._kafka, self._client_id), group_id=None, enable_auto_commit=False)
 
     async def __aenter__(self) -> Self:

@@ -19,6 +19,10 @@ from relaygr_stream.errors import DeviceError
 CLOSE_TIMEOUT_S = 20.0
 
 
+#: Has the device thread look for work, because a copy is over; callable from any thread.
+Wake = Callable[[], None]
+
+
 class CopyTicket:
     """One copy, in progress or complete."""
 
@@ -77,7 +81,7 @@ class CopyTicket:
 class _CopyLane:
     """A thread that makes one copy after the other, on its own stream if the device has streams."""
 
-    def __init__(self, name: str, device: torch.device, wake: Callable[[], None]) -> None:
+    def __init__(self, name: str, device: torch.device, wake: Wake) -> None:
         self._device = device
         self._wake = wake
         self._waiting: deque[CopyTicket] = deque()
@@ -131,7 +135,7 @@ class CopyEngine:
         thread sleep until a copy is complete.
     """
 
-    def __init__(self, device: torch.device, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, device: torch.device, wake: Wake = lambda: None) -> None:
         self._device = device
         self._lanes = {urgent: _CopyLane(name, device, wake) for urgent, name in ((True, "reload"), (False, "spill"))}
 

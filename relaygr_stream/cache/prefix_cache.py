@@ -7,14 +7,14 @@ microseconds at 24 bytes a token (docs/explanation/decisions.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from functools import partial
 from typing import Final
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.entry import Coverage, Entry, Found, Source
-from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
+from relaygr_stream.cache.entry_table import CacheCounters, EntryTable, PredictMs
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.moves import Moves
@@ -44,7 +44,7 @@ class PrefixCache:
         hbm: TierMemory,
         dram: TierMemory | None,
         copier: CopyEngine,
-        predict_ms: Callable[[int], float],
+        predict_ms: PredictMs,
         *,
         scratch_tokens: int,
         incremental: bool = True,
@@ -66,6 +66,8 @@ class PrefixCache:
         capacity = capacity_for(scratch_tokens)
         self._scratch_bytes = self._hbm.size_of(capacity)
         self._moves = Moves(self._table, copier, self.counters, self._scratch_bytes)
+        #: Completes finished copies and starts write-backs; returns the entries loaded, or `failed` to load.
+        self.poll: Final = self._moves.poll
         self.transit = Transit(self._table, predict_ms, self._moves.copy_out)
         reserved = self._hbm.allocate(capacity)
         if reserved is None or self._hbm.size < 2 * self._scratch_bytes:
@@ -254,10 +256,6 @@ class PrefixCache:
     def load(self, entry: Entry) -> bool:
         """in DRAM → loading, before write-backs. Returns False and changes nothing if HBM has no room."""
         return self._moves.load(entry)
-
-    def poll(self) -> list[Entry]:
-        """Complete finished copies and start write-backs. Returns the entries loaded, or `failed` to load."""
-        return self._moves.poll()
 
     # ---- closing and checking ----
 

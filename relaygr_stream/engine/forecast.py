@@ -30,9 +30,14 @@ FORWARDED_DEADLINE_FRACTION: Final = 0.75
 
 
 class Calibration:
-    """The ratio of measured to predicted times: batches are cheaper than their parts, chunks dearer than the whole."""
+    """The ratio of measured to predicted times: batches are cheaper than their parts, chunks dearer than the whole.
+
+    factor: multiply predictions by this. trusted: there are enough comparisons to refuse by.
+    """
 
     def __init__(self) -> None:
+        self.factor = 1.0
+        self.trusted = False
         self._predicted = 0.0
         self._measured = 0.0
         self._samples = 0
@@ -42,16 +47,9 @@ class Calibration:
         self._predicted = FORGETTING * self._predicted + predicted_ms
         self._measured = FORGETTING * self._measured + min(measured_ms, OUTLIER * predicted_ms)
         self._samples += 1
-
-    @property
-    def trusted(self) -> bool:
-        """There are enough comparisons to refuse by."""
-        return self._samples >= MIN_SAMPLES
-
-    @property
-    def factor(self) -> float:
-        """Multiply predictions by this."""
-        return self._measured / self._predicted if self.trusted and self._predicted > 0 else 1.0
+        if self._samples >= MIN_SAMPLES:
+            self.trusted = True
+            self.factor = self._measured / self._predicted if self._predicted > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +75,28 @@ class Forecast:
         self._clients = Clients() if clients is None else clients
         self._all: WorkTree[Ranking] = WorkTree()
         self._by_client: dict[Account, WorkTree[Ranking]] = {}
+        self._new: dict[Ranking, None] = {}  # added since the trees were asked: most have their answer before that
 
     def add(self, ranking: Ranking) -> None:
         """Count a waiting ranking, whose expected_ms and number are known."""
-        key, ms = _key(ranking), work_ms(ranking)
-        self._all.add(key, ms, ranking)
-        own = self._by_client.get(ranking.booking.account)
-        if own is None:
-            own = self._by_client[ranking.booking.account] = WorkTree()
-        own.add(key, ms, ranking)
+        self._new[ranking] = None
+
+    def _plant(self) -> None:
+        """Put what was added into the trees, which are to be asked."""
+        for ranking in self._new:
+            key, ms = _key(ranking), work_ms(ranking)
+            self._all.add(key, ms, ranking)
+            own = self._by_client.get(ranking.booking.account)
+            if own is None:
+                own = self._by_client[ranking.booking.account] = WorkTree()
+            own.add(key, ms, ranking)
+        self._new.clear()
 
     def remove(self, ranking: Ranking) -> None:
         """Stop counting a ranking that was added."""
+        if ranking in self._new:
+            del self._new[ranking]
+            return
         key, own = _key(ranking), self._by_client[ranking.booking.account]
         self._all.remove(key)
         own.remove(key)
@@ -97,12 +105,15 @@ class Forecast:
 
     def worked(self, ranking: Ranking) -> None:
         """The device has worked for a ranking that was added: its device_ms has changed."""
+        if ranking in self._new:
+            return
         key, ms = _key(ranking), work_ms(ranking)
         self._all.change(key, ms)
         self._by_client[ranking.booking.account].change(key, ms)
 
     def latest(self, account: Account, before: float) -> Ranking | None:
         """The client's ranking with the latest deadline up to `before` that the device has not started."""
+        self._plant()
         own = self._by_client.get(account)
         return (
             None if own is None else next((each for each in own.backwards(before) if not each.measured.started), None)
@@ -115,6 +126,7 @@ class Forecast:
 
         own: its milliseconds; None: its expected_ms. alone: the share of its time that it may take if nothing waits.
         """
+        self._plant()
         left, own = (ranking.due - now) * 1e3, ranking.booking.expected_ms if own is None else own
         if not self._all:
             reason = f"it takes {own:.0f} ms, and {left:.0f} ms are left"
@@ -134,6 +146,7 @@ class Forecast:
 
     def full_when_idle(self, ranking: Ranking, now: float, own: float, idle: float) -> Full | None:
         """The same for one that gets the share `idle` of the device's time, with those that wait for that already."""
+        self._plant()
         left, (mine, ahead) = (ranking.due - now) * 1e3, self._ahead(ranking, own)
         if ahead + own <= QUEUED_DEADLINE_FRACTION * left * idle:
             return None
@@ -207,9 +220,13 @@ ALWAYS_TOGETHER: Final = 2
 
 
 class Batching:
-    """Learns s0 / (s0 + s1) from batches of two and more, against what rankings alone take."""
+    """Learns s0 / (s0 + s1) from batches of two and more, against what rankings alone take.
+
+    pays: rankings scored together are done sooner on average.
+    """
 
     def __init__(self) -> None:
+        self.pays = False
         self._alone = Calibration()
         self._saved_ms = 0.0
         self._could_ms = 0.0  # what batches would have saved if s1 were 0
@@ -222,8 +239,4 @@ class Batching:
         alone_ms = predicted_ms * self._alone.factor
         self._saved_ms = FORGETTING * self._saved_ms + alone_ms - min(ms, OUTLIER * alone_ms)
         self._could_ms = FORGETTING * self._could_ms + alone_ms * (1 - 1 / rankings)
-
-    @property
-    def pays(self) -> bool:
-        """Whether rankings scored together are done sooner on average."""
-        return self._saved_ms > PAYS_FROM * self._could_ms
+        self.pays = self._saved_ms > PAYS_FROM * self._could_ms

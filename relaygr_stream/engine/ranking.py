@@ -51,6 +51,7 @@ class Ranking:
     full: bool
     deadline: float  # the task's
     due: float  # the task's; once it is late, its deadline
+    came: float  # from when its delay counts: its arrival, without what was spent before the scheduler had it
     late: bool = False  # it cannot be done when due: it gets the time that others leave
     booking: Booking = field(default_factory=Booking)
     held: Held = field(default_factory=Held)
@@ -60,13 +61,9 @@ class Ranking:
     @classmethod
     def of(cls, rank: Rank) -> Ranking:
         """One that has just come."""
-        task = rank.task
-        return cls(rank, task, task.tokens, task.suffix, task.full or rank.leaves_nothing, task.deadline, task.due)
-
-    @property
-    def came(self) -> float:
-        """From when its delay counts: its arrival, without what was spent before it was handed to the scheduler."""
-        return self.task.times.arrived + self.rank.waited_s
+        task, times = rank.task, rank.task.times
+        full, came = task.full or rank.leaves_nothing, times.arrived + rank.waited_s
+        return cls(rank, task, task.tokens, task.suffix, full, times.deadline, min(times.due, times.deadline), came)
 
     def is_late(self) -> None:
         """It is not done when due, and need not be any more."""

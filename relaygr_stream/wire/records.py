@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 # On a ranking request and its answer. They are headers so that a worker can answer a request that it cannot decode.
 HEADER_CORRELATION: Final = "relaygr-correlation-id"  # 1–64 opaque bytes, echoed
@@ -53,7 +53,10 @@ def header(headers: Headers, name: str) -> bytes:
 
 def kind_of(headers: Headers) -> str:
     """The kind of a record, from its headers; "": the topic's main message."""
-    return header(headers, HEADER_KIND).decode("ascii", errors="backslashreplace")
+    for name, value in headers:
+        if name == HEADER_KIND:
+            return (value or b"").decode("ascii", errors="backslashreplace")
+    return ""
 
 
 class Record(NamedTuple):
@@ -66,6 +69,13 @@ class Record(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes], ...]
+
+
+class RecordReader(Protocol):
+    """Who reads records, and commits their offsets."""
+
+    def done(self, record: Record) -> None:
+        """Mark the record as done. No effect if its lane is lost, or if it is done already."""
 
 
 def held_bytes(record: Record) -> int:

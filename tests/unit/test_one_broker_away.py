@@ -12,17 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.bus.producer import NO_LEADER, Outgoing
+from relaygr_stream.bus.producer import NO_LEADER, Outgoing, TopicLeaders
 from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.exchange import Copies, Exchange, Hedges
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.client.sender import SILENT_S, Sender
+from relaygr_stream.client.sender import SILENT_S, Sender, TopicWaits
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.telemetry.background import periodically
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
+from tests.properties import examples
 from tests.statuses import lane_statuses, worker_status
 from tests.unit.client_peers import request, scored
 
@@ -75,13 +76,13 @@ class World:
         self.held: list[Callable[[], None]] = []  # what is delivered once the broker is back
         clock = self.loop.time
         self.owners = OwnerDirectory(1000.0, clock=clock)
-        self.route = ReplyRoute("scores", replies, led=lambda p: self.broker_of("scores", p) != NO_LEADER, clock=clock)
+        self.route = ReplyRoute("scores", replies, TopicLeaders(self, "scores"), clock=clock)  # type: ignore[arg-type]
         self.sender = Sender(self, "brokers", clock)  # type: ignore[arg-type]
         self.hedges = Hedges(
             self.owners,
             50.0,
             seed=seed,
-            waiting_s=lambda lane: self.sender.waiting_s("ranking", lane),
+            waits=TopicWaits(self.sender, "ranking"),
             clock=clock,
         )
         self.metrics = ClientMetrics(CollectorRegistry())
@@ -185,7 +186,7 @@ async def test_a_copy_that_no_broker_has_says_nothing_of_its_reply_partition() -
     assert sender.named == [5, 7, 7]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.integers(0, 2), st.integers(2, 4), st.permutations(range(3)), st.sampled_from([0.05, 0.31]), st.integers(0, 99)
 )

@@ -109,7 +109,7 @@ def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Tab
         ("P50", f"{render_ms(percentile(latencies(story), 0.5))}"),
         ("P99", f"{render_ms(p99(story).value)}{_ms_error(p99(story))}"),
         *_kinds(scenario, story),
-        (f"later than {slo_ms:g} ms", f"{late.value:.2%}{_percent_error(late)}: the SLO {verdict}"),
+        (f"later than {slo_ms:g} ms", f"{render_share(late.value, 2)}{_percent_error(late)}: the SLO {verdict}"),
         ("goodput", f"{scenario.traffic.rate * (1.0 - late.value):,.1f} requests/s within the SLO"),
         *([] if math.isnan(refused) else [("without scores", f"99 of 100 know it within {render_ms(refused)}")]),
         ("hits", f"{_percent(hit_share(story))}; returning users {_percent(hit_share(story, returning=True))}"),
@@ -153,7 +153,8 @@ def _failure(scenario: Scenario, story: Story) -> list[Row]:
 
 def _window(window: Window) -> str:
     return (
-        f"{window.at:4.0f}  {window.requests:6,}  {render_ms(window.p99_ms):>9}  {window.late:6.1%}  {window.hits:6.1%}"
+        f"{window.at:4.0f}  {window.requests:6,}  {render_ms(window.p99_ms):>9}  {render_share(window.late):>6}  "
+        f"{render_share(window.hits):>6}"
     )
 
 
@@ -205,7 +206,7 @@ def _shares(found: dict[str, int]) -> str:
 
 
 def _percent(estimate: Estimate) -> str:
-    return "none" if math.isnan(estimate.value) else f"{estimate.value:.1%}{_percent_error(estimate)}"
+    return f"{render_share(estimate.value)}{_percent_error(estimate)}"
 
 
 def _percent_error(estimate: Estimate) -> str:
@@ -221,6 +222,11 @@ def render_ms(value: float) -> str:
     if math.isnan(value):
         return "none"
     return "no answer" if math.isinf(value) else f"{value:.1f} ms"
+
+
+def render_share(value: float, digits: int = 1) -> str:
+    """A percentage; "none" of no requests."""
+    return "none" if math.isnan(value) else f"{value:.{digits}%}"
 
 
 def render_bytes(value: float) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from relaygr_stream.fleet import LOOKED_AT, TRAVEL_MS
 from relaygr_stream.trigger.decision import REFUSED_FACTOR
 from relaygr_stream.trigger.delegation import NOTICE_MS, PAUSE_S, Delegation
+from tests.properties import examples
 from tests.unit.trigger.delegating_fleet import Fleet
 from tests.unit.trigger.parts import POLICY
 from tests.unit.trigger.view import HEAD_MS, REFUSALS, TOKENS, View
@@ -188,13 +189,13 @@ def test_a_lane_that_takes_no_signals_leaves_the_others_to_be_used() -> None:
     view = View()
     view.state("a", (0, 1), **REFUSALS["over_load"])
     view.state("b", (2, 3))
-    view.led.remove(2)
+    view.with_leader.remove(2)
     looks = [view.ask(user="known"), *(view.ask(book=False) for _ in range(20))]
     assert {found.delegate.lane for found in looks if found.delegate is not None} == {3}
     view.delegation.not_sent(view.now, 3)
     for user in ("", "known"):
         assert view.ask(user=user).reason == "over_load"
-    view.led.add(2)
+    view.with_leader.add(2)
     for user in ("", "known"):
         found = view.ask(user=user)
         assert found.delegate is not None and found.delegate.lane == 2
@@ -219,7 +220,7 @@ def test_all_with_room_are_used_and_few_are_looked_at() -> None:
     assert len(chosen) > 10
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     room=st.one_of(st.integers(0, 5000), st.just(10**6)),
     wait_ms=st.floats(0, 1500),
@@ -246,7 +247,7 @@ def test_between_two_statuses_a_delegate_gets_no_more_than_its_room_and_time(
 # ---- a fleet in simulated time ----
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(load=st.sampled_from([0.1, 0.5, 0.8, 1.2]), head_s=st.sampled_from([0.08, 0.3]), seed=st.integers(0, 99))
 def test_one_answer_each_and_one_hop_whatever_the_load(load: float, head_s: float, seed: int) -> None:
     books = Fleet(3, 2, Delegation).run(load, 3.0, head_s, seed)

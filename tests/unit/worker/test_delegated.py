@@ -21,6 +21,7 @@ from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.worker.effects import Release
 from relaygr_stream.worker.forwarding import IN_TIME_SHARES
 from relaygr_stream.worker.intake import Intake, IntakeLimits
+from tests.properties import examples
 from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
 from tests.unit.worker.test_forwarding import View
 from tests.unit.worker.test_outbox_forwards import World as Outgoing
@@ -59,7 +60,7 @@ def test_what_others_delegate_ends_with_its_life_window() -> None:
         assert made.outcome("r") == "hbm"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.integers(1, 3)), min_size=1, max_size=12))
 def test_own_signals_find_their_room_whatever_others_delegate(signals: list[tuple[bool, int, int]]) -> None:
     """The trigger admits to the lanes' budgets, which know nothing of delegates."""
@@ -131,14 +132,14 @@ def test_a_delegated_signal_has_no_lane_and_its_age_counts() -> None:
         admitted_ms=int(time.time() * 1e3) - 5, delegate="w1",
     )  # fmt: skip
     begun = time.monotonic()
-    task = intake.signal(record(signal)).task
+    task = intake.signal(record(signal), time.monotonic()).task
     assert task.lane == DELEGATED_LANE
     assert begun + 0.25 <= task.due <= time.monotonic() + 0.3 - 4e-3
     assert task.expires <= time.monotonic() + 2.0 - 4e-3
     with pytest.raises(DecodeError, match="on whose behalf"):
-        intake.signal(record(msgspec.structs.replace(signal, delegate=msgspec.UNSET)))
+        intake.signal(record(msgspec.structs.replace(signal, delegate=msgspec.UNSET)), time.monotonic())
     own = msgspec.structs.replace(signal, delegate=msgspec.UNSET)
-    assert intake.signal(record(own, kind="")).task.lane == 3
+    assert intake.signal(record(own, kind=""), time.monotonic()).task.lane == 3
 
 
 async def test_a_ranking_passed_on_is_a_hop_to_its_delegate() -> None:
