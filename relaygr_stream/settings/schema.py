@@ -83,7 +83,7 @@ class Tls(Section, frozen=True, kw_only=True):
 class Relay(Section, frozen=True, kw_only=True):
     """Settings that must be equal in triggers, workers and clients; answers' secrets in workers and clients only."""
 
-    slo_ms: Annotated[Ms, doc("the ranking stage's P99 target")] = 50.0
+    slo_ms: Annotated[Ms, doc("the ranking stage's P99 target; what can be done within it is done first")] = 50.0
     life_window_ms: Annotated[Ms, doc("longest time from admission to ranking for which a prefix KV stays pinned")] = (
         2000.0
     )

@@ -202,7 +202,7 @@ class WorkerCore:
         effects, why = Effects(), ""
         # What is left of one that was truncated does not say how long another worker would take.
         if self._policy.forward and not answer.measured.truncated_to:
-            lane = self._elsewhere(task, now)
+            lane = self._elsewhere(task, task.due - now, now)
             if isinstance(lane, int):
                 return [Forward(answer, lane)]
             effects, why = [CountForward(lane)], f"; {WHY[lane]}"
@@ -210,9 +210,9 @@ class WorkerCore:
             return [*effects, self._take(rank._replace(late=True))]
         return [*effects, self._reply(replace(answer, detail=answer.detail + why))]
 
-    def _elsewhere(self, task: RankTask, now: float) -> Any:
-        left_ms = (task.due - now) * 1e3
-        return self._forwarding.elsewhere(task.user_id, len(task.tokens), len(task.candidates), task.hops, left_ms, now)
+    def _elsewhere(self, task: RankTask, left_s: float, now: float) -> Any:
+        lengths = len(task.tokens), len(task.candidates)
+        return self._forwarding.elsewhere(task.user_id, *lengths, task.hops, left_s * 1e3, now)
 
     def _reply(self, answer: Answer, *, declined: bool = False) -> Reply:
         return Reply(answer, self._decisions.admission(answer.task.request_key), declined)

@@ -181,14 +181,15 @@ def test_a_hot_lanes_rankings_are_forwarded_and_still_answered_once(hot: bool) -
         fleet.run()
         assert Counter(request.answers for request in fleet.requests) == {1: len(fleet.requests)}
         assert all(len(set(way)) == len(way) <= 1 + MOST_HOPS for way in fleet.visits.values()), "never back"
-        scored[forward] = float(np.mean([request.status == "ok" for request in fleet.requests]))
+        slo_s = scene.settings.relay.slo_ms / 1e3
+        scored[forward] = float(np.mean([r.status == "ok" and r.latency_s <= slo_s for r in fleet.requests]))
         assert forward or not fleet.forwards
         sent[forward] = fleet.forwards["sent"] / len(fleet.requests)
         for worker in fleet.workers:
             worker.scheduler.check_integrity()
     if hot:
-        assert scored[True] > 0.9
-        assert scored[False] < 0.75
+        assert scored[True] > 0.7
+        assert scored[False] < 0.5
         assert sent[True] > 0.2
     else:
         assert sent[True] < 0.1

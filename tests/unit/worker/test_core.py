@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -119,6 +120,20 @@ def test_a_refused_ranking_goes_to_a_worker_with_room_or_is_answered_with_the_re
     count, reply = world.answer(twice, "overloaded")
     assert count == CountForward("hops")
     assert isinstance(reply, Reply) and reply.answer.detail == "why; it was forwarded twice"
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_what_no_worker_has_done_when_due_gets_idle_time_here_or_is_refused(forward: bool) -> None:
+    """With forwarding, as a ranking that was forwarded twice: nobody else is asked."""
+    world = World(forward=forward)
+    rank = world.rank(hops=2 * forward)
+    due = rank.task.times._replace(due=NOW + 0.05)
+    rank = rank._replace(task=msgspec.structs.replace(rank.task, times=due))
+    world.core.on_ranking(rank, NOW)
+    again = world.answer(rank, "overloaded")[-1]
+    assert again == Submit(rank._replace(late=True))
+    (*_, reply) = world.answer(again.command, "overloaded")
+    assert isinstance(reply, Reply) and reply.answer.status == "overloaded", "no third time"
 
 
 @pytest.mark.parametrize(("forward", "cut"), [(False, 0), (True, 5)])

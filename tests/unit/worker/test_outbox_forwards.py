@@ -13,7 +13,7 @@ import pytest
 from relaygr_stream.bus.ages import WAY_MS
 from relaygr_stream.engine.commands import Answer, Command, Measured, Rank
 from relaygr_stream.errors import BrokerError
-from relaygr_stream.settings.schema import Client, Kafka, Settings
+from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Worker
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
@@ -31,7 +31,10 @@ TOPICS = load_topics(Kafka(partitions=8))
 PREFIX = Behaviours.of([1, 2], [0, 0], [1, 2])
 HEADERS = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"1"), ("trace", b"t"))
 DEFAULT_TIMEOUT_MS = 900.0
-SETTINGS = Settings(client=Client(timeout_ms=DEFAULT_TIMEOUT_MS), worker=Worker(max_timeout_ms=3.6e6))
+#: Rankings are due when they expire: one that is refused is not tried as late.
+SETTINGS = Settings(
+    relay=Relay(slo_ms=3.6e6), client=Client(timeout_ms=DEFAULT_TIMEOUT_MS), worker=Worker(max_timeout_ms=3.6e6)
+)
 REPLY_MS = SETTINGS.worker.reply_ms  # every worker takes it off the time that the client has given, each for itself
 #: What a request spends here before it is refused.
 SPENT_S = 0.2
