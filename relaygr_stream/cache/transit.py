@@ -97,12 +97,17 @@ class Transit:
     """Leases and reservations of one cache.
 
     predict_ms(n): predicted device time of recomputing n tokens. copy_out(entry): start a DRAM copy of an entry in HBM;
-    it returns False if DRAM has no room.
+    it returns False if DRAM has no room. keep(entry): write its DRAM copy down, or verify one that was.
     """
 
     def __init__(
-        self, table: EntryTable, predict_ms: Callable[[int], float], copy_out: Callable[[Entry], bool]
+        self,
+        table: EntryTable,
+        predict_ms: Callable[[int], float],
+        copy_out: Callable[[Entry], bool],
+        keep: Callable[[Entry], None],
     ) -> None:
+        self._keep = keep
         self._table = table
         self._predict_ms = predict_ms
         self._copy_out = copy_out
@@ -162,6 +167,9 @@ class Transit:
             return "soon"
         if entry.stored is None or (entry.ready and not entry.clean and not entry.leases):
             return "soon" if self._may_copy_out(entry, dram) and self._copy_out(entry) else "never"
+        if entry.stored.unverified is not None:
+            self._keep(entry)
+            return "soon"
         entry.leases += 1
         self._table.note(entry)
         stored = entry.stored
@@ -209,13 +217,14 @@ class Transit:
             return False
         del self._reserved[reservation]
         reservation.filled = True
-        self._table.add_stored(reservation.copy, reservation.user_id, reservation.tokens)
+        self._keep(self._table.add_stored(reservation.copy, reservation.user_id, reservation.tokens))
         return True
 
     def discard(self, reservation: Reservation) -> None:
         """Free the reservation: the copy does not arrive."""
         assert self._table.dram is not None
-        self._table.dram.free(self._reserved.pop(reservation))
+        del self._reserved[reservation]
+        self._table.dram.free(reservation.copy)
 
     def _is_better(self, user_id: str, tokens: Tokens) -> bool:
         """Whether this prefix is better than the user's present entry.
