@@ -216,6 +216,7 @@ class PrefixCache:
     def erase_users(self, users: Set[str]) -> list[Entry]:
         """Remove the entries of these users from both tiers, and return them, those included that newer ones replaced.
         Those in use are freed by their last holder, whose requests they still serve."""
+        self.transit.erase(users)
         found = [entry for entry in self._table.everyone() if entry.user_id in users]
         for entry in found:
             self.counters.erased += 1
