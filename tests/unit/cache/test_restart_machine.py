@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tier_file import SlotState, TierFile
 from relaygr_stream.models.kv import KVLayout
@@ -25,14 +26,16 @@ HBM, DRAM = 9, 20
 class WatchedFile(TierFile):
     """Calls `before_write` before each change of a slot's state."""
 
-    before_write: Callable[[], None] = staticmethod(lambda: None)
+    before_write: Callable[[], None] | None = None
 
-    def _set(self, extent, state: SlotState) -> None:  # type: ignore[no-untyped-def]
-        self.before_write()
+    def _set(self, extent: Extent, state: SlotState) -> None:
+        if self.before_write is not None:
+            self.before_write()
         super()._set(extent, state)
 
     def _clear_slot(self, index: int) -> None:
-        self.before_write()
+        if self.before_write is not None:
+            self.before_write()
         super()._clear_slot(index)
 
 
@@ -46,10 +49,15 @@ class RestartMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.file = file_of(Path(self.folder.name) / "file", DRAM, self.layout)
         self.file.__class__ = WatchedFile
+        assert isinstance(self.file, WatchedFile)
+        self.watched = self.file
         self.play = Play(HBM, DRAM, Flaky(), layout=self.layout, file=self.file)
         self.asked: dict[str, set[tuple[int, int]]] = {}  # user → version, length, since the user was erased
         self.kill_in = 0
         self.killed: tuple[bytes, dict[str, set[tuple[int, int]]]] | None = None
+        for user in range(4):
+            self.request(user, 0, 30 + 50 * user, at_once=True)
+        self.rest()
 
     # ---- what happens ----
 
@@ -109,7 +117,7 @@ class RestartMachine(RuleBasedStateMachine):
     def kill_at_a_write(self, writes: int) -> None:
         """The file is copied before the so-manieth write from now on."""
         self.kill_in = writes
-        self.file.before_write = self._count  # type: ignore[misc]
+        self.watched.before_write = self._count
 
     # ---- what must hold ----
 
@@ -143,7 +151,7 @@ class RestartMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "play"):
-            self.file.before_write = lambda: None  # type: ignore[misc]
+            self.watched.before_write = None
             self.file.close()
             self.folder.cleanup()
 

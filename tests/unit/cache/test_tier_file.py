@@ -34,8 +34,8 @@ from tests.unit.cache.worlds import Flaky, compute, entries, file_of, holds, mak
 DRAM = 40
 
 
-def opened(path: Path, **shape: int) -> tuple[PrefixCache, Flaky, TierFile]:
-    copier, file = Flaky(), file_of(path, DRAM, **shape)
+def opened(path: Path) -> tuple[PrefixCache, Flaky, TierFile]:
+    copier, file = Flaky(), file_of(path, DRAM)
     return make(9, DRAM, copier, file=file), copier, file
 
 
@@ -196,11 +196,10 @@ def test_a_file_that_is_not_whole_is_dropped_and_made_anew(
     assert opened(path)[2].holds
 
 
-@pytest.mark.parametrize(("field", "value"), [("token_bytes", 32), ("unit", 5 * PAGE)])
-def test_a_file_of_another_shape_is_dropped(tmp_path: Path, field: str, value: int) -> None:
+def test_a_file_of_another_shape_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "f"
     filled(path)
-    file = file_of(path, DRAM, **{field: value})
+    file = file_of(path, DRAM, unit=5 * PAGE)
     assert not file.holds
     assert file.dropped
 

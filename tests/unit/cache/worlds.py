@@ -200,11 +200,11 @@ def make(
     )
 
 
-def file_of(path: Path, dram: int, layout: KVLayout = LAYOUT, identity: str = "toy", **other: int) -> TierFile:
-    """A tier's file of so many granules. other: of its shape."""
+def file_of(path: Path, dram: int, layout: KVLayout = LAYOUT, identity: str = "toy", unit: int = 0) -> TierFile:
+    """A tier's file of so many granules."""
     least = kept_bytes(layout.nbytes(GRANULE_TOKENS), GRANULE_TOKENS, TOKEN_BYTES)
-    shape = FileShape(dram * GRANULE_BYTES, -(-least // ALIGNMENT) * ALIGNMENT, TOKEN_BYTES, identity)
-    file = open_tier_file(path, shape._replace(**other), lock_s=0)
+    unit = unit or -(-least // ALIGNMENT) * ALIGNMENT
+    file = open_tier_file(path, FileShape(dram * GRANULE_BYTES, unit, TOKEN_BYTES, identity), lock_s=0)
     assert file is not None
     return file
 
