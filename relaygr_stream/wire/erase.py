@@ -3,7 +3,7 @@
 The user is named by a keyed hash: the topic is compacted, and must not keep whom it forgets. Where the fleet has a
 secret, the hash is keyed with it, so that readers of the topic cannot try user ids; else its key stands in the record.
 A worker or trigger states in its status which of these it has carried out. The command that asked then removes the
-record with a tombstone.
+record with a tombstone; the log keeps both for KEPT_MS, for workers that are away and come back with what they kept.
 """
 
 from __future__ import annotations
