@@ -1,4 +1,5 @@
-"""Fills in what the code knows: settings, metrics, commands. A hook of mkdocs (mkdocs.yml); nothing it makes is kept.
+"""Fills in what the code knows: settings, metrics, commands, the model API. A hook of mkdocs (mkdocs.yml); nothing that
+it makes is kept.
 
 A page says `<!-- generated: NAME -->` where the text belongs. A name that does not exist ends the build, and so does a
 note on a metric that does not exist.
@@ -6,9 +7,11 @@ note on a metric that does not exist.
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,17 +25,40 @@ from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.gateway.metrics import Metrics as GatewayMetrics
 from relaygr_stream.handover.desk import HandoverMetrics
+from relaygr_stream.models.api import (
+    RankingModel,
+    ScoreInput,
+    SteppedModel,
+    Tokens,
+    WarmedModel,
+    digest,
+    takes_suffix,
+    version_of,
+)
+from relaygr_stream.models.decoder import DecoderModel
+from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.settings.load import REMOVED, RETIRED, replacement_of
 from relaygr_stream.telemetry.loopwatch import LoopWatch
 from relaygr_stream.telemetry.otlp import SpanCounts
 from relaygr_stream.telemetry.process import _describe
 from relaygr_stream.telemetry.server import export_readiness
 from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 from relaygr_stream.worker.histories import HistoryMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
 
 NOTES: Final = Path(__file__).parent / "reference" / "metrics.toml"
 MARKER: Final = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+#: What the author of a model meets, in the page's order.
+MODEL_API: Final[tuple[Any, ...]] = (
+    RankingModel, SteppedModel, WarmedModel, Tokens, ScoreInput, KVLayout, KVRegion, FeatureColumn, FeatureSchema,
+    DecoderModel, digest, version_of, takes_suffix,
+)  # fmt: skip
+#: Public, and for the package itself: what clients and workers do with columns, and the cache with regions.
+NOT_FOR_MODELS: Final = {
+    "pack", "check", "check_digest", "values", "zeros", "to_words", "from_words", "key", "table", "row_bytes",
+    "copy_from", "kv_per_token", "time_elements", "elements_per_token",
+}  # fmt: skip
 #: What Prometheus adds to a name when it exports it.
 SUFFIX: Final = {"counter": "_total", "info": "_info"}
 
@@ -79,6 +105,76 @@ def commands_list() -> str:
     return "\n\n".join(_commands(main, click.Context(main, info_name="relaygr", terminal_width=100)))
 
 
+def model_api() -> str:
+    """Each class and function of MODEL_API: its docstring, its fields with their types, its methods."""
+    return "\n\n".join(_class(one) if inspect.isclass(one) else _function(one) for one in MODEL_API)
+
+
+def _class(one: type) -> str:
+    fields = inspect.get_annotations(one)
+    lines = [f"## {one.__name__}", _broken(inspect.cleandoc(one.__doc__ or ""), fields)]
+    if fields:
+        rows = [f"| `{name}` | `{_plain(kind)}` |" for name, kind in fields.items() if not name.startswith("_")]
+        lines.append("\n".join(["| field | type |", "| --- | --- |", *rows]))
+    elif "__init__" in vars(one):
+        lines.append(f"`{one.__name__}{_parameters(one)}`")
+    members = [_member(name, member) for name, member in vars(one).items() if not name.startswith("_")]
+    lines.append("\n".join(filter(None, members)))
+    return "\n\n".join(filter(None, lines))
+
+
+def _broken(text: str, fields: Iterable[str]) -> str:
+    """The text with a line of its own for each field that it describes at the start of a line."""
+    return re.sub(rf"\n(?=({'|'.join(fields)}): )", "  \n", text) if fields else text
+
+
+def _function(one: Callable[..., Any]) -> str:
+    return f"## {one.__name__}\n\n`{_called(one.__name__, one)}`\n\n{inspect.cleandoc(one.__doc__ or '')}"
+
+
+def _member(name: str, member: object) -> str:
+    """A method or property, as an item of a list; "" for anything else."""
+    if isinstance(member, classmethod | staticmethod):
+        called, doc = _called(name, inspect.unwrap(member.__func__)), member.__doc__
+    elif inspect.isfunction(member):
+        called, doc = _called(name, inspect.unwrap(member)), member.__doc__
+    elif isinstance(member, property | cached_property):
+        getter = member.fget if isinstance(member, property) else member.func
+        called, doc = f"{name}: {_plain(inspect.get_annotations(getter)['return'])}", member.__doc__  # type: ignore[arg-type]
+    else:
+        return ""
+    return "" if name in NOT_FOR_MODELS else f"- `{called}`: {' '.join((doc or '').split())}"
+
+
+def _called(name: str, function: Callable[..., Any]) -> str:
+    returned = inspect.signature(function).return_annotation
+    return f"{name}{_parameters(function)} -> {_plain(returned)}"
+
+
+def _parameters(called: Callable[..., Any]) -> str:
+    shown: list[str] = []
+    starred = False
+    for one in inspect.signature(called).parameters.values():
+        if one.name in ("self", "cls"):
+            continue
+        if one.kind is one.KEYWORD_ONLY and not starred:
+            shown, starred = [*shown, "*"], True
+        default = "" if one.default is one.empty else f" = {_default(one.default)}"
+        shown.append(f"{one.name}: {_plain(one.annotation)}{default}")
+    return f"({', '.join(shown)})"
+
+
+def _default(value: object) -> str:
+    if isinstance(value, type):
+        return value.__name__
+    return "NO_FEATURES" if isinstance(value, FeatureSchema) else repr(value)
+
+
+def _plain(annotation: object) -> str:
+    """An annotation as the code writes it, without what messages are checked by."""
+    return re.sub(r"Annotated\[(\w+), Meta\(.*\)\]", r"\1", str(annotation))
+
+
 def _registries() -> dict[str, CollectorRegistry]:
     made = {title: CollectorRegistry() for title in ("Every process", "Worker", "Trigger", "Client", "Gateway")}
     LoopWatch(made["Every process"], stall_s=1.0)
@@ -123,4 +219,5 @@ GENERATED: Final[dict[str, Callable[[], str]]] = {
     "former": former_settings,
     "metrics": metric_tables,
     "commands": commands_list,
+    "model": model_api,
 }

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from relaygr_stream.client import Ranking, RelayClient, Request, SyncRelayClient
     from relaygr_stream.history.store import HistoryStore, open_store
     from relaygr_stream.models.api import RankingModel, ScoreInput, SteppedModel, Tokens, WarmedModel
+    from relaygr_stream.models.decoder import DecoderModel
     from relaygr_stream.models.kv import KVLayout, KVRegion
     from relaygr_stream.settings import Settings
     from relaygr_stream.settings.load import load_settings
@@ -61,6 +62,7 @@ __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "DecodeError",
+    "DecoderModel",
     "DeviceError",
     "FactoryError",
     "FeatureColumn",
@@ -106,6 +108,7 @@ _LAZY: Final = {
     "RelayClient": "relaygr_stream.client",
     "SyncRelayClient": "relaygr_stream.client",
     "Request": "relaygr_stream.client",
+    "DecoderModel": "relaygr_stream.models.decoder",
     "KVLayout": "relaygr_stream.models.api",
     "KVRegion": "relaygr_stream.models.api",
     "RankingModel": "relaygr_stream.models.api",

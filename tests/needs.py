@@ -3,10 +3,11 @@ the run says in one line what is missing and how to get it, and with --no-missin
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterable
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import pytest
 
@@ -34,6 +35,13 @@ def programs(*names: str) -> None:
     packages = sorted({PACKAGES[name] for name in names if shutil.which(name) is None})
     if packages:
         without(_INSTALL + " ".join(packages))
+
+
+def module(name: str) -> Any:
+    """A module of the extra `dev`; skips the running test where it is not installed."""
+    if importlib.util.find_spec(name) is None:
+        without(f"pip install {name}")
+    return importlib.import_module(name)
 
 
 def kafka_home() -> str:

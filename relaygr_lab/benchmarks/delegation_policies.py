@@ -21,7 +21,7 @@ from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, Query
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.fleet import TRAVEL_MS
 from relaygr_stream.trigger.delegation import Delegation, Place
-from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record, kind_of
+from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
 from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.worker.effects import Done, Effects, Submit
@@ -52,7 +52,7 @@ class Tried(Delegation):
 
 def refuse_what_is_late() -> None:
     """Workers look at their own books before they take a delegated signal, and pass it on where it would be late."""
-    as_served, other_as_served = Requests._signal, Requests._read
+    as_served, other_as_served = Requests._signal, Requests._other
 
     def signal(requests: Any, record: Record, suspect: bool) -> Effects:
         effects = Effects()
@@ -64,12 +64,12 @@ def refuse_what_is_late() -> None:
                 effects.append(effect)
         return effects
 
-    def read(requests: Any, record: Record, suspect: bool) -> Effects:
-        if kind_of(record.headers) == KIND and record.topic == requests._topics.ranking.name:
+    def other(requests: Any, record: Record, kind: str, ranked: bool, suspect: bool) -> Effects:
+        if kind == KIND and ranked:
             return [*requests._notice(record), Done(record)]  # where a signal came to in the end
-        return other_as_served(requests, record, suspect)
+        return other_as_served(requests, record, kind, ranked, suspect)
 
-    Requests._signal, Requests._read = signal, read  # type: ignore[method-assign, assignment]
+    Requests._signal, Requests._other = signal, other  # type: ignore[method-assign, assignment]
 
 
 async def try_here(requests: Any, record: Record, taken: Prefill) -> None:

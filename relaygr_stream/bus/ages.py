@@ -68,22 +68,24 @@ class SenderLag:
 
         An excess beyond MOST_LAG_MS is ignored.
         """
-        self._turn(now_s)
+        if now_s - self._began_s >= LAG_PERIOD_S:
+            self._turn(now_s)
         if excess_ms <= MOST_LAG_MS:
             self._now = max(excess_ms, self._now or 0.0)
 
     def most_ms(self, now_s: float) -> float | None:
         """The largest lag in the last LAG_PERIOD_S to 2 · LAG_PERIOD_S, or assumed_ms; None if neither is known."""
-        self._turn(now_s)
+        if now_s - self._began_s >= LAG_PERIOD_S:
+            self._turn(now_s)
         if self._before is None or self._now is None:
             known = self._now if self._before is None else self._before
             return self._assumed_ms if known is None else known
         return max(self._before, self._now)
 
     def _turn(self, now_s: float) -> None:
+        """A period is over."""
         periods = (now_s - self._began_s) / LAG_PERIOD_S
-        if periods >= 1:
-            self._before, self._now, self._began_s = (self._now if periods < 2 else None), None, now_s
+        self._before, self._now, self._began_s = (self._now if periods < 2 else None), None, now_s
 
 
 class Age(NamedTuple):

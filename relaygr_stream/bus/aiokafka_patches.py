@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
 from aiokafka.client import AIOKafkaClient
-from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import (
@@ -24,17 +23,11 @@ from aiokafka.errors import (
     for_code,
 )
 from aiokafka.protocol.commit import OffsetFetchRequest
-from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import BrokerMetadata
 
 #: The pause between attempts, in ms. A broker's restart takes seconds; ten attempts a second per client are no load.
 RETRY_BACKOFF_MS: Final = 100
-#: How the embedded broker (Tansu) names its cluster in metadata; Apache Kafka's ids are UUIDs.
-EMBEDDED_CLUSTER: Final = "tansu_cluster"
-#: Longest wait of a fetch at the embedded broker, in ms. With 4, the polls of a demo's consumers take a quarter of two
-#: slow cores, which delays all processes.
-EMBEDDED_FETCH_WAIT_MS: Final = 12
 
 
 class ClientId(str):
@@ -142,26 +135,6 @@ async def _ask_bootstrap(client: Any, cluster: Any, topics: Any) -> bool:
 
 
 AIOKafkaClient._metadata_update = metadata_update
-
-_update_metadata, _client_send = ClusterMetadata.update_metadata, AIOKafkaClient.send
-
-
-def update_metadata(self: Any, metadata: Any) -> None:
-    """As ClusterMetadata.update_metadata; keeps the cluster's id, which says what kind of broker answers now."""
-    self._relaygr_cluster_id = getattr(metadata, "cluster_id", None)
-    _update_metadata(self, metadata)
-
-
-async def client_send(self: Any, node_id: int, request: Any, **options: Any) -> Any:
-    """As AIOKafkaClient.send. The embedded broker does not answer a waiting fetch when a record arrives: there, a fetch
-    of a client with a ClientId for the next record (not for many bytes) waits EMBEDDED_FETCH_WAIT_MS at most."""
-    waits = isinstance(request, FetchRequest) and request._min_bytes <= 1 and isinstance(self._client_id, ClientId)
-    if waits and getattr(self.cluster, "_relaygr_cluster_id", None) == EMBEDDED_CLUSTER:
-        request._max_wait_ms = min(request._max_wait_ms, EMBEDDED_FETCH_WAIT_MS)
-    return await _client_send(self, node_id, request, **options)
-
-
-ClusterMetadata.update_metadata, AIOKafkaClient.send = update_metadata, client_send
 
 _do_commit_offsets, _send_req = GroupCoordinator._do_commit_offsets, GroupCoordinator._send_req
 

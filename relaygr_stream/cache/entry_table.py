@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Entry, Source, StoredCopy
@@ -67,17 +68,13 @@ class EntryTable:
     ) -> None:
         self._predict_ms = predict_ms
         self._counters = counters
-        self._entries: dict[str, Entry] = {}
+        self.by_user: Final[dict[str, Entry]] = {}  # the entries, but retired ones; only the table changes it
         self._retired: set[Entry] = set()
         self.hbm = HbmTier(layout, hbm, self._hbm_eviction_ms, policy, last_tier=dram is None)
         self.dram = None if dram is None else DramTier(layout, dram, self._dram_eviction_ms, policy)
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, user_id: str) -> Entry | None:
-        """The user's entry; None if there is none."""
-        return self._entries.get(user_id)
+        return len(self.by_user)
 
     def users(self) -> list[str]:
         """The ids of the users who have an entry, those with a retired one included."""
@@ -85,7 +82,7 @@ class EntryTable:
 
     def everyone(self) -> list[Entry]:
         """All entries, those included that are retired and still have a holder."""
-        return [*self._entries.values(), *self._retired]
+        return [*self.by_user.values(), *self._retired]
 
     def add(self, place: tuple[Extent, KVRegion], user_id: str, tokens: Tokens, source: Source) -> Entry:
         """Add a new entry of the user in this memory, state computing, and retire the user's former entry."""
@@ -113,8 +110,8 @@ class EntryTable:
 
     def retire(self, entry: Entry) -> None:
         """Remove the entry from the table. Its memory is freed now, or when its last holder releases it."""
-        if self._entries.get(entry.user_id) is entry:
-            del self._entries[entry.user_id]
+        if self.by_user.get(entry.user_id) is entry:
+            del self.by_user[entry.user_id]
         entry.retired = True
         self._retired.add(entry)
         if self.dram is not None and self.dram.kept is not None and entry.stored is not None:
@@ -191,10 +188,10 @@ class EntryTable:
                 raise CacheCorruption(f"{entry} is in the table, but has no valid contents")
 
     def _replace(self, entry: Entry) -> None:
-        old = self._entries.get(entry.user_id)
+        old = self.by_user.get(entry.user_id)
         if old is not None:
             self.retire(old)
-        self._entries[entry.user_id] = entry
+        self.by_user[entry.user_id] = entry
         self.note(entry)
 
     def evict_from_hbm(self, entry: Entry) -> None:
@@ -205,7 +202,7 @@ class EntryTable:
             self._counters.evicted_lost += 1
         self._release_hbm(entry)
         if entry.stored is None:
-            del self._entries[entry.user_id]
+            del self.by_user[entry.user_id]
         elif entry.stored.length < len(entry.tokens):
             entry.tokens = entry.tokens.slice(0, entry.stored.length)  # the copy is older than the entry's growth
 
@@ -214,7 +211,7 @@ class EntryTable:
         self._counters.forgotten += 1
         self.release_dram(entry)
         if entry.region is None:
-            del self._entries[entry.user_id]
+            del self.by_user[entry.user_id]
 
     def _release_hbm(self, entry: Entry) -> None:
         assert entry.extent is not None

@@ -97,7 +97,10 @@ class Moves:
                 self._digesting.remove(item)
                 if succeeded:
                     self._digested(*item)
-        self.write_back()
+        if self._dram is not None and self._hbm.fresh:
+            self._write_fresh(self._hbm.fresh, self._dram)
+        if self._dram is not None and self._hbm.reclaimable_bytes < self._enough_bytes:
+            self._write_back(self._dram)
         return loaded
 
     def keep(self, entry: Entry) -> None:
@@ -206,21 +209,17 @@ class Moves:
             self._table.release_dram(entry)
         self._table.free_if_retired(entry)
 
-    def write_back(self) -> None:
-        """Start copies of the cheapest idle entries if less than RECLAIMABLE_SHARE of HBM is free or clean.
-
-        Where copies are kept in a file, of any that has become idle, too, while DRAM has room without an eviction.
-        """
-        if self._dram is None or self._dram.full or len(self._spilling) >= MAX_SPILLS:
-            return
-        while self._hbm.fresh and len(self._spilling) < MAX_SPILLS:
-            entry = self._hbm.fresh.popleft()
+    def _write_fresh(self, fresh: deque[Entry], dram: DramTier) -> None:
+        """Where copies are kept in a file: start those of entries lately idle while DRAM has room without evicting."""
+        while fresh and not dram.full and len(self._spilling) < MAX_SPILLS:
+            entry = fresh.popleft()
             wanted = entry.evictable and not (entry.clean or entry.unspillable or entry.leases)
-            if wanted and entry.region is not None and self._dram.has_hole(entry.region.capacity):
-                self._start_spill(entry, self._dram)
-        if len(self._spilling) >= MAX_SPILLS:
-            return
-        if self._hbm.reclaimable_bytes >= self._enough_bytes or self._all_clean == self._changes:
+            if wanted and entry.region is not None and dram.has_hole(entry.region.capacity):
+                self._start_spill(entry, dram)
+
+    def _write_back(self, dram: DramTier) -> None:
+        """Start copies of the cheapest idle entries: less than RECLAIMABLE_SHARE of HBM is free or clean."""
+        if dram.full or len(self._spilling) >= MAX_SPILLS or self._all_clean == self._changes:
             return
         cheapest = islice(self._hbm.cheapest(), MAX_EXAMINED)
         candidates = (entry for entry in cheapest if not (entry.clean or entry.unspillable or entry.leases))
@@ -228,7 +227,7 @@ class Moves:
         if not dirty:
             self._all_clean = self._changes
         for entry in dirty:
-            self._start_spill(entry, self._dram)
+            self._start_spill(entry, dram)
 
     @property
     def _changes(self) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ microseconds at 24 bytes a token (docs/explanation/decisions.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from functools import partial
+from typing import Final
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyEngine
@@ -52,9 +54,14 @@ class PrefixCache:
         policy: MakePolicy = CostAwarePolicy,
     ) -> None:
         self._incremental = incremental
+        max_stale = max_stale_tokens if incremental else 0
+        #: How an entry's sequence, computed or being computed, relates to a prefix: coverage(entry, tokens).
+        self.coverage: Final = partial(
+            Entry.coverage, incremental=incremental, sliceable=layout.sliceable, max_stale=max_stale
+        )
         self._sliceable = layout.sliceable
         self._sizes: dict[int, int] = {}  # bytes by number of tokens: at most as many as the longest sequence has
-        self._max_stale = max_stale_tokens if incremental else 0
+        self._max_stale = max_stale
         self.counters = CacheCounters()
         self._table = EntryTable(layout, hbm, dram, predict_ms, self.counters, policy)
         self._hbm, self._dram = self._table.hbm, self._table.dram
@@ -83,14 +90,8 @@ class PrefixCache:
 
     def find(self, user_id: str, tokens: Tokens) -> Found:
         """The user's entry and how it relates to this prefix. Changes nothing."""
-        entry = self._table.get(user_id)
+        entry = self._table.by_user.get(user_id)
         return entry, Coverage.NONE if entry is None else self.coverage(entry, tokens)
-
-    def coverage(self, entry: Entry, tokens: Tokens) -> Coverage:
-        """How the entry's sequence, computed or being computed, relates to this prefix."""
-        return entry.coverage(
-            tokens, incremental=self._incremental, sliceable=self._sliceable, max_stale=self._max_stale
-        )
 
     def serves(self, entry: Entry, tokens: Tokens) -> bool:
         """Whether an entry that covers this prefix has computed enough of it by now, and is not being rewritten."""
@@ -208,7 +209,7 @@ class PrefixCache:
 
     def evict_user(self, user_id: str) -> Entry | None:
         """Evict the user's entry and return it; None if there is none."""
-        entry = self._table.get(user_id)
+        entry = self._table.by_user.get(user_id)
         if entry is not None:
             self.evict(entry)
         return entry
@@ -238,14 +239,16 @@ class PrefixCache:
     def pin(self, entry: Entry) -> None:
         """Hold the entry's HBM until an `unpin` for each `pin`."""
         entry.pins += 1
-        self._table.note(entry)
+        if entry.pins == 1:  # else it is held already
+            self._table.note(entry)
 
     def unpin(self, entry: Entry) -> None:
         """Release one pin."""
         assert entry.pins > 0, "unpinned more often than pinned"
         entry.pins -= 1
-        self._table.note(entry)
-        self._table.free_if_retired(entry)
+        if not entry.pins:
+            self._table.note(entry)
+            self._table.free_if_retired(entry)
 
     def pins(self) -> dict[Entry, int]:
         """The pinned entries and their numbers of pins."""

@@ -108,6 +108,7 @@ class TierFile:
     def __init__(self, path: Path, fd: int, shape: FileShape, dropped: str = "") -> None:
         self.path = path
         self.shape = shape
+        self.in_memory: Final = is_memory(os.fstat(fd).st_dev)
         self._fd = fd
         self._map = mmap.mmap(fd, shape.file_bytes)
         whole = np.frombuffer(self._map, np.uint8)

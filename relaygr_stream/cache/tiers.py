@@ -103,7 +103,8 @@ class HbmTier(_Tier):
     @property
     def reclaimable_bytes(self) -> int:
         """Bytes that are free or clean: available without a copy and without loss."""
-        return self._memory.arena.free_bytes + self._bytes[Residency.CLEAN]
+        arena = self._memory.arena
+        return arena.size - arena.used + self._bytes[Residency.CLEAN]
 
     def size_of(self, capacity: int) -> int:
         """Bytes of a region for `capacity` tokens, rounded up to the alignment."""

@@ -152,7 +152,7 @@ class Transit:
         """
         found = {}
         for user_id in users:
-            entry = self._table.get(user_id)
+            entry = self._table.by_user.get(user_id)
             if entry is None or entry.computing or (max_tokens and len(entry.tokens) > max_tokens):
                 continue
             if len(entry.tokens):
@@ -161,7 +161,7 @@ class Transit:
 
     def lend(self, user_id: str) -> Lease | Literal["soon", "never"]:
         """Lease the user's DRAM copy until `give_back`. "soon": the copy is in progress; "never": there is none."""
-        entry, dram = self._table.get(user_id), self._table.dram
+        entry, dram = self._table.by_user.get(user_id), self._table.dram
         if entry is None or dram is None or entry.computing or entry.failed:
             return "never"
         if entry.spill is not None:
@@ -237,7 +237,7 @@ class Transit:
 
         It is if there is no entry, or an unused one that holds only the beginning of this prefix.
         """
-        entry = self._table.get(user_id)
+        entry = self._table.by_user.get(user_id)
         if entry is None:
             return True
         less = entry.coverage(tokens, incremental=True) is Coverage.PREFIX

@@ -6,17 +6,20 @@ import asyncio
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from relaygr_stream.cli.options import parse_flags, source_options
-from relaygr_stream.errors import ConfigError
+from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.settings.section import MAX_PORT
 from relaygr_stream.telemetry.printable import printable
 
 if TYPE_CHECKING:
+    from relaygr_stream.ops.door import RollDoor
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
     from relaygr_stream.settings.worker import Worker
 
@@ -42,13 +45,21 @@ PACKAGED_LINE = (
     help="Names of workers are NAME-0, NAME-1, …. [the host's name, with a number where another `up` has it]",
 )
 @click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Devices, assigned to workers in turn: cuda:0,cuda:1.")
+@click.option(
+    "--rolling",
+    is_flag=True,
+    help="Restart the processes of the `up` that runs on this host (of several: --name), one at a time, and wait.",
+)
 @source_options
 @click.option("--bootstrap", metavar="HOST:PORT", help="Kafka brokers; short for --set kafka.bootstrap=…")
+@click.pass_context
 def up_command(
+    context: click.Context,
     workers: int,
     trigger: bool,
     name: str | None,
     devices: str | None,
+    rolling: bool,
     files: tuple[str, ...],
     assignments: tuple[str, ...],
     bootstrap: str | None,
@@ -56,18 +67,21 @@ def up_command(
     """Keep a trigger and workers running on this host.
 
     A process that fails or hangs is restarted, after a pause that doubles up to 30 s. The first SIGTERM or Ctrl-C stops
-    the trigger, then the workers, which drain; a second one kills all. SIGUSR1 (without a terminal SIGHUP, too)
-    restarts all, one at a time, with their files read again, and starts those that were stopped. A process that cannot
-    start with its settings ends all at once. Logs go to stderr, the state of each to stdout. Where nothing in [model]
-    is set, workers serve the packaged model. If telemetry.port or handover.port is N, the first process gets N, the
-    next N+1, and so on.
+    the trigger, then the workers, which drain; a second one kills all. `relaygr up --rolling`, or SIGUSR1 (without a
+    terminal SIGHUP, too), restarts all, one at a time, with their files read again, and starts those that were
+    stopped; it ends at a process that does not come back. A process that cannot start with its settings at first ends
+    all at once. Logs go to stderr, the state of each to stdout. Where nothing in [model] is set, workers serve the
+    packaged model. If telemetry.port or handover.port is N, the first process gets N, the next N+1, and so on.
 
     Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
     """
+    from relaygr_stream.ops.door import RollDoor
     from relaygr_stream.ops.names import reserved_name
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
     from relaygr_stream.settings.load import PACKAGED_MODEL, load_settings, with_packaged_model
 
+    if rolling:
+        _roll(context, name)
     if not (workers or trigger):
         raise click.UsageError("nothing to run: --workers 0 and --no-trigger; leave out one of them")
     # Loaded here so that a mistake is reported once, of each process's own settings, too, which it loads itself.
@@ -100,9 +114,29 @@ def up_command(
         if workers:
             _say_memory(settings.worker, workers, (devices or settings.worker.device) == "cpu")
         stop_s = settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S
-        supervisor = Supervisor(processes, stop_s, _print_state, first=processes[:trigger])
-        ended_well = asyncio.run(_run(supervisor))
+        door = RollDoor(host)
+        supervisor = Supervisor(processes, stop_s, partial(_print_state, door), first=processes[:trigger])
+        ended_well = asyncio.run(_run(supervisor, door))
     sys.exit(0 if ended_well else 1)
+
+
+def _roll(context: click.Context, name: str | None) -> NoReturn:
+    """Have a running `up` restart its processes; the exit code says whether all came back."""
+    from relaygr_stream.ops.door import ask_to_roll
+
+    def given(option: click.Parameter) -> bool:
+        source = context.get_parameter_source(option.name or "")
+        return source is ParameterSource.COMMANDLINE and option.name not in ("rolling", "name")
+
+    if others := ", ".join(option.opts[0] for option in context.command.params if given(option)):
+        raise click.UsageError(
+            f"--rolling restarts processes with the options of their own `up`, and their files read again; leave out "
+            f"{others}"
+        )
+    failed = ask_to_roll(name, click.echo)
+    if failed:
+        raise RelayError(f"--rolling: {printable(failed)}; what was not restarted runs on as it was")
+    sys.exit(0)
 
 
 def _say_memory(worker: Worker, workers: int, on_cpu: bool) -> None:
@@ -133,7 +167,7 @@ def _ports(key: str, first: int, count: int) -> list[list[str]]:
     return [["--set", f"{key}={first + index}"] if first else [] for index in range(count)]
 
 
-async def _run(supervisor: Supervisor) -> bool:
+async def _run(supervisor: Supervisor, door: RollDoor) -> bool:
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -147,11 +181,14 @@ async def _run(supervisor: Supervisor) -> bool:
     loop.add_signal_handler(signal.SIGUSR1, supervisor.roll)
     if not sys.stdin.isatty():  # else it says that the terminal has gone, which ends this process
         loop.add_signal_handler(signal.SIGHUP, supervisor.roll)
-    return await supervisor.run(stop)
+    async with door.open(supervisor.roll):
+        return await supervisor.run(stop)
 
 
-def _print_state(process: Supervised) -> None:
+def _print_state(door: RollDoor, process: Supervised) -> None:
     restarts = process.restarts.count
     pid = f"pid {process.pid}" if process.pid else "–"
     again = f"  restarts {restarts}" if restarts else ""
-    click.echo(f"{process.name:<20} {pid:<12} {printable(process.state)}{again}")
+    line = f"{process.name:<20} {pid:<12} {printable(process.state)}{again}"
+    door.tell(line)
+    click.echo(line)

@@ -28,20 +28,16 @@ DELEGATED_LANE: Final = -1
 class Keys:
     """Whose a task is. Tenants share neither users nor requests, whatever their ids."""
 
-    __slots__ = ()
+    __slots__ = ("request_key", "user_key")
     request_id: str
     user_id: str
     tenant: str
+    user_key: str  # the user, as the cache names it
+    request_key: str  # the request, as pins and recent answers name it
 
-    @property
-    def user_key(self) -> str:
-        """The user, as the cache names it."""
-        return tenant_key(self.tenant, self.user_id)
-
-    @property
-    def request_key(self) -> str:
-        """The request, as pins and recent answers name it."""
-        return tenant_key(self.tenant, self.request_id)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "user_key", tenant_key(self.tenant, self.user_id))
+        object.__setattr__(self, "request_key", tenant_key(self.tenant, self.request_id))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from relaygr_stream.models.kv import KVRegion
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+On = TypeVar("On")
 
 #: Steps are made to take this share of the delay bound, by prediction, and slices filled up to it: one that takes twice
 #: as long as predicted is still within the bound. `make bench-scheduler` prints what comes of it. A chunk of one step
@@ -82,7 +83,7 @@ class Executor:
         Out of memory: a single ranking is tried once more, a batch is left to the caller to take apart. Raises what
         the model raises, ModelError if its scores have other shapes.
         """
-        scored = self._attempt(lambda: self._score(batch), once_more=len(batch) == 1)
+        scored = self._attempt(self._score, batch, once_more=len(batch) == 1)
         self.failed_in_a_row = 0
         return scored
 
@@ -170,7 +171,7 @@ class Executor:
         self._longest = max(MIN_CHUNK, chunk.tokens // 2)
         self._calm_s = self.clock()
 
-    def _attempt(self, operation: Callable[[], T], *, once_more: bool = True) -> T:
+    def _attempt(self, operation: Callable[[On], T], on: On, *, once_more: bool = True) -> T:
         """Run and count failures; where memory ran out, give cached blocks back and run it once more, if allowed.
 
         The tiers are no help there: each is one allocation, for good.
@@ -178,7 +179,7 @@ class Executor:
         start = self.clock()
         try:
             try:
-                return operation()
+                return operation(on)
             except torch.OutOfMemoryError:
                 self.out_of_memory += 1
                 if not once_more:
@@ -186,7 +187,7 @@ class Executor:
             # Not in the handler: the error's traceback keeps alive what the operation had allocated.
             if self._asynchronous:
                 torch.accelerator.empty_cache()
-            return operation()
+            return operation(on)
         except Exception as error:
             self.failures += 1
             self.failed_in_a_row += 1
@@ -280,7 +281,7 @@ class PrefillRun:
         Out of memory: the chunk begins once more, with half as many tokens where the model takes fewer. Raises what
         the model raises, ModelError if it did not append what it was given; region.length is then as before the chunk.
         """
-        return self._executor._attempt(lambda: self._slice(SLICE_SHARE * bound_ms))
+        return self._executor._attempt(self._slice, SLICE_SHARE * bound_ms)
 
     def _slice(self, budget_ms: float) -> float:
         executor, chunk = self._executor, self._chunk

@@ -2,7 +2,7 @@
 
 task      the request, which does not change
 booking   admission.py   place, account, predicted device time
-held      placement.py   what it holds until it is answered
+held      residents.py   what it holds until it is answered
 measured  rankings.py    what its answer tells
 """
 

@@ -1,6 +1,6 @@
 """Rankings: takes each ranking request or refuses it, scores those that are ready, and gives each its one answer.
 
-Placement finds the prefix KV that a ranking is scored against.
+Residents find the prefix KV that a ranking is scored against.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from relaygr_stream.engine.admission import GAVE_WAY, Admission
 from relaygr_stream.engine.commands import Answer, Rank
 from relaygr_stream.engine.executor import SLICE_SHARE, describe
 from relaygr_stream.engine.forecast import ALWAYS_TOGETHER, Batching, Full
-from relaygr_stream.engine.placement import Placement
 from relaygr_stream.engine.queue import RecentIds, TimerHeap
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
+from relaygr_stream.engine.residents import Residents
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.wire.messages import Status
 
@@ -28,12 +28,11 @@ class Rankings:
     """Ranking requests that wait for an answer; `answers` gets one for each, once it holds nothing any more."""
 
     def __init__(
-        self, placement: Placement, admission: Admission, answered: RecentIds, *, most: int, max_delay_ms: float
+        self, residents: Residents, admission: Admission, answered: RecentIds, *, most: int, max_delay_ms: float
     ) -> None:
-        self._placement = placement
-        self._executor, self._queue, self._auditor = placement.executor, placement.queue, placement.auditor
-        self._residents = placement.residents
-        self._cache, self._pins = placement.residents.cache, placement.residents.pins
+        self._residents = residents
+        self._executor, self._queue, self._auditor = residents.executor, residents.queue, residents.auditor
+        self._cache, self._pins = residents.cache, residents.pins
         self._admission = admission
         self._answered = answered
         self._most = most  # rankings scored together
@@ -60,7 +59,7 @@ class Rankings:
             self._answer(ranking, "deadline_exceeded", "the deadline passed before the worker read the request")
             return
         self._pins.ranked(rank.task.request_key, rank.task.times.arrived)
-        found = self._placement.find(ranking)
+        found = self._residents.find(rank.task)
         if rank.pass_to is not None and not self._residents.is_here(found, ranking.tokens):
             self._answer(ranking, "overloaded", "its prefix KV are with another worker")  # and go there (replies.py)
             return
@@ -83,7 +82,7 @@ class Rankings:
         self._admission.add(ranking)
         self._deadlines.add(ranking.deadline, ranking)
         # A loser may have been a copy of this request, and released what was found by its pin.
-        self._placement.place(ranking, self._placement.find(ranking) if lost else found)
+        self._residents.place(ranking, self._residents.find(rank.task) if lost else found)
 
     def expire(self, now: float) -> None:
         """Answer those whose deadline has passed."""
@@ -105,9 +104,9 @@ class Rankings:
             if job.error is not None:
                 self._answer(ranking, "failed", job.error)
             elif job.entry is None:
-                self._placement.ready(ranking, job.run.region, "full")
+                self._residents.ready(ranking, job.run.region, "full")
             else:
-                self._placement.again(ranking)
+                self._residents.place_again(ranking)
 
     def score(self, now: float) -> float:
         """Score the next rankings, which are ready, and answer them; returns the milliseconds it took.
@@ -149,7 +148,7 @@ class Rankings:
                 if ranking.held.entry is not None and ranking.held.entry.failed:
                     # Another ranking's scores from these prefix KV were not finite: it was no hit, and is placed anew.
                     ranking.measured.outcome = None
-                    self._placement.again(ranking)
+                    self._residents.place_again(ranking)
                 else:
                     self._answer_scored(ranking, rows, ms, len(batch))
         # A batch and its rankings alone are one failure: else some bad rankings that come together end the worker.
@@ -204,7 +203,7 @@ class Rankings:
         assert not ranking.answered
         ranking.answered = True
         self._admission.remove(ranking)
-        self._placement.let_go(ranking)
+        self._residents.let_go(ranking)
         self._pins.release(ranking.task.request_key)
         self._answered.add(ranking.task.request_key)
         self.answers.append(Answer(ranking.rank, status, scores, detail, ranking.measured))

@@ -1,7 +1,7 @@
 """The worker's core, a state machine: commands go in by `handle`, `step` runs the most urgent work, answers come out.
 
-    Prefill ─► signals.py ──────────────────┐
-    Rank    ─► rankings.py ─► placement.py ─┴─► residents.py ─► prefill.py ─► queue.py ─► executor.py ─► take_answers()
+    Prefill ─► signals.py ──┐
+    Rank    ─► rankings.py ─┴─► residents.py ─► prefill.py ─► queue.py ─► executor.py ─► take_results()
                                                   └─ prefix KV: cache/
 
 Everything here runs on one thread and takes the time as an argument.
@@ -37,8 +37,6 @@ from relaygr_stream.engine.commands import (
     Restore,
 )
 from relaygr_stream.engine.executor import Executor
-from relaygr_stream.engine.pins import PinTable
-from relaygr_stream.engine.placement import Placement
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import RecentIds, Waiters, WorkQueue
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
@@ -130,17 +128,14 @@ class Scheduler:
         self._erased_early: list[Erase] = []  # before the tier's file was read
         self.time = DeviceTime()
         self.demand = Demand(limits.averaging)
-        self.pins = PinTable(cache)
-        residents = Residents(cache, self._jobs, self.pins)
-        self.signals = Signals(
-            residents, self._waiters, answered, self._placed, limits.pinned_bytes, limits.delegated_bytes
-        )
+        self._residents = residents = Residents(executor, cache, self._jobs, self._queue, self._waiters, auditor)
+        self.pins = residents.pins
+        self.signals = Signals(residents, answered, self._placed, limits.pinned_bytes, limits.delegated_bytes)
         self.admission = Admission(
             executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_min_tokens
         )
-        self._placement = Placement(executor, residents, self._queue, self._waiters, auditor)
         self.rankings = Rankings(
-            self._placement, self.admission, answered, most=limits.batch, max_delay_ms=limits.max_ranking_delay_ms
+            residents, self.admission, answered, most=limits.batch, max_delay_ms=limits.max_ranking_delay_ms
         )
 
     def handle(self, command: Command, now: float) -> object:
@@ -170,16 +165,12 @@ class Scheduler:
             return self.cache.transit.handle(command)
         return None
 
-    def take_answers(self) -> list[Answer]:
-        """The answers since the last call; each ranking gets one."""
-        answers, self.rankings.answers = self.rankings.answers, []
-        return answers
-
-    def take_placed(self) -> list[Placed]:
-        """What became of signals since the last call, of those whose task has an origin."""
-        placed = list(self._placed)
+    def take_results(self) -> tuple[list[Answer], list[Placed]]:
+        """The answers since the last call, one to each ranking, and what became of signals whose task has an origin."""
+        results = self.rankings.answers[:], self._placed[:]
+        self.rankings.answers.clear()
         self._placed.clear()
-        return placed
+        return results
 
     # ---- one step ----
 
@@ -196,7 +187,7 @@ class Scheduler:
             self._wake(entry)
         if self.pins.unheld:
             self._end_unwanted(now)
-        self._placement.lend_scratch()
+        self._residents.lend_scratch()
         work = self._queue.urgent()
         if isinstance(work, Ranking):
             self.time.ranking_ms += self.rankings.score(now)
@@ -334,9 +325,9 @@ class Scheduler:
         """The entry's copy or prefill has ended, well or not: place the tasks that wait for it again."""
         for task in self._waiters.pop(entry):
             if isinstance(task, PrefillTask):
-                self.signals.again(task)
+                self.signals.place_again(task)
             else:
-                self._placement.again(task)
+                self._residents.place_again(task)
         if entry.failed:
             self.pins.release_entry(entry)
 

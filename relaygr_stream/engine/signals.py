@@ -16,7 +16,7 @@ from typing import Final
 
 from relaygr_stream.cache.entry import Coverage, Entry
 from relaygr_stream.engine.commands import DELEGATED_LANE, Placed, PrefillTask
-from relaygr_stream.engine.queue import RecentIds, Waiters
+from relaygr_stream.engine.queue import RecentIds
 from relaygr_stream.engine.residents import Residents, Way
 
 #: What becomes of a signal, by what there is for it.
@@ -61,7 +61,6 @@ class Signals:
     def __init__(
         self,
         residents: Residents,
-        waiters: Waiters,
         answered: RecentIds,
         placed: list[Placed],
         footprint: int,
@@ -69,7 +68,6 @@ class Signals:
     ) -> None:
         self._residents = residents
         self._cache, self._jobs, self._pins = residents.cache, residents.jobs, residents.pins
-        self._waiters = waiters
         self._answered = answered
         self._placed = placed
         self._footprint = footprint
@@ -94,7 +92,7 @@ class Signals:
         if self._pins.release(request_key):
             self.counters.signal_cancelled += 1
 
-    def again(self, task: PrefillTask) -> None:
+    def place_again(self, task: PrefillTask) -> None:
         """Place a signal whose wait is over. If its pin is gone (expired, ranked, cancelled, lane lost), so is it."""
         if self._pins.release(task.request_key):
             self._place(task)
@@ -102,7 +100,7 @@ class Signals:
             self._tell(task, "unpinned")
 
     def _place(self, task: PrefillTask) -> None:
-        found = entry, coverage = self._residents.find(task.user_key, task.tokens)
+        found = entry, coverage = self._residents.find(task)
         delegated = self._pins.lane_bytes(DELEGATED_LANE)
         if task.lane == DELEGATED_LANE:
             pinned = entry if coverage is Coverage.COVERS else None  # one that is extended may stay beside the new one
@@ -113,7 +111,7 @@ class Signals:
             # The trigger's bound comes first, unless waiting rankings hold memory that it does not count.
             self._refuse("over_footprint", task)
             return
-        got = self._residents.acquire(found, task.user_key, task.tokens, task.due, task.request_key, task)
+        got = self._residents.acquire(task, found)
         if got.entry is None:
             self._refuse("no_room" if got.way == "no_room" else "outranked", task)
             return
@@ -124,7 +122,7 @@ class Signals:
         if got.whole:
             self._asked(task, computed=got.missing)
         else:
-            self._waiters.add(got.entry, task)
+            self._residents.waiters.add(got.entry, task)
 
     def _count(self, result: str, task: PrefillTask) -> None:
         name = f"signal_{result}"

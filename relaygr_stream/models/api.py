@@ -208,7 +208,8 @@ class SteppedModel(RankingModel, Protocol):
 
 def digest(config: msgspec.Struct | Mapping[str, object], weights: Mapping[str, torch.Tensor]) -> str:
     """A 64-bit digest of a configuration and weights of any type, on any device, as 16 hexadecimal digits."""
-    state = hashlib.blake2b(msgspec.json.encode(config, order="sorted"), digest_size=8)
+    plain = msgspec.to_builtins(config, str_keys=True)  # keys that are numbers are sorted as text
+    state = hashlib.blake2b(msgspec.json.encode(plain, order="sorted"), digest_size=8)
     for name in sorted(weights):
         value = weights[name].detach()
         # Digests of float32 weights are older than those of other types, and are kept.

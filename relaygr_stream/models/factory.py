@@ -16,6 +16,7 @@ from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError, FactoryError, ModelError, RelayError
 from relaygr_stream.models.api import RankingModel, unknown_items
 from relaygr_stream.models.kv import KVLayout
+from relaygr_stream.models.own_line import at_own_line
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 
 log = structlog.get_logger(__name__)
@@ -55,8 +56,8 @@ def _find_factory(name: str) -> Callable[..., Any]:
         if not (isinstance(error, ModuleNotFoundError) and error.name == module_name):
             log.error("the model's module failed", module=module_name, exc_info=error)
         raise ModelError(
-            f"`model.factory` = {name!r}: importing {module_name} failed: {type(error).__name__}: {error}; "
-            f"is it installed, or is its folder in `model.path`?"
+            f"`model.factory` = {name!r}: importing {module_name} failed: {type(error).__name__}: {error}"
+            f"{at_own_line(error, module_name)}; is it installed, or is its folder in `model.path`?"
         ) from error
     try:
         factory = getattr(module, attribute)
@@ -75,7 +76,8 @@ def _call(factory: Callable[..., Any], model: settings.Model, device: torch.devi
     except Exception as error:  # a user's factory may raise any exception
         log.error("the model's factory failed", factory=model.factory, exc_info=error)
         raise FactoryError(
-            f"`model.factory` = {model.factory!r} failed with {type(error).__name__}: {error}; "
+            f"`model.factory` = {model.factory!r} failed with {type(error).__name__}: {error}"
+            f"{at_own_line(error, model.factory.partition(':')[0])}; "
             f"it is called with (settings.Model, torch.device, torch.dtype)"
         ) from error
 

@@ -90,6 +90,11 @@ class KVRegion:
 
     __slots__ = ("capacity", "layout", "length", "storage")
 
+    layout: KVLayout
+    storage: torch.Tensor
+    capacity: int
+    length: int
+
     def __init__(self, layout: KVLayout, storage: torch.Tensor, capacity: int, length: int = 0) -> None:
         needed = layout.elements(capacity)
         if storage.dtype != layout.dtype or storage.dim() != 1 or storage.numel() < needed:
@@ -106,6 +111,13 @@ class KVRegion:
     def new(cls, layout: KVLayout, capacity: int, fill: float = 0.0, device: torch.device | None = None) -> KVRegion:
         """An empty region in memory of its own, by default on the CPU, whose elements are `fill`."""
         return cls(layout, torch.full((layout.elements(capacity),), fill, dtype=layout.dtype, device=device), capacity)
+
+    def first(self, tokens: int) -> KVRegion:
+        """The region as a reader of its first tokens sees it, at most so many, even if more are appended later."""
+        seen = KVRegion.__new__(KVRegion)  # unchecked: over the same storage
+        seen.layout, seen.storage, seen.capacity = self.layout, self.storage, self.capacity
+        seen.length = min(tokens, self.length)
+        return seen
 
     def copy_from(self, other: KVRegion, tokens: int) -> None:
         """Copy the first `tokens` tokens of another region of this layout, two copies for any number of layers, and its

@@ -192,11 +192,19 @@ class Supervisor:
         self._changed = changed
         self._first = first
         self._over = asyncio.Event()  # nothing is left to keep, or a process can never start
-        self._roll = asyncio.Event()
+        self._roll_wanted = asyncio.Event()
+        self._rolled: asyncio.Future[str] | None = None  # of the roll that is wanted
 
-    def roll(self) -> None:
-        """Restart all processes, one at a time, each once the one before is ready; start those that were stopped."""
-        self._roll.set()
+    def roll(self) -> asyncio.Future[str]:
+        """Restart all processes, one at a time, each once the one before is ready; start those that were stopped.
+
+        A process that ends instead of becoming ready ends the roll: the others run on as they were. The future
+        completes with the name and state of that process; "": all are ready.
+        """
+        if self._rolled is None:
+            self._rolled = asyncio.get_running_loop().create_future()
+        self._roll_wanted.set()
+        return self._rolled
 
     async def run(self, stop: asyncio.Event) -> bool:
         """Run until `stop` is set, all have ended for good, or a process that was never ready ends by its settings;
@@ -265,17 +273,29 @@ class Supervisor:
 
     async def _rolls(self) -> None:
         while True:
-            await self._roll.wait()
-            self._roll.clear()
-            for process in (*(each for each in self.processes if each not in self._first), *self._first):
-                if process.pid:
-                    process.rolling = True
-                    self._set_state(process, "stopping, to start again")
-                    await process.stop(self._stop_s)
-                elif process.final is not None:
-                    process.start_wanted.set()
-                while process.pid == 0 or process.rolling or process.state != READY:  # noqa: ASYNC110  (its probes' pace)
-                    await asyncio.sleep(PROBE_S)
+            await self._roll_wanted.wait()
+            self._roll_wanted.clear()
+            rolled, self._rolled = self._rolled, None
+            failed = await self._roll_all()
+            if rolled is not None and not rolled.done():
+                rolled.set_result(failed)
+
+    async def _roll_all(self) -> str:
+        """As `roll`, whose future has the result."""
+        for process in (*(each for each in self.processes if each not in self._first), *self._first):
+            if process.pid:
+                process.rolling = True
+                self._set_state(process, "stopping, to start again")
+                await process.stop(self._stop_s)
+            elif process.final is not None:
+                process.start_wanted.set()
+            restarts = process.restarts.count
+            while process.pid == 0 or process.rolling or process.state != READY:
+                ended = process.final is not None and not process.start_wanted.is_set()
+                if ended or process.restarts.count > restarts:
+                    return f"{process.name} {process.state}"
+                await asyncio.sleep(PROBE_S)  # its probes' pace
+        return ""
 
     async def _watch(self, process: Supervised) -> None:
         """Report the process's state; kill it if it hangs, so that it is restarted like after any other end."""

@@ -13,7 +13,7 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.wire.behaviours import check_times
-from relaygr_stream.wire.codec import decode_record
+from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import Id, Label, RequestEvent, RequestEventInPlace, tenant_key
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.topic_files import TopicSet, lane_of
@@ -75,7 +75,7 @@ def read_event(shape: type[RequestEvent], record: Record, topics: TopicSet) -> R
     """The event of a record of `retrieval`; None: the record is of a kind of a later release. Raises DecodeError."""
     if kind_of(record.headers):
         return None
-    event = decode_record(shape, record, topics.retrieval.max_message_bytes)
+    event = decode(shape, record.value, topics.retrieval.max_message_bytes, record.headers)
     check_times(event.prefix, "prefix")  # else the worker would dead-letter its signal
     lane = lane_of(event.user_id, topics.lanes)
     if lane != record.lane:  # bounds are per lane, and its signal goes there

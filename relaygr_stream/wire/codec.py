@@ -28,7 +28,7 @@ from relaygr_stream.wire.messages import (
     Status,
     WorkerStatus,
 )
-from relaygr_stream.wire.records import HEADER_UNREADABLE, Record, header
+from relaygr_stream.wire.records import HEADER_UNREADABLE, Headers, header
 from relaygr_stream.wire.versions import OpenEnum, VersionedDecoder
 
 Message = RequestEvent | PreInferSignal | RankingRequest | Cancel | ScoreReply | WorkerStatus
@@ -69,14 +69,16 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES) -> M:
-    """Decode and validate one message of the given kind.
+def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES, headers: Headers = ()) -> M:
+    """Decode and validate one message of the given kind. headers: of its record; where that could not be read they say
+    why, and so does the error.
 
     Raises DecodeError with reason `oversized` (the whole message, or its unknown fields), `malformed` (not MessagePack,
     or another shape), `unknown_version` (for readers of a later version) or `invalid` (well-formed but contradictory).
     """
     if data is None:
-        raise DecodeError("malformed", "the message has no value")
+        why = header(headers, HEADER_UNREADABLE)[:MAX_WHY_BYTES].decode("utf-8", "replace")
+        raise DecodeError("malformed", why or "the message has no value")
     if len(data) > max_bytes:
         raise DecodeError("oversized", f"{len(data)} bytes, the limit is {max_bytes}")
     message: M = _decoders[kind].decode(data)
@@ -84,13 +86,6 @@ def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES
         _check_unknown(message, len(data))
     message.validate()
     return message
-
-
-def decode_record(kind: type[M], record: Record, max_bytes: int) -> M:
-    """As `decode`, for a record's value. The error for a record that could not be read says why."""
-    if record.value is None and (why := header(record.headers, HEADER_UNREADABLE)):
-        raise DecodeError("malformed", why[:MAX_WHY_BYTES].decode("utf-8", "replace"))
-    return decode(kind, record.value, max_bytes)
 
 
 def validated(message: M) -> M:

@@ -95,6 +95,11 @@ class FeatureSchema:
     Raises ValueError for a name that stands there twice.
     """
 
+    columns: tuple[FeatureColumn, ...]
+    digest: str
+    words: int
+    context_tokens: int
+
     def __init__(self, columns: Iterable[FeatureColumn] = ()) -> None:
         # int64 first, so that they begin at whole words.
         self.columns = tuple(sorted(columns, key=lambda one: (one.dtype != "int64", one.name)))

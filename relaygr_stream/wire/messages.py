@@ -127,7 +127,7 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.columns:
             check_rows(self.columns.candidate, len(self.candidates) // ITEM_DTYPE.itemsize, _Invalid)
-        if len(self.prefix) and len(self.suffix):
+        if self.prefix.times and self.suffix.times:
             last = int.from_bytes(self.prefix.times[-8:], "little", signed=True)
             first = int.from_bytes(self.suffix.times[:8], "little", signed=True)
             if first < last:

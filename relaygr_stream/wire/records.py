@@ -45,7 +45,10 @@ Headers = Iterable[tuple[str, bytes | None]]  # Kafka allows null for a header's
 
 def header(headers: Headers, name: str) -> bytes:
     """The first value of the header `name`; empty if there is none."""
-    return next((value or b"" for found, value in headers if found == name), b"")
+    for found, value in headers:
+        if found == name:
+            return value or b""
+    return b""
 
 
 def kind_of(headers: Headers) -> str:

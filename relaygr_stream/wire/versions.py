@@ -93,12 +93,10 @@ class VersionedDecoder(Generic[S]):
             except NOT_DECODED:
                 _refuse_other_version(data)
                 raise DecodeError("malformed", str(error)[:MAX_DETAIL]) from error
-        self._check(message)
-        return message
-
-    def _check(self, stated: Any) -> None:
+        stated: Any = message
         if stated.v != SCHEMA_VERSION or stated.min_v:
             check_version(stated.v, stated.min_v or self._min_v)
+        return message
 
     def _opened(self, field: FieldInfo) -> Any:
         if field.name not in self._enums:

@@ -64,7 +64,8 @@ def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Callable[[],
                 turn.prefill_bytes += command.task.nbytes
     except BaseException as error:  # a defect: the caller decides
         turn.error = error
-    yield _with_results(turn, scheduler)
+    turn.answers, turn.placed = scheduler.take_results()
+    yield turn
     if turn.error is not None:
         return
     turn = Turn()
@@ -72,12 +73,8 @@ def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Callable[[],
         turn.worked = scheduler.step(clock(), rankings_only=bool(inbox))
     except BaseException as error:  # a defect, or a device that always fails: the caller decides
         turn.error = error
-    yield _with_results(turn, scheduler)
-
-
-def _with_results(turn: Turn, scheduler: Scheduler) -> Turn:
-    turn.answers, turn.placed = scheduler.take_answers(), scheduler.take_placed()
-    return turn
+    turn.answers, turn.placed = scheduler.take_results()
+    yield turn
 
 
 # ---- the thread ----

@@ -10,39 +10,34 @@ class HeldBytes:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.taken = 0  # of signals that the device thread has taken so far; the cache bounds what those hold
         self._rankings: dict[Hashable, int] = {}
-        self._ranking_bytes = 0
-        self._signals_read = 0
-        self._signals_taken = 0
+        self._read = 0  # of rankings, and of all signals
 
     @property
     def nbytes(self) -> int:
         """Bytes in use."""
-        return self._ranking_bytes + self._signals_read - self._signals_taken
+        return self._read - self.taken
 
     def ranking(self, origin: Hashable, nbytes: int) -> bool:
         """Count a ranking that was read; False (nothing changed): there is no room for it."""
-        if self.nbytes + nbytes > self.limit:
+        if self._read - self.taken + nbytes > self.limit:
             return False
         self._rankings[origin] = nbytes
-        self._ranking_bytes += nbytes
+        self._read += nbytes
         return True
 
     def over(self, origin: Hashable) -> None:
         """Release a ranking that needs no more work; one that was never counted is no error."""
-        self._ranking_bytes -= self._rankings.pop(origin, 0)
+        self._read -= self._rankings.pop(origin, 0)
 
     def signal(self, nbytes: int) -> bool:
         """Count a signal that was read; False (nothing changed): there is no room for it."""
-        if self.nbytes + nbytes > self.limit:
+        if self._read - self.taken + nbytes > self.limit:
             return False
-        self._signals_read += nbytes
+        self._read += nbytes
         return True
 
     def signal_over(self, nbytes: int) -> None:
         """Release a signal that never comes to the device thread."""
-        self._signals_read -= nbytes
-
-    def on_taken(self, nbytes: int) -> None:
-        """The device thread has taken signals of so many bytes so far: the cache bounds what those hold."""
-        self._signals_taken = nbytes
+        self._read -= nbytes

@@ -22,7 +22,7 @@ from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.telemetry.tracing import Trace
 from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, check_times
-from relaygr_stream.wire.codec import check_features, decode_record
+from relaygr_stream.wire.codec import check_features, decode
 from relaygr_stream.wire.features import NO_FEATURES, NO_TABLES, FeatureSchema
 from relaygr_stream.wire.messages import SCORE_DTYPE, Cancel, PreInferSignal, RankingRequest, prefix_length, tenant_key
 from relaygr_stream.wire.records import (
@@ -132,7 +132,7 @@ class Intake:
 
         origin: as PrefillTask's.
         """
-        signal = decode_record(PreInferSignal, record, self._limits.max_bytes)
+        signal = decode(PreInferSignal, record.value, self._limits.max_bytes, record.headers)
         length = prefix_length(signal)
         if beyond := self._relay.beyond(prefix=length):
             raise DecodeError("invalid", beyond)
@@ -193,10 +193,10 @@ class Intake:
 
     def ranking(self, record: Record, origin: Origin) -> Rank:
         """A ranking record as a command. Raises DecodeError or TooMuch."""
-        request = decode_record(RankingRequest, record, self._limits.max_bytes)
+        request = decode(RankingRequest, record.value, self._limits.max_bytes, record.headers)
+        prefix, suffix = prefix_length(request), len(request.suffix)
         candidates = len(request.candidates) // ITEM_DTYPE.itemsize
-        beyond = self._relay.beyond(prefix=prefix_length(request), suffix=len(request.suffix), candidates=candidates)
-        if beyond:
+        if beyond := self._relay.beyond(prefix=prefix, suffix=suffix, candidates=candidates):
             raise TooMuch(beyond, request)
         check_times(request.prefix, "prefix")
         check_times(request.suffix, "suffix")
@@ -227,7 +227,7 @@ class Intake:
             full=request.mode == "full",
             tenant=request.tenant,
             client=request.client_id or f"on reply partition {origin.reply_partition}",
-            nbytes=self._nbytes(record, request),
+            nbytes=self._nbytes(record, request, prefix + suffix, candidates),
             hops=request.hops,
             origin=origin,
             features=self._features.values("candidate", columns.candidate) if columns.candidate else {},
@@ -236,15 +236,13 @@ class Intake:
 
     def cancelled(self, record: Record) -> str:
         """The request (Keys.request_key) that a cancel record names. Raises DecodeError."""
-        cancel = decode_record(Cancel, record, self._limits.max_bytes)
+        cancel = decode(Cancel, record.value, self._limits.max_bytes, record.headers)
         return tenant_key(cancel.tenant, cancel.request_id)
 
-    def _nbytes(self, record: Record, request: RankingRequest) -> int:
+    def _nbytes(self, record: Record, request: RankingRequest, behaviours: int, candidates: int) -> int:
         """Bytes of a ranking: as it came, decoded, and its scores (twice, while they are written)."""
-        candidates = len(request.candidates) // ITEM_DTYPE.itemsize
         scores = 2 * SCORE_DTYPE.itemsize * self._score_columns
-        tokens = self._features.context_tokens + prefix_length(request) + len(request.suffix)
-        decoded = self._token_bytes * tokens + (8 + scores) * candidates
+        decoded = self._token_bytes * (self._features.context_tokens + behaviours) + (8 + scores) * candidates
         if request.columns:
             decoded += request.columns.nbytes()  # copied from the record; the task keeps the candidates'
         return OBJECT_BYTES + held_bytes(record) + decoded

@@ -112,10 +112,11 @@ class Requests:
 
     def on_records(self, records: list[Record], *, suspect: bool = False) -> None:
         """Take what came. suspect: it may end this worker, and is done only when nothing is left to do at it."""
-        self._core.held.on_taken(self._device.prefill_bytes)
+        self._core.held.taken = self._device.prefill_bytes
         effects: Effects = []
         for record in records:
-            effects += self._read(record, suspect)
+            kind, ranked = kind_of(record.headers), record.topic == self._topics.ranking.name
+            effects += self._ranking(record) if ranked and not kind else self._other(record, kind, ranked, suspect)
         self._carry(effects)
 
     def on_crashed(self, record: Record) -> None:
@@ -128,10 +129,8 @@ class Requests:
                 origin = self.intake.route(record)
         self._carry(self._core.on_unreadable(record, error, origin))
 
-    def _read(self, record: Record, suspect: bool) -> Effects:
-        kind, ranked = kind_of(record.headers), record.topic == self._topics.ranking.name
-        if ranked and not kind:
-            return self._ranking(record)
+    def _other(self, record: Record, kind: str, ranked: bool, suspect: bool) -> Effects:
+        """A record that is no ranking. ranked: on the topic of rankings."""
         try:
             if not kind or (ranked and kind == KIND_DELEGATED):
                 return self._signal(record, suspect)
@@ -302,7 +301,7 @@ class Requests:
     @property
     def held_bytes(self) -> int:
         """Bytes of what was read (worker.max_waiting_bytes)."""
-        self._core.held.on_taken(self._device.prefill_bytes)
+        self._core.held.taken = self._device.prefill_bytes
         return self._core.held.nbytes
 
     @property

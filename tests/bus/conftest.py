@@ -1,5 +1,4 @@
-"""Nobody dies here, so a process without a core for seconds is not taken for dead. More would be waited for: on the
-embedded broker who leaves is missed by its session, too."""
+"""Nobody dies here, so a process without a core for seconds is not taken for dead."""
 
 from __future__ import annotations
 

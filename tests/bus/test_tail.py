@@ -14,8 +14,8 @@ from aiokafka.conn import AIOKafkaConnection
 from aiokafka.protocol.fetch import FetchRequest
 
 from relaygr_stream.bus.aiokafka_compat import MOST_AT_ONCE
-from relaygr_stream.bus.aiokafka_patches import EMBEDDED_FETCH_WAIT_MS
 from relaygr_stream.bus.contents import read_back
+from relaygr_stream.bus.embedded import EMBEDDED_FETCH_WAIT_MS
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import RELAXED_MS, TopicTail
 from relaygr_stream.bus.topics import apply_topics

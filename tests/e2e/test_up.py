@@ -112,6 +112,41 @@ async def test_a_stopped_worker_starts_again_and_all_are_rolled_one_at_a_time(
     assert '"name":"w-1"' in log
 
 
+async def rolling(name: str) -> tuple[int, str]:
+    """`relaygr up --rolling`: its exit code, and what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "relaygr_stream", "up", "--rolling", "--name", name),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    out, _ = await asyncio.wait_for(process.communicate(), WITHIN_S)
+    assert process.returncode is not None
+    return process.returncode, out.decode()
+
+
+async def test_rolling_waits_until_all_are_back_and_fails_where_one_does_not_load(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    name = f"roll-{os.getpid()}"
+    code, said = await rolling(name)
+    assert (code, "no `relaygr up` of this" in said) == (1, True), said
+    async with up(embedded_settings, tmp_path, "--workers", "2", "--name", name) as running:
+        names = (f"{name}-0", f"{name}-1", "trigger")
+        await until(lambda: running.ready(*names), "all ready")
+        first = {each: running.pid(each) for each in names}
+        code, said = await rolling(name)
+        assert code == 0, said
+        assert [line.split()[0] for line in said.splitlines() if " ready" in line] == list(names)
+        assert all(running.ready(each) and running.pid(each) != first[each] for each in names)
+        second = {each: running.pid(each) for each in names}
+        config = tmp_path / "settings.toml"
+        config.write_text(config.read_text() + "no_such_key = 1\n")
+        code, said = await rolling(name)
+        assert code == 1
+        assert f"error: --rolling: {names[0]} ended with exit code" in said
+        assert all(running.ready(each) and running.pid(each) == second[each] for each in names[1:])
+
+
 async def test_a_setting_that_no_worker_starts_with_ends_all(embedded_settings: Kafka, tmp_path: Path) -> None:
     arguments = ("--workers", "2", "--set", f"model.checkpoint={tmp_path}/none")
     async with up(embedded_settings, tmp_path, *arguments) as running:

@@ -1,9 +1,10 @@
-"""The docs name tests and files that exist, and docs/explanation/reliability.md misses no fault test."""
+"""The docs and tests/shown.toml name tests and files that exist, and the latter misses no claim and no fault test."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-RELIABILITY = "docs/explanation/reliability.md"
+SHOWN = "tests/shown.toml"
+PAGES[SHOWN] = (ROOT / SHOWN).read_text(encoding="utf-8")
+TESTS_OF: dict[str, dict[str, str]] = tomllib.loads(PAGES[SHOWN])
 #: `file.py::test`, `file.py`, `file.py -k word` or, for another of the file named before, `::test`.
 NAMED = re.compile(r"`([\w/.]*\.py)?(?:::(test_\w+))?(?: -k (\w+))?`")
 TEST_FILES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
@@ -53,31 +56,43 @@ def test_every_file_and_test_named_exists(page: str) -> None:
         assert test in TESTS, f"{page}: there is no {test}"
 
 
+def _rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the table below this heading."""
+    table = PAGES[page].partition(f"{heading}\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in row[1:-1].split(" | ")] for row in table.splitlines()[1:]]
+
+
+def _claims() -> list[str]:
+    """Each thing that security.md says somebody cannot do; a semicolon ends one, unless in brackets."""
+    found = []
+    for who, _, cannot in _rows("docs/reference/security.md", "| who | can | cannot |"):
+        outside = re.sub(r"\([^()]*\)", lambda aside: aside[0].replace(";", "\0"), cannot)
+        found += [f"{who}: {claim.strip()}".replace("\0", ";") for claim in outside.split(";") if claim.strip()]
+    return found
+
+
 def test_everything_that_nobody_can_do_has_a_test() -> None:
-    table = PAGES["docs/reference/security.md"].partition("| who | can | cannot, because |")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table.splitlines()[2:]]
-    assert len(rows) > 10
-    for row in rows:
-        who, cannot = row[0], "" if len(row) < 3 else row[2]
-        outside = re.sub(r"\([^()]*\)", lambda aside: aside[0].replace(";", ","), cannot)
-        for claim in filter(None, outside.split(";")):
-            assert "`tests/" in claim, f"{who}: no test shows that it cannot {claim.strip()}"
+    assert len(_claims()) > 20
+    assert _claims() == list(TESTS_OF["cannot"])
+    assert [claim for claim, tests in TESTS_OF["cannot"].items() if "`tests/" not in tests] == []
 
 
-def test_every_row_of_the_fault_table_names_a_test() -> None:
-    table = PAGES[RELIABILITY].partition("| fault | outcome | tests |")[2].partition("\n\n")[0]
-    rows = table.splitlines()[2:]
-    assert len(rows) > 30
-    for row in rows:
-        assert NAMED.search(row.rsplit("|", 2)[1]), row
+def test_every_row_of_the_fault_table_has_a_test() -> None:
+    faults = [row[0] for row in _rows("docs/explanation/reliability.md", "| fault | outcome |")]
+    assert len(faults) > 30
+    assert faults == list(TESTS_OF["faults"])
+    assert [fault for fault, tests in TESTS_OF["faults"].items() if not NAMED.search(tests)] == []
 
 
-def test_every_row_of_what_nobody_can_do_names_a_test() -> None:
-    """That they exist, test_every_file_and_test_named_exists sees."""
-    table = PAGES["docs/reference/security.md"].partition("| who | can | cannot, because |")[2].partition("\n\n")[0]
-    claims = [row.rsplit("|", 2)[1] for row in table.splitlines()[2:]]
-    assert len(claims) > 10
-    assert [claim for claim in claims if claim.strip() and "`tests/" not in claim] == []
+def test_what_is_proven_is_on_the_page() -> None:
+    rows = [row[0] for row in _rows("docs/reference/security.md", "| what | by whom | proof |")]
+    assert TESTS_OF["proven"]
+    assert set(TESTS_OF["proven"]) <= set(rows)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith(("docs/how-to", "docs/reference"))])
+def test_no_table_for_operators_names_a_test(page: str) -> None:
+    assert [row for row in PAGES[page].splitlines() if row.startswith("|") and re.search(r"test_\w+", row)] == []
 
 
 def _faults(source: str) -> set[str]:
@@ -97,7 +112,7 @@ def _has_mark(node: ast.AST) -> bool:
 
 
 def test_every_fault_test_is_named() -> None:
-    named = {test for _, test, _ in _named(RELIABILITY)}
+    named = {test for page in (SHOWN, "docs/explanation/reliability.md") for _, test, _ in _named(page)}
     marked = {test for path, source in TEST_FILES.items() if path.parent.name == "faults" for test in _faults(source)}
     assert len(marked) > 20
     assert marked - named == set()

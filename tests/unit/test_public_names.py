@@ -24,7 +24,7 @@ CLIENT = {
     "pack_items",
 }
 FEATURES = {"FeatureColumn", "FeatureSchema"}
-MODEL = {"KVLayout", "KVRegion", "RankingModel", "ScoreInput", "SteppedModel", "Tokens", "WarmedModel"}
+MODEL = {"DecoderModel", "KVLayout", "KVRegion", "RankingModel", "ScoreInput", "SteppedModel", "Tokens", "WarmedModel"}
 HISTORY = {"HistoryReference", "HistoryStore", "open_store"}
 SETTINGS = {"Settings", "load_settings"}
 

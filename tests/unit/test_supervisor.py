@@ -220,3 +220,70 @@ async def test_the_first_end_before_the_others_are_stopped_and_without_them_all_
     stop.set()
     assert await running
     assert order == ["stops", "ended"] * first + ["stops"] * (3 - first) + ["ended"] * (3 - first)
+
+
+class Rolled(Scripted):
+    """Starts again when it is rolled. ends: its starts that end at once, by number from 1, with that exit code."""
+
+    def __init__(self, name: str, ends: dict[int, int] | None = None) -> None:
+        super().__init__([READY])
+        self.name = name
+        self.ends = ends or {}
+
+    @property
+    def pid(self) -> int:
+        return 0 if self.killed.done() else self.starts
+
+    async def start(self) -> None:
+        await super().start()
+        if self.starts in self.ends:
+            self.killed.set_result(self.ends[self.starts])
+
+
+async def _two_rolled(monkeypatch: pytest.MonkeyPatch, first: Rolled, second: Rolled) -> str:
+    """What the roll of both ended with."""
+    monkeypatch.setattr(service, "FIRST_PAUSE_S", 0.0)
+    stop, supervisor = asyncio.Event(), Supervisor([first, second], 1.0, lambda process: None)
+    running = asyncio.create_task(supervisor.run(stop))
+    await until(lambda: first.state == second.state == "ready", "both ready")
+    async with asyncio.timeout(WITHIN_S):
+        failed = await supervisor.roll()
+    stop.set()
+    await running
+    return failed
+
+
+async def test_a_roll_ends_when_all_are_ready_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Rolled("a"), Rolled("b")
+    assert await _two_rolled(monkeypatch, first, second) == ""
+    assert (first.starts, second.starts) == (2, 2)
+
+
+@pytest.mark.parametrize(("code", "said"), [(78, "starts again"), (-9, "signal 9, starts again"), (3, "not started")])
+async def test_a_roll_ends_at_a_process_that_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch, code: int, said: str
+) -> None:
+    """A new model that does not load costs one worker, not all."""
+    first, second = Rolled("a", {2: code}), Rolled("b")
+    failed = await _two_rolled(monkeypatch, first, second)
+    assert failed.startswith("a ended with")
+    assert said in failed
+    assert second.starts == 1
+
+
+async def test_a_roll_asked_for_during_one_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changed on disk meanwhile is read by all."""
+    child, stop = Rolled("a"), asyncio.Event()
+    supervisor = Supervisor([child], 1.0, lambda process: None)
+    running = asyncio.create_task(supervisor.run(stop))
+    await until(lambda: child.state == "ready", "ready")
+    first = supervisor.roll()
+    await until(lambda: child.starts == 2, "rolls")
+    second = supervisor.roll()
+    assert second is not first
+    assert supervisor.roll() is second
+    async with asyncio.timeout(WITHIN_S):
+        assert (await first, await second) == ("", "")
+    assert child.starts == 3
+    stop.set()
+    await running

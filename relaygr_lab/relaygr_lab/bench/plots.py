@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from relaygr_lab.bench.charts import Axis, Bar, Point, Series, bar_chart, line_chart
 from relaygr_lab.bench.results import DEVICE_WORK, STAGES, Found, Probe, SloReport
 from relaygr_lab.bench.table import given_text
+from relaygr_lab.charts import Axis, Bar, Point, Series, bar_chart, line_chart
 from relaygr_lab.drawing import BLUE, GREEN, GREY, ORANGE, OUTCOME_COLOURS, PINK, RED, SKY
 from relaygr_stream.workload.report import OUTCOMES
 

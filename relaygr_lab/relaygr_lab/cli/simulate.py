@@ -115,12 +115,32 @@ QUARTERED_FROM = 20
     "--plan", is_flag=True, help="Find the smallest fleet for this traffic, its memory, and the effect of a failure."
 )
 @click.option(
+    "--pays",
+    is_flag=True,
+    help="Say whether the relay pays: the smallest fleets of full inference and of the relay, beside each other. "
+    "Without --rate, for the traffic of some 20 workers.",
+)
+@click.option(
     "--hit-target",
     metavar="SHARE",
     callback=share,
     default="90%",
     show_default=True,
-    help="With --plan: share of returning users that hit.",
+    help="With --plan and --pays: share of returning users that hit.",
+)
+@click.option(
+    "--headroom",
+    metavar="SHARE",
+    callback=share,
+    default="0%",
+    show_default=True,
+    help="With --plan and --pays: share of the fleet's capacity that --rate leaves free.",
+)
+@click.option(
+    "--chart",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.svg",
+    help="With --plan and --pays: draw the P99 of every fleet that was tried.",
 )
 @click.option(
     "--processes", type=click.IntRange(0, 1024), default=0, show_default=True, help="Processes; 0: one per core."
@@ -140,13 +160,31 @@ def simulate_command(**given: Any) -> None:  # fmt: skip
 
     Example: relaygr simulate --workers 10000 --users 100000000 --rate 100000 --fail-rack 2%
     """
+    _check(given)
     flags = {"worker.hbm_bytes": given["hbm"], "worker.dram_bytes": given["dram"], **parse_flags(given["assignments"])}
     settings = load_settings(given["files"], flags).settings
-    for option, name in (("--save-costs", "save_costs"), ("--json", "json_file")):
+    for option, name in (("--save-costs", "save_costs"), ("--json", "json_file"), ("--chart", "chart")):
         if given[name]:
             check_writable(given[name], option)
     with interruptible():
         _simulate(settings, given)
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Refuse options that contradict each other."""
+    if given["plan"] and given["pays"]:
+        raise click.UsageError("--plan says how large a fleet is, --pays whether the relay is worth it; give one")
+    if given["pays"] and given["mode"] != "relay":
+        raise click.UsageError(f"--pays compares the relay with full inference; leave out --mode {given['mode']}")
+    if not (given["plan"] or given["pays"]) and (given["chart"] or given["headroom"]):
+        raise click.UsageError("--chart and --headroom are for --plan and --pays")
+    if given["headroom"] == 1:
+        raise click.UsageError("--headroom 100%: leaves nothing for the traffic; give less")
+    if given["chart"]:
+        from relaygr_lab.drawing import INSTALL, can_draw
+
+        if not can_draw():
+            raise ConfigError(f"--chart: {INSTALL}")
 
 
 def _simulate(settings: Settings, given: dict[str, Any]) -> None:
@@ -158,7 +196,7 @@ def _simulate(settings: Settings, given: dict[str, Any]) -> None:
     if given["save_costs"]:
         given["save_costs"].write_text(scenario.costs.as_toml(), encoding="utf-8")
         click.echo(f"costs written to {given['save_costs']}", err=True)
-    if given["plan"]:
+    if given["plan"] or given["pays"]:
         figures = _plan(scenario, given)
     else:
         started = time.perf_counter()
@@ -229,16 +267,27 @@ def _traffic(given: dict[str, Any], settings: Settings) -> Traffic:
 
 
 def _plan(scenario: Scenario, given: dict[str, Any]) -> dict[str, Any]:
+    from relaygr_lab.simulate.pays import chart, render_pays, with_own_rate
     from relaygr_lab.simulate.planned import plan, render_plan, render_probe
     from relaygr_lab.simulate.run import run_scenario
     from relaygr_stream.telemetry.printable import print_table
 
+    pays, probes = given["pays"], list["Probe"]()
+
     def tried(probe: Probe) -> None:
+        probes.append(probe)
         click.echo(render_probe(probe), err=True)
 
+    if pays and given["rate"] is None:
+        scenario = with_own_rate(scenario)
     simulate = partial(run_scenario, processes=given["processes"], report=_progress)
-    planned = plan(scenario, given["hit_target"], simulate, tried)
-    print_table(render_plan(planned))
+    try:
+        planned = plan(scenario, given["hit_target"], simulate, tried, headroom=given["headroom"], fails=not pays)
+    finally:
+        if given["chart"] and probes:
+            given["chart"].write_text(chart(probes, scenario.settings.relay.slo_ms), encoding="utf-8")
+            click.echo(f"P99 of every fleet that was tried: {given['chart']}", err=True)
+    print_table(render_pays(planned) if pays else render_plan(planned))
     return planned.figures()
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from relaygr_lab.bench.charts import line_file
 from relaygr_lab.bench.lengths import FULL_SHARE, costs_named, grid_length
 from relaygr_lab.bench.progress import Progress
 from relaygr_lab.bench.statistics import fewest_samples
+from relaygr_lab.charts import line_file
 from relaygr_lab.drawing import can_draw
 from relaygr_lab.paper.drawings import drawings
 from relaygr_lab.paper.plan import Curve, PaperOptions, Where, curves

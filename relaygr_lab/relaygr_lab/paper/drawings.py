@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any, Final
 
-from relaygr_lab.bench.charts import Axis, Series
-from relaygr_lab.bench.charts import Point as Dot
+from relaygr_lab.charts import Axis, Series
+from relaygr_lab.charts import Point as Dot
 from relaygr_lab.paper.plan import Curve
 
 COLOURS: Final = {

@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from relaygr_lab.bench.charts import line_chart
 from relaygr_lab.bench.page import page_html, table_html
+from relaygr_lab.charts import line_chart
 from relaygr_lab.paper.drawings import drawings
 from relaygr_lab.paper.judge import judge
 from relaygr_lab.paper.plan import Curve

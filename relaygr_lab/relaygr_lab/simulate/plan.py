@@ -60,6 +60,7 @@ class Memory:
     """The bytes that a worker needs."""
 
     entry: int  # one prefix KV of median length
+    longest: int  # one of the longest prefix and suffix
     pinned: int  # the most that admitted requests pinned at once in the simulation
     little: float  # the mean of pinned bytes by Little's law: admissions/s × seconds from event to ranking × bytes
     hbm: int  # the least found that keeps the SLO
@@ -128,7 +129,7 @@ def size(best: Probe, hit_target: float, simulate: Simulate, report: Callable[[P
     admitted = float((story.reason == REASONS.index("admitted")).mean()) if len(story.reason) else 0.0
     per_worker = admitted * traffic.rate / scenario.workers
     little = per_worker * traffic.delay.median_ms / 1e3 * entry
-    return Memory(entry, int(story.pinned_bytes.max()), little, hbm, dram), probe
+    return Memory(entry, longest, int(story.pinned_bytes.max()), little, hbm, dram), probe
 
 
 def _reuse(scenario: Scenario, nbytes: Callable[[int], int], share: float) -> int:
@@ -143,13 +144,17 @@ def _reuse(scenario: Scenario, nbytes: Callable[[int], int], share: float) -> in
     return max(needs)
 
 
-def _guess(scenario: Scenario) -> int:
-    """A number of workers from a request's device time: its prefix or extension, and its ranking."""
+def request_ms(scenario: Scenario) -> float:
+    """A request's device time: its prefix or extension, and its ranking."""
     costs, traffic = scenario.costs, scenario.traffic
     length, rows = round(traffic.length), traffic.suffix + traffic.candidates
     prefix = costs.extend(0, length)
     if scenario.mode != "full":
         extension = costs.extend(length, round(traffic.growth))
         prefix = (1 - traffic.returns) * prefix + traffic.returns * min(prefix, extension)
-    ms = prefix + costs.score([(length, rows)]) + 2 * costs.step_ms
-    return max(1, math.ceil(traffic.rate * ms / 1e3 / GUESS_BUSY))
+    return prefix + costs.score([(length, rows)]) + 2 * costs.step_ms
+
+
+def _guess(scenario: Scenario) -> int:
+    """A number of workers from a request's device time."""
+    return max(1, math.ceil(scenario.traffic.rate * request_ms(scenario) / 1e3 / GUESS_BUSY))

@@ -16,6 +16,8 @@ from relaygr_lab.simulate.scenario import SURVIVORS_AND_DEAD, Failure, Scenario
 from relaygr_lab.simulate.story import Story, hit_share, late_share, p99
 from relaygr_stream.errors import CapacityError
 
+#: Longest warm-up of full inference: until its queues are what they stay.
+FULL_WARM_S: Final = 5.0
 #: The default failure: this share of the workers, at this second.
 RACK: Final = 0.02
 RACK_AT_S: Final = 5.0
@@ -33,37 +35,68 @@ class Planned:
     best: Probe
     memory: Memory
     verified: Probe
-    failing: tuple[Scenario, Story] | None  # None: the fleet has one worker, so no other gets its lanes
+    failing: tuple[Scenario, Story] | None  # None: the fleet has one worker, so no other gets its lanes; or not asked
     hit_target: float
-    full_workers: int | None  # the smallest fleet in full inference; None: none found, or it is what was planned
+    headroom: float  # share of the planned rate that the traffic leaves free
+    full: Probe | None  # the smallest fleet in full inference; None: none found, or it is what was planned
+
+    @property
+    def rate(self) -> float:
+        """The traffic's requests per second; the fleets are simulated at the planned rate."""
+        return self.best.scenario.traffic.rate * (1 - self.headroom)
+
+    @property
+    def full_workers(self) -> int | None:
+        """The workers of the smallest fleet in full inference, as `full`."""
+        return None if self.full is None else self.full.scenario.workers
 
     def figures(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {
             "workers": self.best.scenario.workers,
             "full_workers": self.full_workers,
+            "rate": self.rate,
+            "headroom": self.headroom,
             "holds": self.verified.holds,
             "memory": dataclasses.asdict(self.memory),
             "as_configured": summary(self.best.scenario, self.best.story),
             "with_planned_memory": summary(self.verified.scenario, self.verified.story),
             "failure": None if self.failing is None else summary(*self.failing),
+            "full": None if self.full is None else summary(self.full.scenario, self.full.story),
         }
 
 
-def plan(scenario: Scenario, hit_target: float, simulate: Simulate, report: Callable[[Probe], None]) -> Planned:
-    """Search the fleet, size its memory, verify it, simulate a failure. Raises CapacityError if no fleet holds."""
-    best = search(scenario, simulate, report)
+def plan(
+    scenario: Scenario,
+    hit_target: float,
+    simulate: Simulate,
+    report: Callable[[Probe], None],
+    *,
+    headroom: float = 0.0,
+    fails: bool = True,
+) -> Planned:
+    """Search the fleet, size its memory, verify it, simulate a failure. Raises CapacityError if no fleet holds.
+
+    headroom: the share of the rate at which the fleet must hold that the scenario's traffic leaves free. fails: whether
+    to simulate a failure.
+    """
+    traffic = dataclasses.replace(scenario.traffic, rate=scenario.traffic.rate / (1 - headroom))
+    planned = dataclasses.replace(scenario, traffic=traffic)
+    best = search(planned, simulate, report)
     needed, verified = size(best, hit_target, simulate, report)
-    full = _full(scenario, simulate, report)
-    return Planned(best, needed, verified, _fail(verified.scenario, scenario, simulate), hit_target, full)
+    full = search_full(planned, simulate, report)
+    failing = _fail(verified.scenario, planned, simulate) if fails else None
+    return Planned(best, needed, verified, failing, hit_target, headroom, full)
 
 
-def _full(scenario: Scenario, simulate: Simulate, report: Callable[[Probe], None]) -> int | None:
-    """How many workers the same traffic needs in full inference."""
+def search_full(scenario: Scenario, simulate: Simulate, report: Callable[[Probe], None]) -> Probe | None:
+    """The smallest fleet that holds in full inference; None: no fleet tried does, or that is the scenario's mode."""
     if scenario.mode == "full":
         return None
+    # Nothing is kept between requests, so there are no caches to fill.
+    full = dataclasses.replace(scenario, mode="full", warm_s=min(scenario.warm_s, FULL_WARM_S))
     try:
-        return search(dataclasses.replace(scenario, mode="full"), simulate, report).scenario.workers
+        return search(full, simulate, report)
     except CapacityError:
         return None
 
@@ -95,12 +128,19 @@ def render_probe(probe: Probe) -> str:
 def _answer(planned: Planned) -> str:
     """The plan in a sentence."""
     scenario, needed = planned.best.scenario, planned.memory
-    traffic = f"{scenario.settings.relay.slo_ms:g} ms at P99 for {scenario.traffic.rate:g} requests/s"
+    traffic = f"{scenario.settings.relay.slo_ms:g} ms at P99 for {planned.rate:g} requests/s{headroom_text(planned)}"
     fleet = f"{scenario.workers:,} worker{'s' if scenario.workers > 1 else ''}"
     memory = f"{render_bytes(needed.hbm)} of HBM and {render_bytes(needed.reuse)} of DRAM each"
     if not planned.verified.holds:
         return f"{fleet} with {memory} do not keep {traffic}: that takes more memory, or a higher --hit-target."
     return f"{fleet} with {memory} keep{'' if scenario.workers > 1 else 's'} {traffic}.{_beside(planned)}"
+
+
+def headroom_text(planned: Planned) -> str:
+    """What the fleet carries beyond the traffic, behind its rate."""
+    if not planned.headroom:
+        return ""
+    return f" with {planned.headroom:.0%} headroom ({planned.best.scenario.traffic.rate:,.0f}/s at most)"
 
 
 def _beside(planned: Planned) -> str:

@@ -55,7 +55,8 @@ def version(probe: Probe) -> Measure | None:
             version = probe.make(other).version
         except RelayError as error:
             if isinstance(error, FactoryError):
-                raise Failed(f"in {other}, {error}") from error
+                cause = error.__cause__
+                raise Failed(f"in {other} the factory raised {type(cause).__name__}: {cause}") from error
             continue  # a model need not offer every type, and refuses it by such an error
         except Exception as error:
             raise Failed(f"making the model in {other} raised {type(error).__name__}: {error}") from error

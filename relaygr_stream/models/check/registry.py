@@ -19,7 +19,8 @@ class Property:
 
     usually: the usual cause of a failure. hazard: the heading in docs/explanation/exactness.md, "" for none.
     incremental_only: applies only to models with incremental = True. applies: whether it applies to the model; unless:
-    the reason if it does not. basic: if it fails, the other results would mean nothing, and they are not run.
+    the reason if it does not. basic: if it fails, the other results would mean nothing, and they are not run. method:
+    of the model, the one at fault where no call raised.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Property:
     applies: Callable[[Probe], bool] = lambda probe: True
     unless: str = ""
     basic: bool = False
+    method: str = "score"
 
 
 PROPERTIES: Final = (
@@ -67,6 +69,7 @@ PROPERTIES: Final = (
         hazard="user-features-that-changed",
         applies=features.reads("user"),
         unless="it reads no features of users",
+        method="prefill",
     ),
     Property(
         "features are read",
@@ -92,6 +95,7 @@ PROPERTIES: Final = (
         "scored by the other; or a factory that raises in a type that it does not offer",
         properties.version,
         hazard="a-version-that-says-too-little",
+        method="__init__",
     ),
     Property(
         "reads up to kv.length",
@@ -127,6 +131,7 @@ PROPERTIES: Final = (
         incremental_only=True,
         applies=prefix_kv.has_tokens,
         unless=STATE_ONLY,
+        method="prefill",
     ),
     Property(
         "the region is all there is",
@@ -134,6 +139,7 @@ PROPERTIES: Final = (
         "the model keeps something of a prefix outside the region, by its address or by user; it must be in K/V",
         prefix_kv.relocation,
         hazard="state-outside-the-region",
+        method="prefill",
     ),
     Property(
         "chunks",
@@ -142,6 +148,7 @@ PROPERTIES: Final = (
         prefix_kv.chunks,
         hazard="chunks-that-start-anew",
         incremental_only=True,
+        method="prefill",
     ),
     Property(
         "steps",
@@ -153,6 +160,7 @@ PROPERTIES: Final = (
         hazard="chunks-that-start-anew",
         applies=prefix_kv.has_steps,
         unless="it has no prefill_in_steps: the worker makes chunks shorter instead",
+        method="prefill_in_steps",
     ),
     Property(
         "extension",
@@ -161,6 +169,7 @@ PROPERTIES: Final = (
         prefix_kv.extension,
         hazard="chunks-that-start-anew",
         incremental_only=True,
+        method="prefill",
     ),
     Property(
         "suffix",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from relaygr_stream.models.api import RankingModel
 from relaygr_stream.models.check.probe import Failed, Probe, RequestBounds
 from relaygr_stream.models.check.registry import PROPERTIES, Property
 from relaygr_stream.models.loading import config_of, load_model
+from relaygr_stream.models.own_line import definition, own_line
 from relaygr_stream.settings.schema import Settings
 
 Verdict = Literal["passed", "FAILED", "not applicable", "not run"]
@@ -25,12 +27,14 @@ NAME_WIDTH: Final = max(len(one.name) for one in PROPERTIES)
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one property. detail: the deviation, or why it does not apply; seen: what failed."""
+    """The result of one property. detail: the deviation, or why it does not apply; seen: what failed; at: the author's
+    line that raised, or that defines the method which failed."""
 
     about: Property
     verdict: Verdict
     detail: str = ""
     seen: str = ""
+    at: str = ""
 
 
 def probe_for(settings: Settings, device: torch.device, dtype: torch.dtype, seed: int) -> Probe:
@@ -99,7 +103,7 @@ def _run(about: Property, probe: Probe) -> Finding:
     try:
         measure = about.run(probe)
     except Failed as failed:
-        return Finding(about, "FAILED", "–", str(failed))
+        return Finding(about, "FAILED", "–", str(failed), _line(about, probe, failed))
     if measure is None:
         return Finding(about, "passed")
     if measure.holds:
@@ -107,7 +111,15 @@ def _run(about: Property, probe: Probe) -> Finding:
     seen = "the RMS deviation from float32's scores is {:.3g} times that of full inference" if measure.ratio else (
         "the largest deviation from full inference is {:.3g} of the largest score"
     )  # fmt: skip
-    return Finding(about, "FAILED", str(measure), seen.format(measure.value))
+    return Finding(about, "FAILED", str(measure), seen.format(measure.value), definition(probe.model, about.method))
+
+
+def _line(about: Property, probe: Probe, failed: Failed) -> str:
+    """Where the model raised; of a call that did not, its method; else the property's."""
+    if failed.__cause__ is None:
+        called = re.match(r"(\w+)\(\)", str(failed))
+        return definition(probe.model, called[1] if called else about.method)
+    return own_line(failed.__cause__, type(probe.model).__module__)
 
 
 def heading() -> str:
@@ -121,15 +133,16 @@ def row(finding: Finding) -> str:
 
 
 def in_words(finding: Finding) -> str:
-    """The text of a failure: the rule, what the check saw, the usual cause, and where to read on."""
+    """The text of a failure: the rule, what the check saw and where, the usual cause, and where to read on."""
     about = finding.about
-    lines = [f"{about.name}: {about.holds}.", f"Seen: {finding.seen}.", f"Usually: {about.usually}."]
-    if about.hazard:
-        lines.append(f"See {DOCUMENT}#{about.hazard}.")
-    return "\n".join(
-        textwrap.fill(line, 110, initial_indent="" if index == 0 else "    ", subsequent_indent="    ")
-        for index, line in enumerate(lines)
-    )
+    at = [f"    At {finding.at}"] if finding.at else []  # code is not wrapped
+    see = [_wrapped(f"See {DOCUMENT}#{about.hazard}.")] if about.hazard else []
+    first = _wrapped(f"{about.name}: {about.holds}.", "")
+    return "\n".join((first, _wrapped(f"Seen: {finding.seen}."), *at, _wrapped(f"Usually: {about.usually}."), *see))
+
+
+def _wrapped(line: str, indent: str = "    ") -> str:
+    return textwrap.fill(line, 110, initial_indent=indent, subsequent_indent="    ")
 
 
 def check_model(probe: Probe, say: Callable[[str], None]) -> bool:

@@ -21,7 +21,7 @@ import msgspec
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
-from relaygr_stream.bus.aiokafka_patches import EMBEDDED_CLUSTER
+from relaygr_stream.bus.embedded import EMBEDDED_CLUSTER
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.ops.brokers.distribution import (
     DEFAULT_NODE,

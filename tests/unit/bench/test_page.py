@@ -11,10 +11,10 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from relaygr_lab.bench import plots
-from relaygr_lab.bench.charts import Axis, Bar, Point, Series, bar_chart, draw_bars, draw_lines, line_chart
 from relaygr_lab.bench.modes import CACHE, FULL, RELAY
 from relaygr_lab.bench.page import render_page
 from relaygr_lab.bench.table import paper_rows, render_table
+from relaygr_lab.charts import Axis, Bar, Point, Series, bar_chart, draw_bars, draw_lines, line_chart
 
 from relaygr_stream.telemetry.printable import render_plain
 from tests.unit.bench.reports import cell, repeated, report

@@ -217,7 +217,7 @@ def table_of(cache: PrefixCache) -> EntryTable:
 def entries(cache: PrefixCache) -> list[Entry]:
     """One a user."""
     table = table_of(cache)
-    return [entry for user in table.users() if (entry := table.get(user)) is not None]
+    return [entry for user in table.users() if (entry := table.by_user.get(user)) is not None]
 
 
 def compute(cache: PrefixCache, user: int, length: int, version: int = 0) -> Entry:

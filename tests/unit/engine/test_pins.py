@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.engine.commands import DELEGATED_LANE
-from relaygr_stream.engine.pins import HEAD_START_STEP, PinTable
+from relaygr_stream.engine.residents import HEAD_START_STEP, PinTable
 from tests.unit.cache.worlds import compute, make
 
 REQUESTS = st.integers(0, 9)

@@ -272,16 +272,19 @@ class World:
         try:
             return self.scheduler.handle(command, self.now)
         finally:
-            self.answers += self.scheduler.take_answers()
-            self.placed += self.scheduler.take_placed()
+            self._take_results()
 
     def step(self, now: float | None = None) -> bool:
         """One step, now or at another time; `answers` gets what was answered since the last."""
         try:
             return self.scheduler.step(self.now if now is None else now)
         finally:
-            self.answers += self.scheduler.take_answers()
-            self.placed += self.scheduler.take_placed()
+            self._take_results()
+
+    def _take_results(self) -> None:
+        answers, placed = self.scheduler.take_results()
+        self.answers += answers
+        self.placed += placed
 
     def settle(self, most: int = 10_000) -> None:
         """Step until there is nothing to do, copies included."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
 from examples.models.retention import Retention
@@ -393,6 +394,108 @@ def test_a_factory_that_raises_in_a_type_is_a_finding_and_its_locals_are_not_pri
     assert "Traceback (most recent call last)" in found.stderr
     assert "local-of-the-factory" not in found.output
     assert len(found.stderr.splitlines()) < 30
+    assert (
+        found.output.count('fails_in_half.py:8, in make: `raise TypeError("Got unsupported ScalarType BFloat16")`') == 1
+    )
+
+
+RAISES = """
+import torch
+from relaygr_stream.models.transformer import Transformer, TransformerConfig, shape_of
+
+class Mine(Transformer):
+    def {method}(self, *of_a_user):
+        return helper(*of_a_user)
+
+def helper(*histories):
+    return torch.zeros(2) @ torch.zeros(3)  # here
+
+def make(model, device, dtype):
+    return Mine(TransformerConfig(**shape_of(model)), 7, device, dtype)
+"""
+
+
+@pytest.mark.parametrize("method", ["prefill", "score"])
+def test_the_line_of_the_authors_code_that_raised_is_shown(method: str, tmp_path: Path) -> None:
+    """Of a helper, not of torch below it, and not of the checker above it."""
+    found = check_file(tmp_path, f"raises_in_{method}", RAISES.format(method=method))
+    assert found.exit_code == 1
+    line = f"raises_in_{method}.py:10, in helper: `return torch.zeros(2) @ torch.zeros(3)  # here`"
+    assert re.search(rf"^    At \S*{re.escape(line)}$", found.output, re.M)
+
+
+WRONG = """
+import torch
+from relaygr_stream.models.transformer import Transformer, TransformerConfig, shape_of
+
+class Mine(Transformer):
+    note = ""
+
+    @torch.no_grad()
+    def {method}(self, *arguments):
+        {wrong}
+
+def make(model, device, dtype):
+    return Mine(TransformerConfig(**shape_of(model)), 7, device, dtype)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [
+        ("score", "return [one.half() for one in super().score(*arguments)]"),
+        ("prefill", "pass"),
+        ("score", "return [one + one.mean() for one in super().score(*arguments)]"),
+        ("__init__", "super().__init__(*arguments); self.version = 'always'"),
+    ],
+    ids=["type", "length", "candidates", "version"],
+)
+def test_where_nothing_raised_the_method_is_shown(method: str, wrong: str, tmp_path: Path) -> None:
+    module = f"wrong_{abs(hash((method, wrong)))}"
+    found = check_file(tmp_path, module, WRONG.format(method=method, wrong=wrong))
+    assert found.exit_code == 1
+    assert f"{module}.py:9: `def {method}(self, *arguments):`" in found.output
+
+
+def test_a_method_that_is_not_the_authors_own_is_shown_by_the_class(tmp_path: Path) -> None:
+    source = """
+from relaygr_stream.models.transformer import Transformer, TransformerConfig, shape_of
+
+class Mine(Transformer):
+    def _score(self, one):
+        return super()._score(one).half()
+
+def make(model, device, dtype):
+    return Mine(TransformerConfig(**shape_of(model)), 7, device, dtype)
+"""
+    found = check_file(tmp_path, "inherits", source)
+    assert "inherits.py:4: `class Mine(Transformer):`" in found.output
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "def make(model, device, dtype):\n    return model.nonsense",
+            ":2, in make: `return model.nonsense`; it is called",
+        ),
+        ("import json\nCONFIG = json.loads('{')\n", ":2: `CONFIG = json.loads('{')`; is it installed"),
+        ("def make(model device):\n    pass\n", ":1: `def make(model device):`; is it installed"),
+        ("import no_such_module\n", ":1: `import no_such_module`; is it installed"),
+    ],
+    ids=["factory", "import", "syntax", "other module"],
+)
+def test_the_line_at_which_a_factory_or_its_module_failed_is_shown(source: str, words: str, tmp_path: Path) -> None:
+    module = f"fails_{abs(hash(source))}"
+    found = check_file(tmp_path, module, source)
+    assert found.exit_code == 1
+    assert f"/{module}.py{words}" in found.output
+
+
+def check_file(folder: Path, module: str, source: str) -> Result:
+    (folder / f"{module}.py").write_text(source)
+    words = ["model", "check", f"{module}:make", "--set", f"model.path={folder}", *small(folder)]
+    return CliRunner().invoke(main, words)
 
 
 def test_a_type_that_a_factory_refuses_is_none() -> None:

@@ -3,7 +3,11 @@
     python -m tests.unit.worker.hit_path [--calls]       (make trace-hit)
 
 One worker's requests, device thread and built-in model, without a broker. A first ranking warms up. Calls are those
-that a profiler sees on the event loop and on the device thread until `score` of the model begins.
+that a profiler sees on the event loop, and on the device thread from `Scheduler.handle` until `score` of the model
+begins.
+
+A function hands the hit on if it returns it, alone or in a list (FORMS), or is on the stack where it changes hands
+(HANDS): into the inbox of the device thread, into the queue of ready rankings, into the model.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -22,8 +26,10 @@ import numpy as np
 import relaygr_stream
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.engine.build import build
-from relaygr_stream.engine.commands import Query
+from relaygr_stream.engine.commands import Query, Rank
+from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.engine.scheduler import Snapshot
+from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
@@ -32,10 +38,15 @@ from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, ScoreRe
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.wire.topic_files import Topic, load_topics
 from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.effects import Submit
 from tests.unit.worker.made import made_requests
 from tests.waiting import until
 
 PACKAGE: Final = str(Path(relaygr_stream.__file__).parent) + "/"
+FORMS: Final = Rank | Submit | Ranking | ScoreInput
+MODEL: Final = "HSTUModel.score"
+DEVICE: Final = "Scheduler.handle"
+HANDS: Final = {"DeviceThread.submit", "WorkQueue.add_ready", MODEL}
 MIB: Final = 1 << 20
 LANE, HISTORY = 3, 200
 LONG_MS: Final = 60_000.0
@@ -55,46 +66,77 @@ class Call(NamedTuple):
     depth: int
 
 
+class Function(NamedTuple):
+    """A function of the package. file: from the package's folder."""
+
+    file: str
+    name: str
+
+
 class HitPath(NamedTuple):
-    """The calls before the model, in order."""
+    """The calls before the model, in order; the functions that they execute, and those that hand the hit on."""
 
     calls: Sequence[Call]
-
-    @property
-    def functions(self) -> int:
-        """How many different functions they execute."""
-        return len({(call.file, call.function) for call in self.calls})
-
-    @property
-    def files(self) -> int:
-        """In how many files these are."""
-        return len({call.file for call in self.calls})
+    functions: Set[Function]
+    hands: Set[Function]
 
     def __str__(self) -> str:
-        return f"{self.functions} functions in {self.files} files"
+        return f"{_counted(self.functions)}, handed on by {_counted(self.hands)}"
+
+
+def _counted(functions: Set[Function]) -> str:
+    return f"{len(functions)} functions in {len({each.file for each in functions})} files"
 
 
 class _Recorder:
     """Sees the calls of all threads that start after it, and keeps the package's while it is on."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.on = self.on_device = False
         self.calls: list[Call] = []
+        self.hands: set[Function] = set()
+        self.met: set[str] = set()  # of HANDS
         self._loop = threading.get_ident()
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if not self.on or event != "call" or not code.co_filename.startswith(PACKAGE):
+    @property
+    def path(self) -> HitPath:
+        """What it saw. What was called before it was on is no part of it."""
+        functions = {Function(call.file, call.function) for call in self.calls}
+        assert self.met == HANDS, f"the hit does not go through {HANDS - self.met}"
+        return HitPath(self.calls, functions, self.hands & functions)
+
+    def __call__(self, frame: FrameType, event: str, returned: Any) -> None:
+        if not self.on or (function := _function(frame)) is None:
             return
-        file = code.co_filename.removeprefix(PACKAGE)
-        if file.startswith("models/") and code.co_qualname == "HSTUModel.score":
-            self.on = False
+        on_loop = threading.get_ident() == self._loop
+        self.on_device = self.on_device or function.name == DEVICE
+        if not (on_loop or self.on_device):  # an idle thread looks for work now and then
             return
-        depth, outer = 0, frame.f_back
-        while outer is not None:
-            depth += outer.f_code.co_filename.startswith(PACKAGE)
-            outer = outer.f_back
-        self.calls.append(Call(file, code.co_qualname, threading.get_ident() == self._loop, depth))
+        if event == "return":
+            first = returned[0] if isinstance(returned, list) and returned else returned
+            if isinstance(first, FORMS):
+                self.hands.add(function)
+        elif event == "call":
+            stack = list(filter(None, map(_function, _stack(frame))))
+            if function.name in HANDS:
+                self.met.add(function.name)
+                self.hands.update(stack)
+            if function.name == MODEL:
+                self.on = False
+            else:
+                self.calls.append(Call(*function, on_loop, len(stack) - 1))
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _function(frame: FrameType) -> Function | None:
+    code = frame.f_code
+    inside = code.co_filename.startswith(PACKAGE)
+    return Function(code.co_filename.removeprefix(PACKAGE), code.co_qualname) if inside else None
 
 
 class _Producer:
@@ -150,7 +192,8 @@ async def trace_hit() -> HitPath:
             route = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"1"))
             record = _record(topics.ranking, number, encode(ranking), route)
             recorder.calls.clear()
-            recorder.on = True
+            recorder.hands.clear()
+            recorder.on, recorder.on_device = True, False
             sys.setprofile(recorder)
             try:
                 requests.on_records([record])
@@ -162,7 +205,7 @@ async def trace_hit() -> HitPath:
         await background.end()
     outcomes = [decode(ScoreReply, value).outcome for value in scores.sent]
     assert outcomes[1] == "hbm", f"the ranking was no hit: {outcomes}"
-    return HitPath(recorder.calls)
+    return recorder.path
 
 
 async def _is_ready(device: DeviceThread) -> bool:
@@ -180,7 +223,8 @@ def main() -> None:
     path = asyncio.run(trace_hit())
     if "--calls" in sys.argv[1:]:
         for call in path.calls:
-            print("loop  " if call.on_loop else "device", "  " * call.depth + call.function, call.file)
+            hand = ">" if Function(call.file, call.function) in path.hands else " "
+            print("loop  " if call.on_loop else "device", hand, "  " * call.depth + call.function, call.file)
     print(path)
 
 

@@ -197,7 +197,7 @@ def test_a_signals_memory_counts_until_the_device_has_taken_it() -> None:
     signal = world.signal()
     assert world.core.on_signal(signal, "signal") == [Done("signal"), Submit(signal)]
     assert isinstance(world.core.on_signal(world.signal())[0], SignalOver)
-    world.core.held.on_taken(10)
+    world.core.held.taken = 10
     assert isinstance(world.core.on_signal(world.signal())[0], Submit)
 
 

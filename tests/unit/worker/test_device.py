@@ -285,10 +285,8 @@ def test_a_turn_steps_even_while_commands_keep_coming() -> None:
             assert rankings_only is bool(inbox)
             return True
 
-        def take_answers(self) -> list[Any]:
-            return []
-
-        take_placed = take_answers
+        def take_results(self) -> tuple[list[Any], list[Any]]:
+            return [], []
 
     inbox = deque(Submitted(cast(Any, number)) for number in range(300))
     while inbox:

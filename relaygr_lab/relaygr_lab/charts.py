@@ -84,9 +84,9 @@ def line_chart(series: Sequence[Series], x: Axis, y: Axis, limit: tuple[float, s
     return _svg(LINES_HEIGHT_INCHES, lambda axes: draw_lines(axes, series, x, y, limit))
 
 
-def line_file(series: Sequence[Series], x: Axis, y: Axis) -> str:
+def line_file(series: Sequence[Series], x: Axis, y: Axis, limit: tuple[float, str] | None = None) -> str:
     """The same as a whole SVG file, for documents. Raises ImportError without matplotlib."""
-    return _drawn(LINES_HEIGHT_INCHES, lambda axes: draw_lines(axes, series, x, y))
+    return _drawn(LINES_HEIGHT_INCHES, lambda axes: draw_lines(axes, series, x, y, limit))
 
 
 def bar_chart(bars: Sequence[Bar], colours: dict[str, str], unit: str = "") -> str:
