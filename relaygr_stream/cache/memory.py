@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,11 @@ def _register(buffer: torch.Tensor) -> bool:
     if not torch.cuda.is_available():
         return False
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    return int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) == 0
+    if int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # the refusal is reported once more, by the next kernel
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def _pinned_bytes(nbytes: int) -> int:

@@ -152,7 +152,7 @@ class Moves:
             return False
 
     def _digested(self, user_id: str, copy: StoredCopy, ticket: DigestTicket) -> None:
-        entry = self._table.get(user_id)
+        entry = self._table.by_user.get(user_id)
         if self._dram is None or self._kept is None or entry is None or entry.stored is not copy:
             return  # the copy is gone by now
         if copy.unverified is None:

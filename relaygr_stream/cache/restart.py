@@ -29,7 +29,7 @@ def restore(table: EntryTable, dram: DramTier, kept: KeptCopies, most: int, eras
             found.drop(record)
             continue
         copy = StoredCopy(record.extent, record.capacity, record.length, record.digest)
-        if not _fits(record, dram, most) or table.get(record.user_id) is not None:
+        if not _fits(record, dram, most) or record.user_id in table.by_user:
             kept.file.forget(record.extent)
             found.drop("unfit")
         elif erased(record.user_id):
