@@ -60,7 +60,8 @@ test-stack: $(STAMP) ## what make test leaves out: the wheel, on Apache Kafka (K
 test-repeat: $(STAMP) ## make test N times beside BUSY busy loops, and what failed (N=20 BUSY=0; Ctrl-C lists what there is)
 	$(BIN)/python -m tests.repeat --times $(or $(N),20) --busy $(or $(BUSY),0) -- --hypothesis-profile=search -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
 
-test-long: $(STAMP) ## a million random operations, the books checked after each; kernels under ASan and UBSan (ARGS="--long-operations N --long-seed N")
+test-long: $(STAMP) ## all examples of each property, new ones; a million random operations, the books checked after each; kernels under ASan and UBSan (ARGS="--long-operations N --long-seed N")
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist $(TEST_DIST) -m "hypothesis and not long" --hypothesis-profile=search
 	$(BIN)/pytest -m long -s $(ARGS)
 
 fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, status, dead letters (INPUTS=1000000 SEED=1)

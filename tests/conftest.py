@@ -16,17 +16,20 @@ import pytest
 import structlog
 from hypothesis.internal.conjecture import providers
 
+from relaygr_stream.bus import embedded
 from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
-from tests import needs
+from tests import needs, properties
 from tests.longrun import LongRun
 
 # The time of an example depends on the machine, so none is limited. A run judges a change by the same examples as the
-# run before; `make test-repeat` looks for new ones (--hypothesis-profile=search).
+# run before; `make test-long` and `make test-repeat` look for new ones (--hypothesis-profile=search).
 search = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.register_profile("search", search)
-hypothesis.settings.register_profile("same", search, derandomize=True)
+hypothesis.settings.register_profile(properties.WHOLE, search)
+hypothesis.settings.register_profile(
+    "same", search, derandomize=True, max_examples=properties.examples(search.max_examples)
+)
 hypothesis.settings.load_profile("same")
 
 #: They decide what rich prints, and how wide; a CI sets some of them, a terminal others.
@@ -132,8 +135,10 @@ class Brokers:
         finally:
             self._runner.run(context.__aexit__(None, None, None))
 
-    def kafka(self) -> LocalBroker:
-        """Apache Kafka, started at its first use."""
+    def kafka(self) -> AnyBroker:
+        """Apache Kafka: the cluster that RELAYGR_TEST_BOOTSTRAP names, or one started at its first use."""
+        if running := os.environ.get("RELAYGR_TEST_BOOTSTRAP"):
+            return RunningCluster(running)
         if self._kafka is None:
             node = dataclasses.replace(DEFAULT_NODE, properties=NO_RETENTION)
             context = local_broker("kafka", folder=self.folder, node=node)
@@ -170,6 +175,12 @@ def _time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relaygr_stream.ops.children.STOP_TIMEOUT_S", 60.0)
 
 
+@pytest.fixture(autouse=True)
+def _embedded_broker_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each consumer asks it 80 times a second, and a test has a dozen: that was most of what such tests took."""
+    monkeypatch.setattr(embedded, "EMBEDDED_FETCH_WAIT_MS", 50)
+
+
 @pytest.fixture(scope="session")
 def brokers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brokers]:
     brokers = Brokers(tmp_path_factory.mktemp("brokers"))
@@ -193,7 +204,7 @@ def broker(request: pytest.FixtureRequest, brokers: Brokers) -> AnyBroker:
     if request.param == "embedded":
         embedded: LocalBroker = request.getfixturevalue("embedded_broker")
         return embedded
-    return RunningCluster(running) if (running := os.environ.get("RELAYGR_TEST_BOOTSTRAP")) else brokers.kafka()
+    return brokers.kafka()
 
 
 def _unique_settings(broker: AnyBroker) -> Kafka:

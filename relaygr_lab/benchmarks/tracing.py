@@ -20,10 +20,10 @@ import sys
 import time
 import types
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Final
 
 import targets
+from msgspec.structs import replace
 
 MODES: Final = ("without", "off", "0", "1")
 TOKENS, CANDIDATES = 256, 100

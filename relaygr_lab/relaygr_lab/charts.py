@@ -14,11 +14,14 @@ from relaygr_lab.drawing import INSTALL, can_draw, log_ticks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH_INCHES: Final = 6.4
-LINES_HEIGHT_INCHES: Final = 3.4
+#: Of a file, and of a chart in a page: narrow, so that its words can be read at the 390 pixels of a telephone.
+FILE_INCHES: Final = (6.4, 3.4)
+PAGE_INCHES: Final = (4.8, 3.0)
 #: Heights in a chart of bars: of each bar, and of the legend.
 BAR_HEIGHT_INCHES: Final = 0.36
 LEGEND_HEIGHT_INCHES: Final = 0.7
+#: Names of more letters than this stand in two columns of the legend, so that it is no wider than the chart.
+LONG_NAME: Final = 24
 #: Room for a bar's text, as a share of the longest bar's length.
 ROOM_FOR_WORDS: Final = 0.4
 #: A logarithmic axis has no zero.
@@ -34,6 +37,15 @@ _STYLE: Final[dict[Any, Any]] = {
 }
 #: Parts that inline SVG does not need: name spaces, and unused ids, which would occur in several charts.
 _NEEDLESS: Final = re.compile(r' xmlns(:\w+)?="[^"]*"| id="[\w.]+_\d+"')
+
+#: Colours that a dark page replaces (STYLE of bench/page.py): ink, ground, and what is too dark on it.
+_THEMED: Final = {
+    "#000000": "currentColor",
+    "#ffffff": "var(--panel)",
+    "#0072b2": "var(--blue)",
+    "#b91c1c": "var(--red)",
+}
+_ON_PAGE: Final = re.compile("|".join(_THEMED))
 
 
 @dataclass(frozen=True)
@@ -81,12 +93,12 @@ def line_chart(series: Sequence[Series], x: Axis, y: Axis, limit: tuple[float, s
     """Lines with dots; limit: (y, name) of a horizontal line."""
     if not any(one.points for one in series):
         return NOTHING
-    return _svg(LINES_HEIGHT_INCHES, lambda axes: draw_lines(axes, series, x, y, limit))
+    return _svg(PAGE_INCHES[1], lambda axes: draw_lines(axes, series, x, y, limit))
 
 
 def line_file(series: Sequence[Series], x: Axis, y: Axis, limit: tuple[float, str] | None = None) -> str:
     """The same as a whole SVG file, for documents. Raises ImportError without matplotlib."""
-    return _drawn(LINES_HEIGHT_INCHES, lambda axes: draw_lines(axes, series, x, y, limit))
+    return _drawn(FILE_INCHES, lambda axes: draw_lines(axes, series, x, y, limit))
 
 
 def bar_chart(bars: Sequence[Bar], colours: dict[str, str], unit: str = "") -> str:
@@ -147,26 +159,28 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], colours: dict[str, str], unit: st
     axes.set_yticks(rows, [bar.name for bar in bars])
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}{unit}")
+    axes.locator_params(axis="x", nbins=6)
     axes.grid(axis="x", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=8, frameon=False)
+        columns = 2 if max(map(len, colours)) > LONG_NAME else 3
+        axes.figure.legend(loc="outside upper left", ncols=columns, fontsize=7.5, frameon=False, columnspacing=1.2)
 
 
 def _svg(height_inches: float, draw: Callable[[Axes], None]) -> str:
     """Inline in a page."""
     if not can_draw():
         return f'<p class="none">No chart: {escape(INSTALL)}</p>'
-    text = _drawn(height_inches, draw)
-    return _NEEDLESS.sub("", text[text.index("<svg") :])
+    text = _drawn((PAGE_INCHES[0], height_inches), draw)
+    return _ON_PAGE.sub(lambda found: _THEMED[found[0]], _NEEDLESS.sub("", text[text.index("<svg") :]))
 
 
-def _drawn(height_inches: float, draw: Callable[[Axes], None]) -> str:
+def _drawn(inches: tuple[float, float], draw: Callable[[Axes], None]) -> str:
     import matplotlib  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
+        figure = Figure(figsize=inches, layout="constrained")
         draw(figure.subplots())
         out = StringIO()
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

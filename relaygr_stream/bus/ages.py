@@ -122,7 +122,13 @@ class AgeBounds:
         if offset < self._read:
             self._samples.clear()  # reading jumped back, most likely because the log was recreated
         self._read = offset
-        at_least, at_most = self._bounds(offset, now_s)
+        at_least, at_most = 0.0, math.inf
+        for sample in self._samples:  # oldest first
+            if offset < sample.offset:
+                at_least = max(at_least, now_s - sample.answered_s)
+                break
+            at_most = now_s - sample.asked_s
+        at_least, at_most = at_least * 1000.0, max(at_least, at_most) * 1000.0
         if stated_ms is None:
             return Age(at_least, at_least, False)
         off = not at_least - CLOCK_TOLERANCE_MS <= stated_ms <= at_most + CLOCK_TOLERANCE_MS
@@ -133,15 +139,6 @@ class AgeBounds:
             believed = max(believed, stated_ms - lag_ms)
         sure = min(max(believed, at_least), at_most)
         return Age(sure, at_least if off else min(max(stated_ms, at_least), at_most), off)
-
-    def _bounds(self, offset: int, now_s: float) -> tuple[float, float]:
-        at_least, at_most = 0.0, math.inf
-        for sample in self._samples:  # oldest first
-            if offset < sample.offset:
-                at_least = max(at_least, now_s - sample.answered_s)
-                break
-            at_most = now_s - sample.asked_s
-        return at_least * 1000.0, max(at_least, at_most) * 1000.0
 
 
 def now_ms() -> int:

@@ -68,6 +68,8 @@ class PrefixCache:
         capacity = capacity_for(scratch_tokens)
         self._scratch_bytes = self._hbm.size_of(capacity)
         self._moves = Moves(self._table, copier, self.counters, self._scratch_bytes)
+        #: Completes finished copies and starts write-backs; returns the entries loaded, or `failed` to load.
+        self.poll: Final = self._moves.poll
         self.transit = Transit(self._table, predict_ms, self._moves.copy_out, self._moves.keep)
         self._most_capacity = capacity
         reserved = self._hbm.allocate(capacity)
@@ -259,10 +261,6 @@ class PrefixCache:
     def load(self, entry: Entry) -> bool:
         """in DRAM → loading, before write-backs. Returns False and changes nothing if HBM has no room."""
         return self._moves.load(entry)
-
-    def poll(self) -> list[Entry]:
-        """Complete finished copies and start write-backs. Returns the entries loaded, or `failed` to load."""
-        return self._moves.poll()
 
     # ---- restarting ----
 

@@ -51,6 +51,7 @@ class Admission:
         truncate_min_tokens: int = 0,
     ) -> None:
         self._executor = executor
+        self._takes_suffix = takes_suffix(executor.model)
         self._jobs = jobs
         self._places = places
         self._nbytes = nbytes
@@ -171,9 +172,11 @@ class Admission:
     def _infer_ms(self, ranking: Ranking, found: Found) -> float:
         """Predicted device time until its prefix KV are there; a job that others wait for costs nothing more."""
         entry, coverage = found
-        tokens, suffix = len(ranking.tokens), 0 if takes_suffix(self._executor.model) else len(ranking.suffix)
+        tokens, suffix = len(ranking.tokens), 0 if self._takes_suffix else len(ranking.suffix)
         if entry is None or coverage is Coverage.NONE or ranking.full or suffix:
             return self._jobs.prefill_ms(0, tokens + suffix)
+        if coverage is Coverage.COVERS and not entry.computing:
+            return 0.0
         job = self._jobs.of(entry)
         begun = self._jobs.remaining_ms(job) if job is not None and not job.waiters else 0.0
         if coverage is Coverage.COVERS:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import filterfalse
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -28,16 +29,20 @@ DELEGATED_LANE: Final = -1
 class Keys:
     """Whose a task is. Tenants share neither users nor requests, whatever their ids."""
 
-    __slots__ = ("request_key", "user_key")
+    __slots__ = ()
     request_id: str
     user_id: str
     tenant: str
-    user_key: str  # the user, as the cache names it
-    request_key: str  # the request, as pins and recent answers name it
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "user_key", tenant_key(self.tenant, self.user_id))
-        object.__setattr__(self, "request_key", tenant_key(self.tenant, self.request_id))
+    @property
+    def user_key(self) -> str:
+        """The user, as the cache names it."""
+        return tenant_key(self.tenant, self.user_id)
+
+    @property
+    def request_key(self) -> str:
+        """The request, as pins and recent answers name it."""
+        return tenant_key(self.tenant, self.request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +54,7 @@ class Referred:
     suffix: Behaviours
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefillTask(Keys):
+class PrefillTask(Keys, msgspec.Struct, frozen=True, eq=False):  # a frozen dataclass takes 5 µs more
     """An admitted request whose prefix KV is to be ready, and pinned, before its ranking comes."""
 
     request_id: str
@@ -82,8 +86,7 @@ class Times(NamedTuple):
     inbound_ms: float = 0.0  # age at arrival by the sender's clock
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankTask(Keys):
+class RankTask(Keys, msgspec.Struct, frozen=True, eq=False):
     """A ranking request. It does not change: what becomes of it is in its Answer."""
 
     request_id: str
@@ -99,7 +102,7 @@ class RankTask(Keys):
     nbytes: int = 0  # memory from when it was read until its answer has left
     hops: int = 0  # times it was forwarded, or 1: a hedge
     origin: Any = None  # where its answer goes; the scheduler does not look at it
-    features: Values = field(default_factory=dict)  # of the candidates
+    features: Values = {}  # of the candidates
 
     def with_history(self, tokens: Tokens, suffix: Tokens) -> RankTask:
         """The request whose prefix was read."""

@@ -55,7 +55,7 @@ class OnlineFit:
     """
 
     def __init__(self) -> None:
-        self._theta = PRIOR
+        self.coefficients = PRIOR  # θ: none is negative; replaced as one, since another thread may be reading
         #: Of θ, the upper triangle row by row.
         self._variance = (FIRST_VARIANCE, 0.0, 0.0, FIRST_VARIANCE, 0.0, FIRST_VARIANCE)
         self._most_variance = MOST_VARIANCE
@@ -63,14 +63,9 @@ class OnlineFit:
         self._ratios: deque[float] = deque(maxlen=LEVEL_SAMPLES)
         self.samples = 0
 
-    @property
-    def coefficients(self) -> Features:
-        """θ: none is negative."""
-        return self._theta
-
     def predict(self, features: Features) -> float:
         """The fitted value."""
-        a, b, c = self._theta
+        a, b, c = self.coefficients
         x, y, z = features
         return a * x + b * y + c * z
 
@@ -88,7 +83,7 @@ class OnlineFit:
                 unit = max(self.predict(features), LEAST_MS)
         x, y, z = features
         x, y, z = x / unit, y / unit, z / unit
-        a, b, c = self._theta
+        a, b, c = self.coefficients
         error = value / unit - (a * x + b * y + c * z)
         if settled:
             deviation = self._deviation
@@ -112,7 +107,7 @@ class OnlineFit:
         a, b, c = a + u * step, b + v * step, c + w * step
         if a < 0 or b < 0 or c < 0:
             a, b, c = _not_negative((a, b, c), self._variance)
-        self._theta = (a, b, c)  # one assignment: another thread may be reading
+        self.coefficients = (a, b, c)
 
     def _level_changed(self, ratio: float) -> bool:
         """Whether the device became faster or slower for good; then all coefficients are scaled."""
@@ -131,8 +126,8 @@ class OnlineFit:
 
     def _scale(self, factor: float) -> None:
         """All times are `factor` times as long."""
-        a, b, c = self._theta
-        self._theta = (a * factor, b * factor, c * factor)
+        a, b, c = self.coefficients
+        self.coefficients = (a * factor, b * factor, c * factor)
         square = factor * factor
         xx, xy, xz, yy, yz, zz = self._variance
         self._variance = (xx * square, xy * square, xz * square, yy * square, yz * square, zz * square)
@@ -262,7 +257,8 @@ class Costs:
 
     def score_ms(self, prefix: int, rows: int) -> float:
         """Predicted time of scoring one ranking of `rows` suffix and candidate tokens."""
-        return self._score.predict(_score_features(prefix, rows))
+        m, (s0, s1, s2) = rows * SCALE, self._score.coefficients
+        return s0 + s1 * m + s2 * (m * prefix * SCALE)
 
     def chunk(self, position: int, budget_ms: float) -> int:
         """`tokens_within` by the present fit."""

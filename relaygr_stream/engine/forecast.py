@@ -29,9 +29,14 @@ FORWARDED_DEADLINE_FRACTION: Final = 0.75
 
 
 class Calibration:
-    """The ratio of measured to predicted times: batches are cheaper than their parts, chunks dearer than the whole."""
+    """The ratio of measured to predicted times: batches are cheaper than their parts, chunks dearer than the whole.
+
+    factor: multiply predictions by this. trusted: there are enough comparisons to refuse by.
+    """
 
     def __init__(self) -> None:
+        self.factor = 1.0
+        self.trusted = False
         self._predicted = 0.0
         self._measured = 0.0
         self._samples = 0
@@ -41,16 +46,9 @@ class Calibration:
         self._predicted = FORGETTING * self._predicted + predicted_ms
         self._measured = FORGETTING * self._measured + min(measured_ms, OUTLIER * predicted_ms)
         self._samples += 1
-
-    @property
-    def trusted(self) -> bool:
-        """There are enough comparisons to refuse by."""
-        return self._samples >= MIN_SAMPLES
-
-    @property
-    def factor(self) -> float:
-        """Multiply predictions by this."""
-        return self._measured / self._predicted if self.trusted and self._predicted > 0 else 1.0
+        if self._samples >= MIN_SAMPLES:
+            self.trusted = True
+            self.factor = self._measured / self._predicted if self._predicted > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +161,13 @@ ALWAYS_TOGETHER: Final = 2
 
 
 class Batching:
-    """Learns s0 / (s0 + s1) from batches of two and more, against what rankings alone take."""
+    """Learns s0 / (s0 + s1) from batches of two and more, against what rankings alone take.
+
+    pays: rankings scored together are done sooner on average.
+    """
 
     def __init__(self) -> None:
+        self.pays = False
         self._alone = Calibration()
         self._saved_ms = 0.0
         self._could_ms = 0.0  # what batches would have saved if s1 were 0
@@ -178,8 +180,4 @@ class Batching:
         alone_ms = predicted_ms * self._alone.factor
         self._saved_ms = FORGETTING * self._saved_ms + alone_ms - min(ms, OUTLIER * alone_ms)
         self._could_ms = FORGETTING * self._could_ms + alone_ms * (1 - 1 / rankings)
-
-    @property
-    def pays(self) -> bool:
-        """Whether rankings scored together are done sooner on average."""
-        return self._saved_ms > PAYS_FROM * self._could_ms
+        self.pays = self._saved_ms > PAYS_FROM * self._could_ms

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Literal
+from operator import attrgetter
+from typing import Final, Literal, NamedTuple
 
 from relaygr_stream.cache.entry import Coverage, Entry, Found, Source
 from relaygr_stream.cache.prefix_cache import PrefixCache
@@ -39,8 +40,7 @@ LEAST_HEAD_START_MS: Final = 1.0
 Way = Literal["ready", "computing", "loading", "dram", "shorter", "nothing", "no_room", "kept"]
 
 
-@dataclass(frozen=True, slots=True)
-class Acquired:
+class Acquired(NamedTuple):
     """An entry that a caller may hold now, before anything else changes the cache; None where there is nothing to hold.
 
     whole: it has, or will have, all of the prefix; False: acquire again once its copy or computation is over. missing:
@@ -80,7 +80,7 @@ class Residents:
         self.waiters: Final = waiters
         self.auditor: Final = auditor
         self.pins: Final = PinTable(cache)
-        self._scratch_wanted: TimerHeap[Ranking] = TimerHeap(lambda ranking: ranking.answered)
+        self._scratch_wanted: TimerHeap[Ranking] = TimerHeap(attrgetter("answered"))
         self._takes_suffix = takes_suffix(executor.model)
         self._empty = KVRegion.new(executor.model.layout, 0, device=executor.device)
 
@@ -252,7 +252,7 @@ class PinTable:
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._pins: dict[str, Pin] = {}
-        self._ends: TimerHeap[Pin] = TimerHeap(lambda pin: pin.released)
+        self._ends: TimerHeap[Pin] = TimerHeap(attrgetter("released"))
         self._lane_bytes: defaultdict[int, int] = defaultdict(int)
         self._delegated: dict[Entry, tuple[int, int]] = {}  # entry → pins on other workers' behalf, bytes
         self.unheld: list[Entry] = []  # entries whose last pin ended while they were computed; the scheduler takes them

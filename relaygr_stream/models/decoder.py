@@ -30,7 +30,6 @@ from torch import nn
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.models.own_line import at_own_line
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 
 #: Named inputs of a decoder, each with one row a token: (n, …).
@@ -195,7 +194,7 @@ class DecoderModel(nn.Module):
         except Exception as error:  # a user's module may raise any exception
             raise ModelError(
                 f"{called} must return hidden states, and as {self._past_name} (K, V) of each layer: "
-                f"{type(error).__name__}: {error}{at_own_line(error)}"
+                f"{type(error).__name__}: {error}"
             ) from error
         if hidden.shape[:2] != (1, 1) or len(shapes) != 1:
             raise ModelError(
@@ -216,7 +215,7 @@ class DecoderModel(nn.Module):
             both = self._apart(rows, [], 0)
             alone = self._apart({name: value[1:] for name, value in rows.items()}, [], 0)
         except Exception as error:  # a user's module may raise any exception
-            raise ModelError(f"{advice}: {type(error).__name__}: {error}{at_own_line(error)}") from error
+            raise ModelError(f"{advice}: {type(error).__name__}: {error}") from error
         difference = float((both[1:] - alone).abs().max() / alone.abs().max())
         if not difference <= MASK_LIMIT.get(self.layout.dtype, HALF_MASK_LIMIT):
             raise ModelError(f"{advice}: a candidate's hidden state changed by {difference:.1e} with another candidate")

@@ -69,15 +69,18 @@ def _find_factory(name: str) -> Callable[..., Any]:
 
 
 def _call(factory: Callable[..., Any], model: settings.Model, device: torch.device, dtype: torch.dtype) -> Any:
+    module = model.factory.partition(":")[0]
     try:
         return factory(model, device, dtype)
+    except ModelError as error:  # a refusal, or the error of a part of the model
+        raise ModelError(f"{error}{at_own_line(error, module)}") from error
     except RelayError:
         raise
     except Exception as error:  # a user's factory may raise any exception
         log.error("the model's factory failed", factory=model.factory, exc_info=error)
         raise FactoryError(
             f"`model.factory` = {model.factory!r} failed with {type(error).__name__}: {error}"
-            f"{at_own_line(error, model.factory.partition(':')[0])}; "
+            f"{at_own_line(error, module)}; "
             f"it is called with (settings.Model, torch.device, torch.dtype)"
         ) from error
 

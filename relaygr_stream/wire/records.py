@@ -53,7 +53,10 @@ def header(headers: Headers, name: str) -> bytes:
 
 def kind_of(headers: Headers) -> str:
     """The kind of a record, from its headers; "": the topic's main message."""
-    return header(headers, HEADER_KIND).decode("ascii", errors="backslashreplace")
+    for name, value in headers:
+        if name == HEADER_KIND:
+            return (value or b"").decode("ascii", errors="backslashreplace")
+    return ""
 
 
 class Record(NamedTuple):

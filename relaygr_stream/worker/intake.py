@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag, stated_age_ms
@@ -43,8 +44,7 @@ OBJECT_BYTES: Final = 4096
 REPLY_SHARE: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Origin:
+class Origin(msgspec.Struct, frozen=True, eq=False):
     """Where a ranking came from and where its answer goes."""
 
     record: Record

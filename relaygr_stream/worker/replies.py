@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -254,7 +253,7 @@ def check_answers_fit(topics: TopicSet, candidates: int, model: RankingModel) ->
 def _without_request(origin: Origin) -> Origin:
     """What an answer needs of it: a request may be a megabyte, and answers wait for brokers that are away."""
     key, headers = (origin.record.key or b"")[:MAX_ID_BYTES], tuple(trace_headers(origin.record.headers))
-    return replace(origin, record=origin.record._replace(key=key, value=None, headers=headers))
+    return msgspec.structs.replace(origin, record=origin.record._replace(key=key, value=None, headers=headers))
 
 
 def user_of(record: Record) -> str:

@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final
 
+import msgspec
 import structlog
 
 from relaygr_stream.bus.dead_letter import DeadLetters
@@ -149,7 +149,8 @@ class Requests:
         try:
             origin = self.intake.route(record)
             if self._context.tracing.on:
-                origin = replace(origin, trace=self._context.tracing.receive("relaygr.ranking", record))
+                trace = self._context.tracing.receive("relaygr.ranking", record)
+                origin = msgspec.structs.replace(origin, trace=trace)
             rank = self.intake.ranking(record, origin)
         except TooMuch as error:
             self._limiter.limited(log.warning, "rejected")(

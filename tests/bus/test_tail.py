@@ -13,9 +13,9 @@ import pytest
 from aiokafka.conn import AIOKafkaConnection
 from aiokafka.protocol.fetch import FetchRequest
 
+from relaygr_stream.bus import embedded
 from relaygr_stream.bus.aiokafka_compat import MOST_AT_ONCE
 from relaygr_stream.bus.contents import read_back
-from relaygr_stream.bus.embedded import EMBEDDED_FETCH_WAIT_MS
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import RELAXED_MS, TopicTail
 from relaygr_stream.bus.topics import apply_topics
@@ -208,4 +208,4 @@ async def test_fetches_wait_as_the_broker_at_hand_needs_it(
     async with TopicTail(kafka_settings, topic, [0], "latest", lambda records: None, relaxed=relaxed):
         await until(lambda: bool(waits), "a fetch")
     long = RELAXED_MS if relaxed else kafka_settings.tail_max_wait_ms
-    assert waits == {EMBEDDED_FETCH_WAIT_MS if broker.kind == "embedded" and not relaxed else long}
+    assert waits == {embedded.EMBEDDED_FETCH_WAIT_MS if broker.kind == "embedded" and not relaxed else long}

@@ -32,8 +32,6 @@ from tests.waiting import until
 LIMIT = 3
 
 
-@pytest.mark.kafka
-@pytest.mark.parametrize("broker", ["kafka"], indirect=True)  # the embedded broker keeps no metadata with an offset
 @pytest.mark.timeout(400)
 async def test_a_request_that_ends_each_worker_is_answered_failed_after_so_many(
     kafka_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,8 +93,6 @@ async def test_a_request_that_ends_each_worker_is_answered_failed_after_so_many(
             assert fleet.children[f"w{LIMIT}"].exit_code is None
 
 
-@pytest.mark.kafka
-@pytest.mark.parametrize("broker", ["kafka"], indirect=True)
 @pytest.mark.parametrize("delegated", [False, True])
 @pytest.mark.timeout(400)
 async def test_a_signal_that_ends_each_worker_is_buried_after_so_many(

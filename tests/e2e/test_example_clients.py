@@ -51,9 +51,7 @@ def java() -> list[str]:
     return ["java", "-cp", f"{home}/libs/*", str(CLIENTS / "java" / "Client.java")]
 
 
-@pytest.mark.kafka
 @pytest.mark.parametrize("command", [node, java], ids=["node", "java"])
-@pytest.mark.parametrize("broker", ["kafka"], indirect=True)
 async def test_a_client_of_the_protocol_alone_gets_scores_and_cancels(
     broker: AnyBroker, kafka_settings: Kafka, tmp_path: Path, command: Callable[[], list[str]]
 ) -> None:

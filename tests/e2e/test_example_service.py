@@ -33,6 +33,7 @@ async def answers(port: int, service: subprocess.Popen[bytes]) -> None:
             return
 
 
+@pytest.mark.stack
 async def test_it_ranks_over_the_relay_and_falls_back_without(embedded_settings: Kafka, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     async with serving_fleet(embedded_settings, tmp_path, "w1") as fleet:

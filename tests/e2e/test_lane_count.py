@@ -85,7 +85,6 @@ async def more_replies(kafka: Kafka, topic: str) -> None:
         await admin.close()
 
 
-@pytest.mark.parametrize("broker", [pytest.param("kafka", marks=pytest.mark.kafka)], indirect=True)
 async def test_partitions_added_while_everything_runs(kafka_settings: Kafka, tmp_path: Path) -> None:
     kafka = msgspec.structs.replace(kafka_settings, partitions=LANES)
     more = msgspec.structs.replace(kafka, partitions=MORE)

@@ -8,6 +8,8 @@ import random
 import sys
 from pathlib import Path
 
+import pytest
+
 from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import Fleet, serving_fleet
 
@@ -47,6 +49,7 @@ async def test_u_data_runs_from_file_to_hit_rate(embedded_settings: Kafka, tmp_p
     assert "150" in json.dumps(json.loads(report.read_text()))
 
 
+@pytest.mark.stack
 async def test_where_no_worker_is_ready_it_says_so_and_waits_for_one(embedded_settings: Kafka, tmp_path: Path) -> None:
     async with Fleet(embedded_settings, tmp_path) as fleet:
         process = await asyncio.create_subprocess_exec(

@@ -39,12 +39,10 @@ async def line(watching: asyncio.subprocess.Process) -> dict[str, Any]:
 
 
 @pytest.mark.stack
-@pytest.mark.parametrize("secret", ["", "what this fleet shares"], ids=["unsigned", "signed"])
-async def test_who_crashed_is_named_until_its_record_is_removed(
-    embedded_settings: Kafka, tmp_path: Path, secret: str
-) -> None:
+async def test_who_crashed_is_named_until_its_record_is_removed(embedded_settings: Kafka, tmp_path: Path) -> None:
+    """In a fleet that signs its statuses; one that does not: test_acls.py."""
     async with Fleet(embedded_settings, tmp_path) as fleet:
-        fleet.use(msgspec.structs.replace(fleet.settings, handover=Handover(secret=secret)))
+        fleet.use(msgspec.structs.replace(fleet.settings, handover=Handover(secret="what this fleet shares")))
         fleet.start("trigger", "trigger")
         for name in ("w1", "w2"):
             fleet.start("worker", name)

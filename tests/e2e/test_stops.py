@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from relaygr_stream.cli.main import main
 from tests.waiting import until_blocking
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks into /proc")
@@ -36,21 +38,19 @@ def has_begun(process: subprocess.Popen[str]) -> bool:
 
 
 @linux
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "command",
+    ("number", "command"),
     [
-        ("up", "--workers", "2", *NOWHERE),
-        ("worker", *NOWHERE),
-        ("trigger", *NOWHERE),
-        ("replay", "--generate", *NOWHERE),
-        ("demo", "--seconds", "5", "--out", "demo.png"),
-        ("bench", "slo", "--out", "slo"),
-        ("simulate", "--seconds", "60", "--json", "out.json"),
-        ("dead-letters", "list", *NOWHERE),
-        ("explain", "--seconds", "5", *NOWHERE),
+        (signal.SIGTERM, ("up", "--workers", "1", *NOWHERE)),
+        (signal.SIGINT, ("worker", *NOWHERE)),
+        (signal.SIGTERM, ("trigger", *NOWHERE)),
+        (signal.SIGINT, ("replay", "--generate", *NOWHERE)),
+        (signal.SIGTERM, ("demo", "--seconds", "5", "--out", "demo.png")),
+        (signal.SIGINT, ("bench", "slo", "--out", "slo")),
+        (signal.SIGTERM, ("simulate", "--seconds", "60", "--json", "out.json")),
+        (signal.SIGINT, ("explain", "--seconds", "5", *NOWHERE)),
     ],
-    ids=lambda command: " ".join(command[:2]),
+    ids=lambda given: " ".join(given[:2]) if isinstance(given, tuple) else given.name,
 )
 def test_a_command_can_be_stopped_at_any_moment(
     command: tuple[str, ...], number: signal.Signals, tmp_path: Path
@@ -138,13 +138,12 @@ WRITING = [
 @pytest.mark.parametrize("command", WRITING, ids=lambda command: f"{command[0]} {command[-2]}")
 def test_where_it_cannot_write_a_command_does_not_begin(command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    here = [argument.format(tmp_path / "file") for argument in command]
-    with start(*here, cwd=tmp_path) as process:
-        out, err = process.communicate(timeout=100)
-    assert process.returncode == 1
+    done = CliRunner().invoke(main, [argument.format(tmp_path / "file") for argument in command])
+    assert done.exit_code == 1
+    err = done.stderr
     assert err.startswith(f"error: {command[-2]} {tmp_path / 'file'}/") and len(err.splitlines()) == 1, err
     assert "cannot be written" in err
-    assert out == ""
+    assert done.stdout == ""
 
 
 def test_a_disk_that_has_no_room_for_the_report_is_told_before_anything_is_sent(tmp_path: Path) -> None:
@@ -159,7 +158,7 @@ def test_a_disk_that_has_no_room_for_the_report_is_told_before_anything_is_sent(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
-@pytest.mark.parametrize("command", [("config", "show"), ("topics", "--help"), ("--version",)])
+@pytest.mark.parametrize("command", [("config", "show"), ("--version",)])
 def test_output_that_cannot_be_written_is_one_line(command: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w", encoding="ascii") as full:
         line = [sys.executable, "-m", "relaygr_stream", *command]

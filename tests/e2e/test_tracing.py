@@ -115,6 +115,7 @@ async def test_a_request_is_one_trace_from_its_event_to_its_scores(
             assert fetch.end <= next(span for span in fetched if span.name == "prefill").start
 
 
+@pytest.mark.stack
 async def test_a_forwarded_ranking_stays_in_its_trace_and_a_refusal_is_an_error(
     embedded_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,11 +15,14 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from click.testing import CliRunner
 from relaygr_lab.processes import servable
 
 from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.cli.main import main
 from relaygr_stream.ops.children import probe, write_settings
-from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.ops.names import reserved_name
+from relaygr_stream.settings.schema import Kafka, Settings
 from tests.e2e.fleet import TEST_SETTINGS
 from tests.ports import ports_in_a_row
 from tests.waiting import WITHIN_S, until
@@ -74,19 +78,31 @@ async def up(kafka: Kafka, folder: Path, *arguments: str) -> AsyncIterator[Up]:
         print(*running.lines, (folder / "up.log").read_text()[-4000:], sep="\n")  # what a failed test shows
 
 
-async def test_all_come_up_a_killed_one_comes_back_and_all_go(embedded_settings: Kafka, tmp_path: Path) -> None:
-    async with up(embedded_settings, tmp_path, "--workers", "2", "--name", "w") as running:
-        names = ("trigger", "w-0", "w-1")
+async def test_all_come_up_a_killed_and_a_hung_one_come_back_and_all_go(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    """The first process has the port that is set, the next ones those after it."""
+    port = ports_in_a_row(2)
+    arguments = ("--workers", "1", "--name", "w", "--set", f"telemetry.port={port}")
+    async with up(embedded_settings, tmp_path, *arguments) as running:
+        names = ("trigger", "w-0")
         await until(lambda: running.ready(*names), "all ready")
-        killed = running.pid("w-0")
-        os.kill(killed, signal.SIGKILL)
+        await until(lambda: 'process="trigger"' in probe(port, "/metrics").body)
+        await until(lambda: 'process="worker"' in probe(port + 1, "/metrics").body)
+        before = {name: running.pid(name) for name in names}
+        os.kill(before["trigger"], signal.SIGSTOP)
+        os.kill(before["w-0"], signal.SIGKILL)
         await until(lambda: any("ended with signal 9" in line for line in running.lines), "the end noticed")
-        await until(lambda: running.ready(*names) and running.pid("w-0") != killed, "w-0 ready again")
-        assert running.last("w-0").endswith("restarts 1")
-        pids = [running.pid(name) for name in names]
+        await until(lambda: any("hangs (does not answer" in line for line in running.lines), "the hang noticed")
+        await until(lambda: running.ready(*names) and not before.items() & pids(running, *names).items(), "ready again")
+        assert all(running.last(name).endswith("restarts 1") for name in names)
         running.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(running.process.wait(), WITHIN_S) == 0, (tmp_path / "up.log").read_text()[-2000:]
-        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+        assert not [pid for pid in pids(running, *names).values() if psutil.pid_exists(pid)]
+
+
+def pids(running: Up, *names: str) -> dict[str, int]:
+    return {name: running.pid(name) for name in names}
 
 
 async def test_a_stopped_worker_starts_again_and_all_are_rolled_one_at_a_time(
@@ -152,67 +168,25 @@ async def test_a_setting_that_no_worker_starts_with_ends_all(embedded_settings: 
     async with up(embedded_settings, tmp_path, *arguments) as running:
         assert await asyncio.wait_for(running.process.wait(), WITHIN_S) == 1
         assert not any("starts again" in line for line in running.lines)
+        assert any(line.startswith(socket.gethostname()) for line in running.lines), "named after the host"
     assert "none: no such folder" in (tmp_path / "up.log").read_text()
 
 
-async def test_two_on_one_host_end_nobody(embedded_settings: Kafka, tmp_path: Path) -> None:
-    """Their workers had the same names, and later ones of a name end the earlier."""
-    first, second = tmp_path / "1", tmp_path / "2"
-    first.mkdir()
-    second.mkdir()
-    async with (
-        up(embedded_settings, first, "--no-trigger") as one,
-        up(embedded_settings, second, "--no-trigger") as two,
-    ):
-        await until(lambda: all(any("pid" in line for line in each.lines) for each in (one, two)), "both start")
-        names = [next(line.split()[0] for line in each.lines if "pid" in line) for each in (one, two)]
-        await until(lambda: one.ready(names[0]) and two.ready(names[1]), "both ready")
-        assert names[0] != names[1]
-        async with up(embedded_settings, first, "--name", names[0].removesuffix("-0")) as third:
-            assert await third.process.wait() == 1
-        assert one.process.returncode is None
-
-
-async def test_a_process_that_hangs_is_killed_and_started_again(embedded_settings: Kafka, tmp_path: Path) -> None:
-    async with up(embedded_settings, tmp_path, "--workers", "0") as running:
-        await until(lambda: running.ready("trigger"), "ready")
-        hung = running.pid("trigger")
-        os.kill(hung, signal.SIGSTOP)
-        await until(lambda: any("hangs (does not answer" in line for line in running.lines), "the hang noticed")
-        await until(lambda: running.ready("trigger") and running.pid("trigger") != hung, "ready again")
-        assert running.last("trigger").endswith("restarts 1")
-
-
-async def test_the_first_process_gets_the_port_and_the_next_ones_those_after_it(
-    embedded_settings: Kafka, tmp_path: Path
-) -> None:
-    first = ports_in_a_row(2)
-    arguments = ("--workers", "1", "--name", "w", "--set", f"telemetry.port={first}")
-    async with up(embedded_settings, tmp_path, *arguments) as running:
-        await until(lambda: running.ready("trigger", "w-0"), "both ready")
-        await until(lambda: 'process="trigger"' in probe(first, "/metrics").body)
-        await until(lambda: 'process="worker"' in probe(first + 1, "/metrics").body)
-
-
-async def test_ports_beyond_the_last_are_refused(embedded_settings: Kafka, tmp_path: Path) -> None:
-    arguments = ("--workers", "2", "--set", "telemetry.port=65534")
-    async with up(embedded_settings, tmp_path, *arguments) as running:
-        assert await running.process.wait() == 1
-    assert "telemetry.port = 65534: 3 processes need ports" in (tmp_path / "up.log").read_text()
-
-
-@pytest.mark.parametrize("arguments", [("--devices", "cpu,gpu"), ("--name", "a b")])
-async def test_what_no_worker_could_start_with_is_refused_before_any(
-    embedded_settings: Kafka, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    async with up(embedded_settings, tmp_path, "--workers", "2", *arguments) as running:
-        assert await running.process.wait() == 1
-    assert not running.lines
-    assert f"flag for worker.{'device' if arguments[0] == '--devices' else 'name'}" in (tmp_path / "up.log").read_text()
-
-
-async def test_a_mistake_in_the_settings_is_said_once(embedded_settings: Kafka, tmp_path: Path) -> None:
-    async with up(embedded_settings, tmp_path, "--set", "worker.max_bach=3") as running:
-        assert await running.process.wait() == 1
-    assert not running.lines
-    assert (tmp_path / "up.log").read_text().count("did you mean `worker.max_batch`") == 1
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--set", "telemetry.port=65534"), "telemetry.port = 65534: 3 processes need ports"),
+        (("--devices", "cpu,gpu"), "flag for worker.device"),
+        (("--name", "a b"), "flag for worker.name"),
+        (("--name", "taken"), "--name taken: another `relaygr up` on this host"),
+        (("--set", "worker.max_bach=3"), "did you mean `worker.max_batch`"),
+    ],
+)
+def test_what_no_process_could_start_with_is_said_once_before_any(arguments: tuple[str, ...], said: str) -> None:
+    nowhere = Settings(kafka=Kafka(bootstrap="127.0.0.1:1"))
+    given = ["--workers", "2", "--bootstrap", nowhere.kafka.bootstrap, "--set", "model.checkpoint=", *arguments]
+    with reserved_name("taken", nowhere):
+        done = CliRunner().invoke(main, ["up", *given])
+    assert done.exit_code == 1
+    assert done.output.count(said) == 1
+    assert done.stdout == ""

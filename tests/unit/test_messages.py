@@ -29,6 +29,7 @@ from relaygr_stream.wire.messages import (
     WorkerStatus,
 )
 from relaygr_stream.wire.versions import MAX_DETAIL, READ_VERSION, SCHEMA_VERSION
+from tests.properties import examples
 
 KINDS: list[Any] = [RequestEvent, PreInferSignal, RankingRequest, Cancel, ScoreReply, WorkerStatus]
 
@@ -357,7 +358,7 @@ def test_packing_values_that_do_not_fit_is_a_value_error(arrays: Any, message: s
         Behaviours.of(*arrays)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 3000), st.integers(0, 500))
 def test_costs_follow_their_formula(n: int, m: int) -> None:
     costs = CostModel(c0=1.0, c1=0.5, c2=0.25, c3=0.125)

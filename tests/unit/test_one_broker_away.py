@@ -23,6 +23,7 @@ from relaygr_stream.telemetry.background import periodically
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
+from tests.properties import examples
 from tests.statuses import lane_statuses, worker_status
 from tests.unit.client_peers import request, scored
 
@@ -185,7 +186,7 @@ async def test_a_copy_that_no_broker_has_says_nothing_of_its_reply_partition() -
     assert sender.named == [5, 7, 7]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.integers(0, 2), st.integers(2, 4), st.permutations(range(3)), st.sampled_from([0.05, 0.31]), st.integers(0, 99)
 )

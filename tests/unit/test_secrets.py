@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import structlog
 from hypothesis import given
-from hypothesis import settings as examples
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from relaygr_stream.bus.aiokafka_compat import bootstrap_addresses, client_options, security_options
@@ -25,6 +25,7 @@ from relaygr_stream.settings.schema import Kafka, Settings, Telemetry
 from relaygr_stream.settings.worker import Handover
 from relaygr_stream.telemetry.logs import configure_logging
 from relaygr_stream.telemetry.printable import render_plain
+from tests.properties import examples
 
 SECRET_KEYS = sorted(key for key, field in FIELDS.items() if field.is_secret)
 #: Control characters have no place in an environment. No source or message has the first character: hypothesis also
@@ -40,7 +41,7 @@ def said(call: Callable[[], object]) -> str:
         return str(error) + "".join(traceback.format_exception(error))
 
 
-@examples(max_examples=20)
+@hypothesis_settings(max_examples=examples(20))
 @given(st.fixed_dictionaries(dict.fromkeys(SECRET_KEYS, VALUES)), st.sampled_from(["PLAINTEXT", "SASL_PLAINTEXT"]))
 def test_no_secret_is_shown_anywhere(secrets: dict[str, str], protocol: str) -> None:
     environ = {FIELDS[key].env: value for key, value in secrets.items()}

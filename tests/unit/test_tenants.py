@@ -14,6 +14,7 @@ from relaygr_stream.settings.schema import Kafka, Relay
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, split_tenant_key, tenant_key
 from relaygr_stream.wire.topic_files import lane_of
+from tests.properties import examples
 from tests.unit.client_peers import client_on, responder_on
 from tests.unit.client_peers import event as an_event
 from tests.unit.client_peers import request as a_request
@@ -53,7 +54,7 @@ def outcomes(shared: World, tenant: str) -> list[tuple[str | None, int]]:
     return [(a.measured.outcome, a.measured.computed_tokens) for a in shared.answers if a.task.tenant == tenant]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["", "a"]), steps), min_size=1, max_size=12))
 @example([("a", ("rank", 0, 100)), ("", ("rank", 0, 100))])
 @example([("a", ("signal", 0, 100)), ("", ("rank", 0, 20)), ("a", ("signal", 1, 100)), ("a", ("rank", 0, 100))])

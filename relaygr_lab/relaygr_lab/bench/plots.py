@@ -125,7 +125,7 @@ def _ratios(report: SloReport) -> Chart:
         )
         for one in report.ratios
     ]
-    words = "the bar: measured; the black line: what the capacity arithmetic allows"
+    words = "the bar: measured; the line across: what the capacity arithmetic allows"
     return "Against full inference", words, bar_chart(bars, MODES, "×")
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relaygr_lab.bench.judge import BUS_TARGET_MS, HIT_TARGET, PAPER, SUMMARY, unknown
+from relaygr_lab.bench.modes import FULL, RELAY
 from relaygr_lab.bench.results import Found, Ratio, SloReport, Spread
 from relaygr_lab.bench.wakes import HOPS
 from relaygr_stream.workload.report import HIT_WORDS
@@ -22,7 +23,28 @@ def render_table(report: SloReport) -> RenderableType:
     open_ = [Text(f"? {line}", style="bold yellow") for line in unknown(report.ratios)]
     verdict = faults or [Text("✓ every target that was measured is met", style="bold green")]
     words = [Text(f"{name}: {text}", style="dim") for name, text in conditions(report)]
-    return Group(_found(report), _beside_paper(report), *words, *open_, *verdict)
+    return Group(Text(result(report), style="bold"), _found(report), _beside_paper(report), *words, *open_, *verdict)
+
+
+def result(report: SloReport) -> str:
+    """What the run found, in a sentence."""
+    p99 = f"a P99 of {report.conditions['slo_ms']:g} ms"
+    if not any(one.mode == FULL.name and one.value for one in report.found):
+        return f"Full inference kept {p99} nowhere, so there is nothing to compare the relay with."
+    said = []
+    for kind, words in (
+        ("rate", "carries {} times the traffic of full inference"),
+        ("length", "takes histories {} times as long"),
+    ):
+        found = [one for one in report.ratios if one.mode == RELAY.name and one.kind == kind and one.value]
+        if found:
+            ends = sorted(found, key=lambda one: one.value or 0.0)[:: max(1, len(found) - 1)]
+            values = " to ".join(f"{one.mark}{one.value:.2g}" for one in ends)
+            shares = " to ".join(f"{one.revisit:.0%}" for one in ends)
+            said.append(f"{words.format(values)} where {shares} of the requests are by returning users")
+    if not said:
+        return f"The relay kept {p99} nowhere, or was not run."
+    return f"At {p99} the relay {', and '.join(said)}."
 
 
 def conditions(report: SloReport) -> list[tuple[str, str]]:

@@ -16,7 +16,6 @@ from typing import IO, Any, Final
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from relaygr_stream.errors import ModelError
 from relaygr_stream.settings.inputs import LFS_POINTER, check_regular, is_pointer, open_regular, pointer_error
@@ -139,6 +138,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read_distributed(folder: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata  # noqa: PLC0415  # takes a second
+
     file = folder / METADATA
     try:
         with open_regular(file) as raw:

@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,14 +14,19 @@ from matplotlib.figure import Figure
 from relaygr_lab.bench import plots
 from relaygr_lab.bench.modes import CACHE, FULL, RELAY
 from relaygr_lab.bench.page import render_page
-from relaygr_lab.bench.table import paper_rows, render_table
+from relaygr_lab.bench.table import paper_rows, render_table, result
 from relaygr_lab.charts import Axis, Bar, Point, Series, bar_chart, draw_bars, draw_lines, line_chart
 
 from relaygr_stream.telemetry.printable import render_plain
+from tests.browser import browser
 from tests.unit.bench.reports import cell, repeated, report
 
 pytestmark = pytest.mark.stack  # each draws a report's charts
 
+#: The ground behind a chart, and its words.
+COLOURS = """const style = (each) => getComputedStyle(document.querySelector(each));
+const [panel, words] = ['figure', 'svg text'].map(style);
+return [panel.backgroundColor, words.fill]"""
 VOID = {"meta", "br", "hr", "img", "input"}
 
 
@@ -61,6 +67,59 @@ def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
     assert all((value or "").startswith("#") for name, value in balance.attributes if name.endswith("href"))
     for words in ("3.00×", "Beside the paper", "P99", "HBM and DRAM over time"):
         assert words in page
+
+
+def test_the_result_is_the_first_sentence_of_page_and_terminal() -> None:
+    cells = [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0), cell(RELAY, 40.0, 46.0, revisit=0.9)]
+    said = "At a P99 of 50 ms the relay carries 3 to 4 times the traffic of full inference where 0% to 90% of the"
+    assert f"<main><h1>{said}" in render_page(report(cells))
+    assert render_plain(render_table(report(cells)), 400).startswith(said)
+    assert "takes histories 3 times as long where 50%" in result(report())
+    relay = repeated(RELAY, 30.0)
+    relay.searches[-1].failed = None
+    assert "carries ≥ 3 times" in result(report([cell(FULL, 10.0, 11.5), relay]))
+    assert result(report([cell(FULL, 10.0, 11.5)])) == "The relay kept a P99 of 50 ms nowhere, or was not run."
+    assert result(report([repeated(FULL, None), cell(RELAY, 30.0, 34.0)])).startswith("Full inference kept a P99 of")
+
+
+def test_charts_stand_before_reasons() -> None:
+    page = render_page(report(missed=["a reason"]))
+    places = [
+        page.index(words) for words in ("<h1>", "box bars", "<svg", "What was found", "a reason", "Beside the paper")
+    ]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(("queue", "tone"), [(3.2, "near"), (5.0, "part"), (9.0, "far")])
+def test_a_bars_colour_is_by_what_is_possible_and_not_by_an_aim(queue: float, tone: str) -> None:
+    made = report([cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0)], hits={"admitted": 0, "hit": 0})
+    (ratio,) = made.ratios
+    made = report(ratios=[msgspec.structs.replace(ratio, queue=queue, target=99.0)], hits={"admitted": 0, "hit": 0})
+    page = render_page(made)
+    assert re.findall(r'class="bar (\w+)"', page) == [tone]
+    assert f"an ideal queue at this device: {queue:.2g}×" in page
+    (bar, possible), top = re.findall(r'(?:width|left):([\d.]+)%"></[iu]>', page), max(queue, 3.0)
+    assert (float(bar), float(possible)) == pytest.approx((100 * 3.0 / top, 100 * queue / top), abs=0.1)
+
+
+async def test_the_page_fits_a_telephone_and_the_dark(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(render_page(report()), encoding="utf-8")
+    async with browser(tmp_path) as shown:
+        await shown.go((tmp_path / "page.html").as_uri())
+        colours = set()
+        for width in (1280, 390):
+            for dark in (False, True):
+                await shown.show_as(width, dark=dark)
+                assert await shown.run("return document.documentElement.scrollWidth") <= width
+                charts = (
+                    "return [...document.querySelectorAll('svg')].map((each) => each.getBoundingClientRect().right)"
+                )
+                assert all(0 < right <= width for right in await shown.run(charts))
+                colours.add(tuple(await shown.run(COLOURS)))
+        assert len(colours) == 2
+        for ground, ink in colours:
+            assert ground != ink
+        assert await shown.console() == []
 
 
 def test_hostile_text_stays_text() -> None:

@@ -16,6 +16,7 @@ from relaygr_lab.bench.statistics import STAGES_AT_MOST, passes
 from relaygr_stream.workload.driver import Result
 from relaygr_stream.workload.items import WorkItem
 from relaygr_stream.workload.traffic import Tide
+from tests.properties import examples
 from tests.unit.bench.test_populations import options
 
 JUDGEMENT = Judgement(slo_ms=50.0, samples=100, least_s=0.5, warm_up_s=0.2)
@@ -83,7 +84,7 @@ def test_what_cannot_pass_any_more_is_cut_short() -> None:
     assert not passes(len(tally.judged()), sum(map(tally.is_bad, tally.judged())))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.sets(st.integers(0, 599), max_size=12), st.integers(0, 1000))
 def test_a_verdict_is_that_of_the_requests_it_is_about(bad: set[int], order: int) -> None:
     tally, _ = play(bad, order)

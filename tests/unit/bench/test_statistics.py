@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from relaygr_lab.bench.statistics import allowed_bad, bad_share_bounds, fewest_samples, passes, samples_for
 
 from relaygr_stream.workload.quantiles import quantile
+from tests.properties import examples
 
 
 @given(st.lists(st.floats(0, 100), min_size=100, max_size=400), st.floats(0, 100))
@@ -40,7 +41,7 @@ def test_bounds_enclose_the_observed_share(case: tuple[int, int]) -> None:
     assert 0 <= low <= bad / requests <= high <= 1
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(20, 100), st.floats(0.001, 0.2))
 def test_bounds_cover_the_truth_as_often_as_they_say(requests: int, share: float) -> None:
     covered = 0.0

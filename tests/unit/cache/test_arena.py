@@ -14,6 +14,7 @@ from sortedcontainers import SortedList
 
 from relaygr_stream.cache.arena import Arena, Extent, Runs
 from relaygr_stream.errors import CacheCorruption
+from tests.properties import examples
 
 UNIT = 16
 UNITS = 40
@@ -142,7 +143,7 @@ class ArenaAgainstModel(RuleBasedStateMachine):
 
 
 TestArenaAgainstModel = ArenaAgainstModel.TestCase
-TestArenaAgainstModel.settings = settings(max_examples=60, stateful_step_count=40)
+TestArenaAgainstModel.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), order=st.randoms(use_true_random=False))

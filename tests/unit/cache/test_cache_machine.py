@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.properties import examples
 from tests.unit.cache.play import Going, Play
 from tests.unit.cache.worlds import LAYOUT, MOST, WITH_STATE, Copies, Flaky, Slow
 
@@ -105,12 +106,12 @@ class CopiedByThreads(CacheMachine):
     copies = Slow
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=examples(60), stateful_step_count=50, suppress_health_check=list(HealthCheck))
 TestCache = CacheMachine.TestCase
 TestCache.settings = SETTINGS
 TestWholeSequencesOnly = WholeSequencesOnly.TestCase
-TestWholeSequencesOnly.settings = settings(SETTINGS, max_examples=20)
+TestWholeSequencesOnly.settings = settings(SETTINGS, max_examples=examples(20))
 TestWithState = WithState.TestCase
-TestWithState.settings = settings(SETTINGS, max_examples=40)
+TestWithState.settings = settings(SETTINGS, max_examples=examples(40))
 TestCopiedByThreads = CopiedByThreads.TestCase
-TestCopiedByThreads.settings = settings(SETTINGS, max_examples=20)
+TestCopiedByThreads.settings = settings(SETTINGS, max_examples=examples(20))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.errors import DeviceError
+from tests.properties import examples
 from tests.waiting import WITHIN_S
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def copy_one(engine: CopyEngine, *, urgent: bool = False) -> tuple[CopyTicket, t
     return engine.submit(target, torch.ones(8), urgent=urgent), target
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     copies=st.lists(
         st.tuples(st.integers(1, 5000), st.sampled_from(["spill", "reload", "fail"])), min_size=1, max_size=30

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from relaygr_stream.cache.arena import Arena, Extent
 from relaygr_stream.cache.eviction import MAX_EXAMINED, SEEDS, Evictor
 from relaygr_stream.cache.fading import MIN_REMEMBERED, CostAwarePolicy, FadingFrequency
+from tests.properties import examples
 
 KEYS = st.integers(0, 7)
 BYTES = st.integers(1, 10_000)
@@ -77,7 +78,7 @@ class FadingFrequencyAgainstModel(RuleBasedStateMachine):
 
 
 TestFadingFrequencyAgainstModel = FadingFrequencyAgainstModel.TestCase
-TestFadingFrequencyAgainstModel.settings = settings(max_examples=60, stateful_step_count=40)
+TestFadingFrequencyAgainstModel.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_frequent_dear_and_small_stay() -> None:
@@ -160,7 +161,7 @@ def crowded_arenas(draw: st.DrawFn) -> tuple[Arena, Evictor[int], dict[int, Exte
     return arena, evictor, extent_of
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(state=crowded_arenas(), nbytes=st.integers(1, 400), odd_only=st.booleans())
 def test_victims_make_room_and_nothing_else(
     state: tuple[Arena, Evictor[int], dict[int, Extent]], nbytes: int, odd_only: bool

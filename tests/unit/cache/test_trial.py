@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.cache.fading import MIN_REMEMBERED, SPARE, FadingFrequency, Trial
+from tests.properties import examples
 from tests.retained import retained
 
 
@@ -57,7 +58,7 @@ def compare_seeds(count: int) -> None:
         check_same(seed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 2**32))
 def test_a_trial_holds_and_saves_what_the_policy_would(seed: int) -> None:
     check_same(seed)

@@ -12,12 +12,13 @@ from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.engine.budgets import EPOCH_S, Demand, LaneBudgets, LaneShares
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.topic_files import load_topics
+from tests.properties import examples
 
 LANES = st.sets(st.integers(0, 15), max_size=8)
 HOLD_S, TURN_S = 3.0, 5.0
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(LANES, st.dictionaries(st.integers(0, 15), st.integers(0, 1 << 40)), st.floats(0.001, 100)),
@@ -149,7 +150,7 @@ class Owner:
             call()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.integers(0, 2**32))
 def test_pinned_bytes_never_exceed_the_whole_whatever_triggers_heard(seed: int) -> None:
     Owner(seed).run_checked(300)
@@ -178,7 +179,7 @@ def test_a_lane_has_room_for_its_largest_prefix_where_the_whole_affords_it() -> 
     assert sum(stated.values()) <= 1000
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.dictionaries(st.integers(0, 15), st.tuples(st.integers(1, 500), st.floats(0.001, 1), st.booleans()), min_size=1),
     st.integers(0, 8000),

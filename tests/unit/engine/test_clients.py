@@ -63,7 +63,7 @@ def served(simulation: Simulation, client: str) -> tuple[float, float]:
     return len(waits) / len(answers), waits[len(waits) // 2] if waits else float("inf")
 
 
-@pytest.mark.parametrize("hog_timeout_s", [0.004, 0.02, 0.1, 0.5, 60.0])
+@pytest.mark.parametrize("hog_timeout_s", [0.004, 0.1, 60.0])
 def test_one_client_cannot_starve_another_whatever_its_deadlines(hog_timeout_s: float) -> None:
     simulation = beside(hog_timeout_s, hog_load=4.0)
     share, wait_s = served(simulation, "light")

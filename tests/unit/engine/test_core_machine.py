@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relaygr_stream.engine.commands import DELEGATED_LANE, Cancel, LanesLost
+from tests.properties import examples
 from tests.unit.engine.worlds import (
     GRANULE_BYTES,
     LIMITS,
@@ -157,7 +158,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCore = CoreMachine.TestCase
-TestCore.settings = settings(max_examples=40, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+TestCore.settings = settings(max_examples=examples(40), stateful_step_count=50, suppress_health_check=list(HealthCheck))
 
 
 class LaggingMachine(CoreMachine):
@@ -179,7 +180,7 @@ class RecurrentMachine(CoreMachine):
 
 
 TestCoreWithAState = RecurrentMachine.TestCase
-TestCoreWithAState.settings = settings(TestCore.settings, max_examples=25)
+TestCoreWithAState.settings = settings(TestCore.settings, max_examples=examples(25))
 
 
 class ContextMachine(CoreMachine):
@@ -189,7 +190,7 @@ class ContextMachine(CoreMachine):
 
 
 TestCoreWithContext = ContextMachine.TestCase
-TestCoreWithContext.settings = settings(TestCore.settings, max_examples=15)
+TestCoreWithContext.settings = settings(TestCore.settings, max_examples=examples(15))
 
 
 @pytest.mark.long

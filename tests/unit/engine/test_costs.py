@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.cost_model import MAX_CHUNK, MIN_CHUNK, SCALE, Costs, tokens_within
+from tests.properties import examples
 
 K = 1024.0
 
@@ -51,7 +52,7 @@ def fitted(
 COEFFICIENTS = st.tuples(st.floats(0.05, 2), st.floats(0.5, 50), st.floats(0, 20))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(extend=COEFFICIENTS, score=COEFFICIENTS, seed=st.integers(0, 9))
 def test_known_coefficients_are_found(
     extend: tuple[float, float, float], score: tuple[float, float, float], seed: int
@@ -64,7 +65,7 @@ def test_known_coefficients_are_found(
     assert costs.model().full_ms(3000, 200) == pytest.approx(full, rel=0.01)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(extend=COEFFICIENTS, factor=st.floats(1.0, 300.0), seed=st.integers(0, 9))
 def test_a_slower_device_is_learnt_from_as_few_operations(
     extend: tuple[float, float, float], factor: float, seed: int
@@ -111,7 +112,7 @@ def test_a_model_whose_costs_change_their_shape_is_learnt_anew() -> None:
         assert costs.prefill_ms(position, tokens) == pytest.approx(prefill_ms(other, position, tokens), rel=0.15)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(extend=COEFFICIENTS, chunk_ms=st.floats(2, 20), suffix=st.integers(0, 200))
 def test_triggers_are_told_the_time_of_chunked_inference_suffix_included(
     extend: tuple[float, float, float], chunk_ms: float, suffix: int
@@ -134,7 +135,7 @@ def test_triggers_are_told_the_time_of_chunked_inference_suffix_included(
         assert model.full_ms(prefix, candidates) == pytest.approx(taken, rel=rel)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.tuples(st.integers(0, 100_000), st.integers(1, 100_000), st.floats(0, 1e6)), min_size=1, max_size=60)
 )
@@ -160,7 +161,7 @@ def test_the_same_work_for_ever_does_not_unsettle_the_fit() -> None:
     assert costs.prefill_ms(0, 2048) == pytest.approx(prefill_ms((0.4, 6.0, 3.0), 0, 2048), rel=0.05)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(extend=COEFFICIENTS, position=st.integers(0, 8192), budget=st.floats(0.1, 50))
 def test_a_chunk_fits_its_budget_and_fills_it(extend: tuple[float, float, float], position: int, budget: float) -> None:
     costs = fitted(extend, (0.1, 1.0, 1.0), samples=120)

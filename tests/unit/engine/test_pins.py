@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.engine.commands import DELEGATED_LANE
 from relaygr_stream.engine.residents import HEAD_START_STEP, PinTable
+from tests.properties import examples
 from tests.unit.cache.worlds import compute, make
 
 REQUESTS = st.integers(0, 9)
@@ -75,7 +76,7 @@ class PinMachine(RuleBasedStateMachine):
 
 
 TestPins = PinMachine.TestCase
-TestPins.settings = settings(max_examples=30, stateful_step_count=30, suppress_health_check=list(HealthCheck))
+TestPins.settings = settings(max_examples=examples(30), stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
 def test_a_request_that_pins_again_gets_its_whole_life_window() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.cost_model import LEAST_MS, relative_quadratic
+from tests.properties import examples
 
 XS = [0.0625 * 1.3**step for step in range(12)]
 SHAPES: list[Callable[[float], float]] = [
@@ -22,7 +23,7 @@ SHAPES: list[Callable[[float], float]] = [
 ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.floats(LEAST_MS, 5), st.floats(0, 50), st.floats(0, 50))
 def test_points_of_a_quadratic_give_it_back(a: float, b: float, c: float) -> None:
     """Where none is below LEAST_MS, under which times are all taken for alike."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.queue import SPARE, TimerHeap
+from tests.properties import examples
 
 
 @dataclass(eq=False)
@@ -16,7 +17,7 @@ class Item:
     over: bool = False
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.sampled_from(["add", "add", "end", "first", "pop"]), st.integers(0, 9)), max_size=120))
 def test_earliest_first_and_only_what_is_not_over(moves: list[tuple[str, int]]) -> None:
     agenda: TimerHeap[Item] = TimerHeap(lambda item: item.over)

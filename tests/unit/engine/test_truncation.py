@@ -20,6 +20,7 @@ from relaygr_stream.engine.forecast import MIN_SAMPLES, QUEUED_DEADLINE_FRACTION
 from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
 from relaygr_stream.models.kv import KVRegion
+from tests.properties import examples
 from tests.unit.engine.test_overload import Timed, finished
 from tests.unit.engine.worlds import CONTEXTUAL, LIMITS, World
 
@@ -221,7 +222,7 @@ def checked_cuts(requests: Arrivals, least: int) -> list[Ranking]:
     return cuts
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(requests=arrivals, least=st.sampled_from((8, 16, 48)))
 def test_a_cut_is_in_time_by_the_models_costs_and_none_longer_would_be(requests: Arrivals, least: int) -> None:
     checked_cuts(requests, least)
@@ -232,7 +233,7 @@ def test_two_of_three_that_come_at_once_are_cut(least: int) -> None:
     assert len(checked_cuts([(1, 170, 3, 12.0, 0.0), (2, 170, 3, 3.0, 0.0), (3, 170, 3, 6.0, 0.0)], least)) == 2
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(requests=arrivals)
 def test_a_worker_that_has_time_answers_as_without_the_setting(requests: Arrivals) -> None:
     in_time = [(user, length, suffix, 1000.0, pause) for user, length, suffix, _, pause in requests]

@@ -18,6 +18,7 @@ from examples.models.retention import DECAY_EXPONENTS, Retention, RetentionConfi
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.transformer import NORM_EPS
+from tests.properties import examples
 from tests.unit.models.naive_transformer import naive_logits, softmax_attention, visible_in_order
 from tests.unit.models.small_models import (
     MORE,
@@ -65,7 +66,7 @@ ROUNDING = 2e-6
 
 
 @pytest.mark.parametrize("block", [5, 128])
-@hypothesis_settings(max_examples=30)
+@hypothesis_settings(max_examples=examples(30))
 @given(splits(), st.integers(1, 9), seeds)
 def test_retention_is_its_recurrence_however_history_is_cut(
     block: int, split: tuple[int, tuple[int, ...]], count: int, seed: int
@@ -85,7 +86,7 @@ def test_retention_is_its_recurrence_however_history_is_cut(
 
 
 @pytest.mark.parametrize("block", [5, 256])
-@hypothesis_settings(max_examples=30)
+@hypothesis_settings(max_examples=examples(30))
 @given(st.integers(0, 30), st.integers(0, 9), st.integers(1, 9), seeds)
 def test_context_tokens_see_the_prefix_and_a_suffix_sees_them(
     block: int, prefix: int, suffix: int, count: int, seed: int

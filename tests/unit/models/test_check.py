@@ -143,7 +143,19 @@ BROKEN: list[tuple[Callable[[torch.dtype], RankingModel], list[str]]] = [
 
 @pytest.mark.parametrize(("broken", "expected"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
 def test_what_is_broken_is_named_first(broken: Callable[[torch.dtype], RankingModel], expected: list[str]) -> None:
-    """And nothing else fails than what cannot hold without it."""
+    probe = Probe(broken, CPU, torch.float32, BOUNDS, seed=0)
+    found = run_properties(probe)
+    assert next(each.about.name for each in found if each.verdict == "FAILED") == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [pytest.param(*each, marks=[pytest.mark.stack] * (len(each[1]) == 1)) for each in BROKEN],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_nothing_else_fails_than_what_cannot_hold_without_it(
+    broken: Callable[[torch.dtype], RankingModel], expected: list[str]
+) -> None:
     assert failures(broken) == expected
 
 
@@ -472,6 +484,20 @@ def make(model, device, dtype):
     assert "inherits.py:4: `class Mine(Transformer):`" in found.output
 
 
+BROKEN_DECODER = """
+import torch
+from relaygr_stream import DecoderModel
+class Broken(torch.nn.Module):
+    def forward(self, **inputs):
+        raise KeyError('weights')
+def make(model, device, dtype):
+    return DecoderModel(
+        Broken(), torch.nn.Identity(), device=device, dtype=dtype, tasks=("click",), config={},
+        behaviours=lambda tokens: {"ids": tokens.array[0]}, candidates=lambda one: {"ids": one.candidates},
+    )
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -479,11 +505,16 @@ def make(model, device, dtype):
             "def make(model, device, dtype):\n    return model.nonsense",
             ":2, in make: `return model.nonsense`; it is called",
         ),
+        (
+            "from relaygr_stream import ModelError\ndef make(*_):\n    raise ModelError('no weights')",
+            ":3, in make: `raise ModelError('no weights')`",
+        ),
+        (BROKEN_DECODER, ":6, in forward: `raise KeyError('weights')`"),
         ("import json\nCONFIG = json.loads('{')\n", ":2: `CONFIG = json.loads('{')`; is it installed"),
         ("def make(model device):\n    pass\n", ":1: `def make(model device):`; is it installed"),
         ("import no_such_module\n", ":1: `import no_such_module`; is it installed"),
     ],
-    ids=["factory", "import", "syntax", "other module"],
+    ids=["factory", "refusal", "decoder", "import", "syntax", "other module"],
 )
 def test_the_line_at_which_a_factory_or_its_module_failed_is_shown(source: str, words: str, tmp_path: Path) -> None:
     module = f"fails_{abs(hash(source))}"

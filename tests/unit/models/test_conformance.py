@@ -13,6 +13,7 @@ from relaygr_stream.errors import InputError, ModelError
 from relaygr_stream.models.check.probe import HALF_LIMIT
 from relaygr_stream.models.conformance import COMPARISONS, FULL, LIMIT, VariantResult, format_table, run_conformance
 from relaygr_stream.models.reference_arrays import META
+from relaygr_stream.models.stu import StackConfig
 from relaygr_stream.settings import Kernels
 from tests.unit.models.naive_hstu import arrays_for_kernels, conformance_arrays
 
@@ -23,6 +24,11 @@ ONLY_INCREMENTAL = {"chunked_history", "chunked_candidates", "suffix_candidates"
 def meta(**changes: int) -> dict[str, int]:
     plain = dict(zip(META, (24, 3, 8, 12, 2, 0, 0, 0, 50, 4), strict=True))
     return plain | changes
+
+
+def reference(*variants: str) -> dict[str, npt.NDArray[Any]]:
+    """Of the reference, these variants: running all five takes a second."""
+    return {key: value for key, value in np.load(REFERENCE).items() if key.partition("/")[0] in variants}
 
 
 def write(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> Path:
@@ -106,14 +112,14 @@ def test_kernels_that_do_not_run_on_the_cpu_are_refused() -> None:
 
 @pytest.mark.parametrize("key", ["out_full/hist1", "out_full/cand0", "out_cached/cand2", "layer1/v_cache_jagged"])
 def test_a_deviation_in_any_output_is_found(tmp_path: Path, key: str) -> None:
-    arrays = dict(np.load(REFERENCE))
+    arrays = reference("base", "groupnorm")
     arrays[f"groupnorm/{key}"][2, 3] += 1e-3
     conforming = [result.name for result in run_conformance(write(tmp_path / "off.npz", arrays)) if result.conforms]
-    assert conforming == ["base", "ctx4", "maxattn8", "ctx4_maxattn8"]
+    assert conforming == ["base"]
 
 
 def test_nan_does_not_conform(tmp_path: Path) -> None:
-    arrays = dict(np.load(REFERENCE))
+    arrays = reference("base")
     arrays["base/layer0/uvqk_weight"][0, 0] = np.nan
     assert not run_conformance(write(tmp_path / "nan.npz", arrays))[0].conforms
 
@@ -131,7 +137,7 @@ def test_in_half_precision_no_result_is_further_off_than_full_inference(dtype: t
 @pytest.mark.parametrize("comparison", FULL)
 @pytest.mark.parametrize(("share", "conforms"), [(0.99, True), (1.01, False)])
 def test_in_half_precision_what_is_further_off_does_not_conform(comparison: str, share: float, conforms: bool) -> None:
-    result = VariantResult("toy", 1, run_conformance(REFERENCE)[0].config, torch.bfloat16)
+    result = VariantResult("toy", 1, StackConfig(3, 24, 2, 8, 12, 50), torch.bfloat16)
     ones, noise = np.ones(1000), 0.01
     for full in set(FULL.values()):
         result.add(full, torch.full((1000,), 1 + noise), ones)
@@ -146,28 +152,26 @@ def test_in_half_precision_what_is_further_off_does_not_conform(comparison: str,
 
 def test_in_half_precision_noise_and_nan_do_not_conform(tmp_path: Path) -> None:
     for value, shape in ((np.nan, (0, 0)), (1e4, (slice(None), 0))):
-        arrays = dict(np.load(REFERENCE))
+        arrays = reference("base", "maxattn8")
         arrays["base/layer0/uvqk_weight"][shape] = value
         verdicts = [result.conforms for result in run_conformance(write(tmp_path / "x.npz", arrays), torch.bfloat16)]
-        assert verdicts == [False, True, True, True, True]
+        assert verdicts == [False, True]
 
 
 def test_the_table_names_every_variant_and_its_verdict(tmp_path: Path) -> None:
-    arrays = dict(np.load(REFERENCE))
+    arrays = reference("base", "ctx4")
     arrays["ctx4/out_full/hist0"] += 1
     table = format_table(run_conformance(write(tmp_path / "off.npz", arrays))).splitlines()
-    assert len(table) == 6
+    assert len(table) == 3
     assert table[0].split()[0] == "variant"
-    assert {line.split()[0]: line.split()[-1] for line in table[1:]} == {
-        "base": "yes", "ctx4": "NO", "maxattn8": "yes", "groupnorm": "yes", "ctx4_maxattn8": "yes"
-    }  # fmt: skip
+    assert {line.split()[0]: line.split()[-1] for line in table[1:]} == {"base": "yes", "ctx4": "NO"}
 
 
 @pytest.mark.parametrize(
     "missing", ["base/layer2/uvqk_beta", "base/in/cand1", "base/out_full/hist0", "base/layer0/k_cache_jagged"]
 )
 def test_a_missing_key_is_named(tmp_path: Path, missing: str) -> None:
-    arrays = dict(np.load(REFERENCE))
+    arrays = reference("base")
     del arrays[missing]
     with pytest.raises(InputError, match=f"`{missing}` is missing"):
         run_conformance(write(tmp_path / "less.npz", arrays))
@@ -184,7 +188,7 @@ def test_a_missing_key_is_named(tmp_path: Path, missing: str) -> None:
     ],
 )
 def test_a_misshapen_key_is_named(tmp_path: Path, key: str, value: npt.NDArray[Any], words: str) -> None:
-    arrays = dict(np.load(REFERENCE)) | {key: value}
+    arrays = reference("base") | {key: value}
     with pytest.raises(InputError, match=f"`{key}` (is|has) .*{words}"):
         run_conformance(write(tmp_path / "bad.npz", arrays))
 

@@ -26,6 +26,8 @@ module.is_available = lambda: True
 module.device_count = lambda: 2
 torch._register_device_module("npu", module)
 """
+#: In a process of its own: two seconds of a core.
+imports_torch_anew = pytest.mark.stack
 NO_CANN = 'raise ImportError("libhccl.so: cannot open shared object file: No such file or directory")'
 
 
@@ -91,11 +93,13 @@ def test_cuda() -> None:
         select_device("cuda:99")
 
 
+@imports_torch_anew
 def test_npu_without_torch_npu(tmp_path: Path) -> None:
     (said,) = select(tmp_path, "npu")
     assert "torch_npu is not installed; install the extra `npu`" in said
 
 
+@imports_torch_anew
 def test_torch_npu_without_cann_is_said_in_words_and_keeps_no_cpu_worker_from_starting(tmp_path: Path) -> None:
     install_torch_npu(tmp_path, NO_CANN)
     cpu, npu = select(tmp_path, "cpu", "npu:0")
@@ -105,6 +109,7 @@ def test_torch_npu_without_cann_is_said_in_words_and_keeps_no_cpu_worker_from_st
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in npu
 
 
+@imports_torch_anew
 def test_where_torch_was_told_to_load_it_the_failure_is_said_in_words(tmp_path: Path) -> None:
     install_torch_npu(tmp_path, NO_CANN)
     (said,) = select(tmp_path, "cpu", TORCH_DEVICE_BACKEND_AUTOLOAD="1")
@@ -112,6 +117,7 @@ def test_where_torch_was_told_to_load_it_the_failure_is_said_in_words(tmp_path: 
     assert "set TORCH_DEVICE_BACKEND_AUTOLOAD=0" in said
 
 
+@imports_torch_anew
 def test_npu_up_to_the_device_boundary_and_torch_npu_only_when_chosen(tmp_path: Path) -> None:
     install_torch_npu(tmp_path, FAKE_NPU)
     assert select(tmp_path, "cpu", "npu", "npu:1", "npu:2") == [

@@ -12,7 +12,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from relaygr_stream import settings
 from relaygr_stream.cli.main import main
@@ -137,6 +136,8 @@ def as_safetensors(folder: Path) -> Path:
 
 
 def as_distributed(folder: Path) -> Path:
+    from torch.distributed.checkpoint.state_dict_saver import save as save_distributed  # a second
+
     save_distributed({"app": {"model": tensors()}, "step": 7}, checkpoint_id=folder / "dcp", no_dist=True)
     return folder / "dcp"
 
@@ -150,6 +151,8 @@ def as_dlrm_v3(folder: Path) -> Path:
         {"dense_dict": dense, "global_step": {"train": 1}, "sparse_tensor_keys": set(sparse)},
         folder / "v3" / "non_sparse.ckpt",
     )
+    from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
     save_distributed({"sparse_dict": sparse}, checkpoint_id=folder / "v3" / "sparse", no_dist=True)
     return folder / "v3"
 

@@ -65,6 +65,7 @@ def test_the_model_scores_in_the_type_asked_for(dtype: torch.dtype) -> None:
     assert scores.isfinite().all()
 
 
+@pytest.mark.stack  # torch imported anew
 def test_one_seed_is_one_model_in_every_process() -> None:
     program = textwrap.dedent("""
         import hashlib, torch

@@ -17,6 +17,7 @@ from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.native.layers import KINDS
 from relaygr_stream.models.native.objects import Unavailable, library
+from tests.properties import examples
 from tests.unit.models.small_models import deviation, small_model
 
 CPU = torch.device("cpu")
@@ -71,7 +72,7 @@ def model_of(dtype: torch.dtype, oov_rows: int = 0) -> tuple[HSTUModel, NativeEn
 
 
 @in_each_dtype
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(batch=st.lists(rankings(), min_size=1, max_size=4), oov_rows=st.sampled_from((0, 1, 7)))
 def test_vectors_are_those_of_torch_to_the_bit(
     dtype: torch.dtype, batch: list[tuple[Tokens, int, npt.NDArray[np.int64]]], oov_rows: int

@@ -33,6 +33,7 @@ from relaygr_stream.models.native.layers import KINDS
 from relaygr_stream.models.native.objects import OBJECTS, Unavailable
 from relaygr_stream.models.stu import RankingRows, StackConfig
 from relaygr_stream.settings import Kernels, Model, Relay
+from tests.properties import examples
 from tests.unit.models.built_kernels import SOURCES, build_kernels
 from tests.unit.models.small_models import (
     deviation,
@@ -145,7 +146,7 @@ configs = st.builds(
 
 
 @in_each_kind
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(configs, st.integers(0, 600), st.integers(0, 300), st.integers(0, 40), st.integers(1, 300), st.integers(0, 999))
 def test_any_stack_is_the_formula(
     kind: str, config: StackConfig, prefix: int, more: int, suffix: int, candidates: int, seed: int
@@ -248,7 +249,7 @@ def test_the_model_in_bfloat16_relays_and_batches(kind: str) -> None:
 
 
 @to_the_bit
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.integers(1, 700), st.integers(0, 16), st.integers(1, 130), st.lists(st.integers(1, 200), max_size=5),
     st.sampled_from((0, 0, 5, 33)), st.integers(0, 99),

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.stu import StackConfig
+from tests.properties import examples
 from tests.unit.models.small_models import full_scores, held, prefilled, random_items, random_tokens, small_model
 from tests.unit.models.test_native_layers import DTYPES, configs, in_each_kind, library, outputs, place, stack_of
 from tests.waiting import WITHIN_S, until_blocking
@@ -33,7 +34,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 @in_each_kind
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     configs, st.integers(0, 600), st.integers(0, 300), st.integers(0, 40), st.integers(1, 300), st.integers(0, 999),
     st.integers(2, 5),
@@ -52,7 +53,7 @@ def test_threads_change_no_bit_of_any_stack(
 
 
 @in_each_kind
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 200)), min_size=1, max_size=4), st.integers(2, 5),
     st.integers(0, 99),
@@ -144,6 +145,7 @@ for kind in sys.argv[1:]:
 """
 
 
+@pytest.mark.stack  # torch imported anew, and two models of each kind
 def test_a_process_forks_and_ends_with_helpers() -> None:
     kinds = [kind for kind in DTYPES if library(kind) is not None]
     if not kinds:

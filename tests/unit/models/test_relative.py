@@ -14,6 +14,7 @@ from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.relative import MOST_BUCKETS, time_buckets
 from relaygr_stream.wire.behaviours import Behaviours
+from tests.properties import examples
 from tests.unit.models.small_models import small_model
 
 CANDIDATES = np.arange(4)
@@ -27,7 +28,7 @@ def test_a_bucket_is_the_logarithm_of_the_time(apart: int, count: int) -> None:
         assert time_buckets(torch.tensor([apart]), count).item() == min(int(exact), count - 1)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.lists(st.integers(-(2**62), 2**62), max_size=6),

@@ -24,16 +24,18 @@ from relaygr_stream.models.check.probe import Deviations
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.wire.features import FeatureColumn
+from tests.properties import examples
 from tests.unit.models.broken_families import COLUMNS, Featured
 from tests.unit.models.small_models import full_scores, random_features, random_items, random_tokens
 
 CPU = torch.device("cpu")
 MOST = 3 * GRANULE_TOKENS
 USERS = 5
+TRANSFORMER = "relaygr_stream.models.transformer:make"
 
 shapes = st.builds(
     settings.Model,
-    factory=st.sampled_from(["", "relaygr_stream.models.transformer:make"]),
+    factory=st.sampled_from(["", TRANSFORMER]),
     layers=st.integers(1, 3),
     dim=st.sampled_from([8, 16, 24]),
     heads=st.integers(1, 3),
@@ -142,7 +144,7 @@ def relay(shape: settings.Model, seed: int, dtype: torch.dtype = torch.float32) 
 CANCELLING = settings.Model(layers=2, dim=16, heads=2, dqk=12, dv=8, vocab=50, max_positions=400, scale_tokens=16)
 
 
-@hypothesis_settings(max_examples=25)
+@hypothesis_settings(max_examples=examples(25))
 @given(shapes, st.integers(0, 2**32 - 1))
 @example(CANCELLING, 4891)
 def test_relayed_scores_equal_full_inference(shape: settings.Model, seed: int) -> None:
@@ -154,7 +156,7 @@ def test_relayed_scores_equal_full_inference(shape: settings.Model, seed: int) -
     assert world.deviations.measure.holds, str(world.deviations.measure)
 
 
-@hypothesis_settings(max_examples=10)
+@hypothesis_settings(max_examples=examples(10))
 @given(st.lists(st.sampled_from(COLUMNS), unique=True, min_size=1), st.integers(0, 2**32 - 1))
 def test_relayed_scores_with_features_equal_full_inference(columns: list[FeatureColumn], seed: int) -> None:
     model = Featured(torch.float32, features=tuple(columns))
@@ -166,8 +168,19 @@ def test_relayed_scores_with_features_equal_full_inference(columns: list[Feature
     assert world.deviations.measure.holds, str(world.deviations.measure)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("factory", ["", "relaygr_stream.models.transformer:make"], ids=["hstu", "transformer"])
+@pytest.mark.parametrize(
+    ("factory", "dtype"),
+    [
+        ("", torch.float32),
+        ("", torch.bfloat16),
+        (TRANSFORMER, torch.float16),
+        *(
+            pytest.param(*each, marks=pytest.mark.stack)
+            for each in (("", torch.float16), (TRANSFORMER, torch.float32), (TRANSFORMER, torch.bfloat16))
+        ),
+    ],
+    ids=lambda given: str(given) if isinstance(given, torch.dtype) else given.partition(":")[0] or "hstu",
+)
 def test_a_long_run_takes_every_way_to_a_score(factory: str, dtype: torch.dtype) -> None:
     shape = settings.Model(factory=factory, layers=2, dim=16, heads=2, dqk=8, dv=8, vocab=50, scale_tokens=64)
     world = relay(shape, 5, dtype)

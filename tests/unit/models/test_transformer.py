@@ -17,6 +17,7 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.models.api import RankingModel, ScoreInput
 from relaygr_stream.models.loading import load_model, save_random
 from relaygr_stream.models.transformer import BLOCK_ROWS, Transformer, TransformerConfig
+from tests.properties import examples
 from tests.unit.models.naive_transformer import naive_scores
 from tests.unit.models.small_models import MORE, deviation, prefilled, random_items, random_tokens, splits
 from tests.unit.models.test_check import SMALL
@@ -30,7 +31,7 @@ CONFIG = TransformerConfig(
 MODEL = Transformer(CONFIG, 3, CPU, torch.float32)
 
 
-@hypothesis_settings(max_examples=60)
+@hypothesis_settings(max_examples=examples(60))
 @given(splits(), st.integers(1, 9), seeds)
 def test_scores_are_those_of_the_formulas_however_history_is_cut(
     split: tuple[int, tuple[int, ...]], count: int, seed: int

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 from relaygr_lab.policies import Route
 from relaygr_lab.simulate.fleet import Fleet
 from relaygr_lab.simulate.run import run_group, run_scenario
-from relaygr_lab.simulate.scenario import Failure
+from relaygr_lab.simulate.scenario import Failure, Sent
 from relaygr_lab.simulate.story import hit_share, late_share, latencies, percentile
+from relaygr_lab.simulate.worker import SimulatedWorker
 
 from relaygr_stream.wire.messages import HITS
 from relaygr_stream.worker.forwarding import MOST_HOPS
@@ -154,25 +156,41 @@ def hot_lane(lanes: list[int], rate: float, seconds: float) -> Iterator[Arrival]
         yield Arrival(at, at + 0.08, user, user, lanes[int(rng.integers(len(lanes)))], 512, False, False)
 
 
+class Visited(Fleet):
+    """Notes which workers read each ranking."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.visits: defaultdict[str, list[str]] = defaultdict(list)
+
+    def _ranking(self, sent: Sent, worker: SimulatedWorker, now: float) -> None:
+        self.visits[sent.request.name].append(worker.name)
+        super()._ranking(sent, worker, now)
+
+
 @pytest.mark.parametrize("hot", [True, False])
 def test_a_hot_lanes_rankings_are_forwarded_and_still_answered_once(hot: bool) -> None:
     """One lane at twice its owner's capacity beside two idle workers; or all at twice theirs, where nobody has room."""
     scored: dict[bool, float] = {}
+    sent: dict[bool, float] = {}
     for forward in (True, False):
         scene = scenario({"worker.forward": str(forward).lower()}, mode="cache", seconds=3.0, warm_s=1.0)
         lanes = [0] if hot else list(range(12))
-        fleet = Fleet(scene, scene.groups[0], requests=hot_lane(lanes, 200.0 * (1 if hot else 3), 4.0))
+        fleet = Visited(scene, scene.groups[0], requests=hot_lane(lanes, 200.0 * (1 if hot else 3), 4.0))
         fleet.run()
         assert Counter(request.answers for request in fleet.requests) == {1: len(fleet.requests)}
-        assert all(request.hops <= MOST_HOPS for request in fleet.requests)
+        assert all(len(set(way)) == len(way) <= 1 + MOST_HOPS for way in fleet.visits.values()), "never back"
         scored[forward] = float(np.mean([request.status == "ok" for request in fleet.requests]))
         assert forward or not fleet.forwards
+        sent[forward] = fleet.forwards["sent"] / len(fleet.requests)
         for worker in fleet.workers:
             worker.scheduler.check_integrity()
     if hot:
         assert scored[True] > 0.9
         assert scored[False] < 0.75
+        assert sent[True] > 0.2
     else:
+        assert sent[True] < 0.1
         assert scored[True] > scored[False] - 0.08
 
 

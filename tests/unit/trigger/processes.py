@@ -45,6 +45,7 @@ class Peer:
         self.letters: list[Record] = []
         self.read_to = dict.fromkeys(range(self.topics.lanes), 0)
         self.reading = True
+        self.stating = True
         self.lane = {"budget_bytes": 10**9, "pinned_bytes": 0, "device_ms_per_s": 1e6}
 
     def on_signals(self, records: list[Record]) -> None:
@@ -61,8 +62,8 @@ class Peer:
             )
         )
 
-    async def state_for_ever(self) -> None:
-        while True:
+    async def state(self) -> None:
+        while self.stating:
             with suppress(BrokerError):
                 await self.producer.send_and_wait(self.topics.worker_status.name, encode(self.status()), key=b"w")
             await asyncio.sleep(0.1)
@@ -91,7 +92,7 @@ async def peer_on(kafka: Kafka, *, letters: bool = True) -> AsyncIterator[Peer]:
             if letters:
                 tail = TopicTail(kafka, topics.dead_letter.name, [0], "earliest", peer.letters.extend)
                 await tails.enter_async_context(tail)
-            stating = asyncio.create_task(peer.state_for_ever())
+            stating = asyncio.create_task(peer.state())
             yield peer
             stating.cancel()
             await asyncio.gather(stating, return_exceptions=True)

@@ -13,13 +13,14 @@ from relaygr_stream.trigger import load
 from relaygr_stream.trigger.decision import LaneState
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.load import LoadBucket
+from tests.properties import examples
 from tests.unit.trigger.owner_simulation import LONGEST, Owner
 from tests.unit.trigger.simulation import Lane
 
 STEPS = 400
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 2**32))
 def test_both_bounds_hold_and_nothing_is_counted_for_ever(seed: int) -> None:
     Lane(seed).run_checked(STEPS)
@@ -71,7 +72,7 @@ def test_without_one_part_of_a_bound_some_run_breaks_it(
         run_seeds(3000)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 2**32))
 def test_an_owners_lanes_together_stay_within_its_share_while_budgets_move(seed: int) -> None:
     Owner(seed).run_checked(10.0)

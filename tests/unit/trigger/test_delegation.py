@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from relaygr_stream.fleet import LOOKED_AT, TRAVEL_MS
 from relaygr_stream.trigger.decision import REFUSED_FACTOR
 from relaygr_stream.trigger.delegation import NOTICE_MS, PAUSE_S, Delegation
+from tests.properties import examples
 from tests.unit.trigger.delegating_fleet import Fleet
 from tests.unit.trigger.parts import POLICY
 from tests.unit.trigger.view import HEAD_MS, REFUSALS, TOKENS, View
@@ -219,7 +220,7 @@ def test_all_with_room_are_used_and_few_are_looked_at() -> None:
     assert len(chosen) > 10
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     room=st.one_of(st.integers(0, 5000), st.just(10**6)),
     wait_ms=st.floats(0, 1500),
@@ -246,7 +247,7 @@ def test_between_two_statuses_a_delegate_gets_no_more_than_its_room_and_time(
 # ---- a fleet in simulated time ----
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(load=st.sampled_from([0.1, 0.5, 0.8, 1.2]), head_s=st.sampled_from([0.08, 0.3]), seed=st.integers(0, 99))
 def test_one_answer_each_and_one_hop_whatever_the_load(load: float, head_s: float, seed: int) -> None:
     books = Fleet(3, 2, Delegation).run(load, 3.0, head_s, seed)

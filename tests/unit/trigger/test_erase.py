@@ -27,8 +27,6 @@ from tests.unit.trigger.parts import POLICY, event, lane_status, worker_status
 from tests.unit.trigger.processes import peer_on, trigger_on
 from tests.waiting import until
 
-SECRET = "a secret of sixteen characters"
-
 
 def core_with(*users: tuple[str, str]) -> TriggerCore:
     """A core that has admitted a request of each of these (tenant, user)."""
@@ -97,9 +95,8 @@ async def test_waiting_events_of_the_user_are_completed_undecided() -> None:
     assert lane.backlog_bytes == alone.backlog_bytes
 
 
-@pytest.mark.parametrize("secret", ["", SECRET])
 async def test_a_trigger_confirms_only_what_it_can_carry_out(
-    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch, secret: str
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores: list[TriggerCore] = []
 
@@ -108,7 +105,7 @@ async def test_a_trigger_confirms_only_what_it_can_carry_out(
         return cores[-1]
 
     monkeypatch.setattr(service, "trigger_core", noted)
-    handover = Handover(secret=secret)
+    monkeypatch.setattr("relaygr_stream.ops.erase.LISTEN_S", 6.0)  # on a busy machine a trigger states itself late
     async with peer_on(embedded_settings) as peer:
         settings = Settings(kafka=embedded_settings)
         async with trigger_on(embedded_settings) as trigger:
@@ -116,10 +113,12 @@ async def test_a_trigger_confirms_only_what_it_can_carry_out(
             await peer.publish(event(100, "r2", "bob"))
             await until(lambda: trigger.decisions("admitted") == 2)
             assert set(cores[0].users()) == {"ann", "bob"}
+            peer.stating = False  # a worker that never confirms would be waited for
             done = await erase_from_fleet(settings, "ann", "", 20.0)
             assert len(done.triggers) == 1 and not done.triggers_unconfirmed
             assert set(cores[0].users()) == {"bob"}
-            if secret:  # the command names the user by a secret that the trigger has not
-                refused = await erase_from_fleet(Settings(kafka=embedded_settings, handover=handover), "bob", "", 0.0)
-                assert set(cores[0].users()) == {"bob"}
-                assert not refused.triggers and not refused.complete
+            # This command names the user by a secret that the trigger has not.
+            signed = Settings(kafka=embedded_settings, handover=Handover(secret="a secret of sixteen characters"))
+            refused = await erase_from_fleet(signed, "bob", "", 0.0)
+            assert set(cores[0].users()) == {"bob"}
+            assert not refused.triggers and not refused.complete

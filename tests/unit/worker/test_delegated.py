@@ -21,6 +21,7 @@ from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
 from relaygr_stream.worker.effects import Release
 from relaygr_stream.worker.forwarding import IN_TIME_SHARES
 from relaygr_stream.worker.intake import Intake, IntakeLimits
+from tests.properties import examples
 from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
 from tests.unit.worker.test_forwarding import View
 from tests.unit.worker.test_outbox_forwards import World as Outgoing
@@ -59,7 +60,7 @@ def test_what_others_delegate_ends_with_its_life_window() -> None:
         assert made.outcome("r") == "hbm"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.integers(1, 3)), min_size=1, max_size=12))
 def test_own_signals_find_their_room_whatever_others_delegate(signals: list[tuple[bool, int, int]]) -> None:
     """The trigger admits to the lanes' budgets, which know nothing of delegates."""

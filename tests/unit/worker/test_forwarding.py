@@ -1,10 +1,13 @@
-"""Forwarding: only to a worker that is in time and has room, never back, never more than twice, one answer each."""
+"""Forwarding: only to a worker that is in time and has room, never back, never more than twice.
+
+What a fleet makes of it: tests/unit/simulate/test_fleet.py.
+"""
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from itertools import groupby
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -20,9 +23,9 @@ from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import CostModel, RankingRequest, WorkerStatus
 from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.worker.forwarding import FULL_SHARE, IN_TIME_SHARES, Forwarding, next_hop
+from tests.properties import examples
 from tests.retained import retained
 from tests.statuses import lane_statuses, worker_status
-from tests.unit.worker.simulated_fleet import Books, Fleet, Request, users_of
 
 LANES = 6
 
@@ -42,7 +45,8 @@ class View:
         self.peers.take(msgspec.structs.replace(plain, **changes))
 
     def ask(self, left_ms: float = 100.0, hops: int = 0, home: int = 0, prefix: int = 50) -> int | str:
-        return self.forwarding.elsewhere(users_of(home, LANES, 1)[0], prefix, 5, hops, left_ms, self.now)
+        user = next(name for number in count() if lane_of(name := f"u{number}", LANES) == home)
+        return self.forwarding.elsewhere(user, prefix, 5, hops, left_ms, self.now)
 
 
 def test_it_goes_to_a_lane_of_a_worker_that_is_in_time() -> None:
@@ -207,7 +211,7 @@ def test_a_busy_share_follows_the_device_within_a_second() -> None:
     assert busy.update(total, 5.0) == 0.0
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(busy_share=st.floats(0, 1), gap=st.floats(0.0005, 0.05), left_ms=st.floats(20, 500), seed=st.integers(0, 99))
 def test_between_two_statuses_no_peer_gets_more_than_its_room(
     busy_share: float, gap: float, left_ms: float, seed: int
@@ -224,106 +228,3 @@ def test_between_two_statuses_no_peer_gets_more_than_its_room(
         view.now += random.exponential(gap)
     if busy_share >= FULL_SHARE:
         assert not sent_ms
-
-
-# ---- a fleet ----
-
-
-@st.composite
-def loads(draw: st.DrawFn) -> tuple[list[float], int, list[Request]]:
-    """Workers of different speeds, and Poisson arrivals on some or all of their lanes, from idle to overload."""
-    speeds = draw(st.lists(st.sampled_from([0.1, 0.2, 0.4]), min_size=2, max_size=5))
-    each = draw(st.integers(1, 3))
-    lanes = len(speeds) * each
-    hot = draw(st.lists(st.integers(0, lanes - 1), min_size=1, max_size=lanes, unique=True))
-    random = np.random.default_rng(draw(st.integers(0, 1000)))
-    rate = draw(st.floats(0.2, 3.0)) * 50 * len(speeds) / 2
-    timeout_s = draw(st.sampled_from([0.05, 0.2, 0.5]))
-    users = {lane: users_of(lane, lanes, 5) for lane in hot}
-    requests, at = [], 101.0
-    for number in range(draw(st.integers(1, 200))):
-        at += random.exponential(1 / rate)
-        user = str(random.choice(users[int(random.choice(hot))]))
-        requests.append(Request(number, user, int(random.integers(20, 200)), at, timeout_s))
-    return speeds, each, requests
-
-
-def run(speeds: list[float], each: int, requests: list[Request], *, forward: bool = True) -> Books:
-    return Fleet(speeds, each, forward).run(requests)
-
-
-@settings(max_examples=40)
-@given(loads())
-def test_one_answer_each_and_no_loop_whatever_the_load(load: tuple[list[float], int, list[Request]]) -> None:
-    books = run(*load)
-    for request in load[2]:
-        assert len(books.answers[request.number]) == 1
-        visited = books.visited[request.number]
-        assert len(visited) == len(set(visited)) <= 3
-        assert books.computed[request.number] <= 1
-        if books.answers[request.number] == ["overloaded"]:
-            assert not books.computed[request.number]
-
-
-def checked_rooms(books: Books) -> int:
-    """How much was forwarded, all of it within the room of who got it."""
-    for sent in books.sent.values():
-        for _, group in groupby(sorted(sent, key=lambda each: (each.to, each.at)), lambda each: id(each.status)):
-            since = list(group)
-            seconds = since[-1].at - since[0].at
-            room = IN_TIME_SHARES[0] * max(each.left_ms for each in since) + FULL_SHARE * seconds * 1e3
-            assert sum(each.ms for each in since) <= room
-    return sum(map(len, books.sent.values()))
-
-
-@settings(max_examples=40)
-@given(loads())
-def test_what_a_peer_is_sent_stays_within_its_room(load: tuple[list[float], int, list[Request]]) -> None:
-    checked_rooms(run(*load))
-
-
-@settings(max_examples=40)
-@given(loads())
-def test_the_device_works_more_by_no_more_than_what_was_forwarded(
-    load: tuple[list[float], int, list[Request]],
-) -> None:
-    speeds, each, requests = load
-    on, off = run(speeds, each, requests), run(speeds, each, requests, forward=False)
-    forwarded = sum(sent.ms for given in on.sent.values() for sent in given)
-    # Which of two requests was accepted may differ: one of the longest on each worker.
-    slack = sum(200 * speed for speed in speeds)
-    assert sum(on.device_ms.values()) <= sum(off.device_ms.values()) + forwarded + slack
-
-
-@settings(max_examples=30)
-@given(loads())
-def test_as_many_are_answered_in_time_as_without(load: tuple[list[float], int, list[Request]]) -> None:
-    speeds, each, requests = load
-    on, off = run(speeds, each, requests), run(speeds, each, requests, forward=False)
-    assert on.count("ok") >= off.count("ok") - max(2, 0.1 * off.count("ok"))
-
-
-def test_a_hot_lane_is_relieved_and_an_overload_stays_what_it_is() -> None:
-    """Four workers, 20 ms a request: one lane at twice its owner's capacity, then all of them."""
-
-    def arrivals(lanes: list[int], rate: float) -> list[Request]:
-        random = np.random.default_rng(5)
-        users = {lane: users_of(lane, 8, 20) for lane in lanes}
-        at, requests = 101.0, []
-        for number in range(1000):
-            at += random.exponential(1 / rate)
-            user = str(random.choice(users[int(random.choice(lanes))]))
-            requests.append(Request(number, user, 100, at, 0.2))
-        return requests
-
-    speeds = [0.2] * 4
-    hot = arrivals([0], rate=100)
-    relieved = run(speeds, 2, hot)
-    assert relieved.count("ok") >= 950
-    assert checked_rooms(relieved) > 100
-    assert run(speeds, 2, hot, forward=False).count("ok") <= 600
-    all_busy = arrivals(list(range(8)), rate=400)
-    on, off = run(speeds, 2, all_busy), run(speeds, 2, all_busy, forward=False)
-    assert on.count("ok") >= 0.95 * off.count("ok")
-    assert on.count("deadline_exceeded") <= 0.02 * len(all_busy)
-    assert sum(len(sent) for sent in on.sent.values()) <= 0.1 * len(all_busy)

@@ -23,6 +23,7 @@ from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import HistoryReference, positioned
 from relaygr_stream.worker.histories import OBJECT_BYTES, Histories, HistoryMetrics
+from tests.properties import examples
 from tests.unit.history.behaviours import history
 from tests.waiting import until
 
@@ -318,4 +319,4 @@ class Memory:
 
 
 TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = hypothesis_settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestAnyHistory.settings = hypothesis_settings(max_examples=examples(30), stateful_step_count=30, deadline=None)

@@ -21,6 +21,7 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch
+from tests.properties import examples
 
 LIMITS = Relay(max_prefix_tokens=8, max_suffix_tokens=4, max_candidates=5, life_window_ms=2000.0)
 ROUTE = ((HEADER_CORRELATION, b"c-1"), (HEADER_REPLY_PARTITION, b"3"))
@@ -271,7 +272,7 @@ PARTS = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     data=st.binary(max_size=200)
     | st.builds(

@@ -94,11 +94,9 @@ async def test_a_defect_ends_the_worker_and_its_request_is_not_read_again(
         assert await committed(embedded_settings, peer.topics.ranking.name) == 1
 
 
-@pytest.mark.parametrize("defect", [True, False])
-async def test_a_defect_before_the_device_counts_as_a_crash(
-    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch, defect: bool
-) -> None:
-    """Its record is read again, and would end one owner of its lane after the other."""
+@pytest.fixture
+def in_order(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each consumer that stopped, whether it did in order."""
     stop, in_order = LaneConsumer.stop, list[bool]()
 
     async def note(consumer: LaneConsumer, **how: bool) -> None:
@@ -106,16 +104,20 @@ async def test_a_defect_before_the_device_counts_as_a_crash(
         await stop(consumer, **how)
 
     monkeypatch.setattr(LaneConsumer, "stop", note)
+    return in_order
+
+
+async def test_a_defect_before_the_device_counts_as_a_crash(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch, in_order: list[bool]
+) -> None:
+    """Its record is read again, and would end one owner of its lane after the other."""
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
-        if defect:
-            monkeypatch.setattr(Intake, "ranking", lambda *_: 1 / 0)
-            await peer.rank("poison", "u", 60)
-            with pytest.raises(ZeroDivisionError):
-                await asyncio.wait_for(w.task, WITHIN_S)
-            assert await committed(embedded_settings, peer.topics.ranking.name) == 0
-        else:
-            await w.end()
-    assert in_order == [not defect]
+        monkeypatch.setattr(Intake, "ranking", lambda *_: 1 / 0)
+        await peer.rank("poison", "u", 60)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(w.task, WITHIN_S)
+        assert await committed(embedded_settings, peer.topics.ranking.name) == 0
+    assert in_order == [False]
 
 
 @pytest.mark.parametrize(("part", "name"), [(Statements, "status"), (LogEnds, "ask")])
@@ -193,11 +195,12 @@ async def test_what_it_accepted_is_answered_though_the_group_takes_its_lanes_mea
         await until(lambda: all(peer.replies.get(each) for each in accepted), "all answered")
 
 
-async def test_a_worker_that_stops_in_order_leaves_a_tombstone(embedded_settings: Kafka) -> None:
+async def test_a_worker_that_stops_in_order_leaves_a_tombstone(embedded_settings: Kafka, in_order: list[bool]) -> None:
     topic = load_topics(embedded_settings).worker_status.name
     seen: list[Record] = []
     async with Peer(embedded_settings), worker_on(worker_settings(embedded_settings)) as w:
         await w.end()
+    assert in_order == [True]
     async with TopicTail(embedded_settings, topic, [0], "earliest", seen.extend):
         pass
     last = [record for record in seen if record.key == b"w1"][-1]
@@ -205,7 +208,7 @@ async def test_a_worker_that_stops_in_order_leaves_a_tombstone(embedded_settings
     assert StatusReader().read(last) == Tombstone("w1", decode(WorkerStatus, seen[0].value).incarnation)
 
 
-@pytest.mark.parametrize("process", ["worker", "trigger"])
+@pytest.mark.parametrize("process", [pytest.param("worker", marks=pytest.mark.stack), "trigger"])
 async def test_a_process_that_is_stopped_while_it_starts_ends_at_once(tmp_path: Path, process: str) -> None:
     """Somebody takes connections and never says a word: a request to such a broker takes its whole timeout."""
     loop = asyncio.get_running_loop()
@@ -226,6 +229,7 @@ async def test_a_process_that_is_stopped_while_it_starts_ends_at_once(tmp_path: 
             child.kill()
 
 
+@pytest.mark.stack
 async def test_stopping_without_a_broker_takes_bounded_time(tmp_path: Path) -> None:
     """In a process of its own: what its end leaves open goes with it."""
     async with local_broker("embedded", folder=tmp_path) as broker:

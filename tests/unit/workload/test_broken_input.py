@@ -13,6 +13,7 @@ from relaygr_stream.errors import InputError
 from relaygr_stream.workload.formats import FORMATS, Format
 from relaygr_stream.workload.logfile import MAX_LINE_BYTES
 from relaygr_stream.workload.logs import read_log
+from tests.properties import examples
 from tests.unit.workload.logs_for_tests import movielens_rows, write_udata
 
 BROKEN_UDATA = {
@@ -168,7 +169,7 @@ LINES = st.one_of(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=st.lists(LINES, max_size=12), name=st.sampled_from([None, *FORMATS]), zipped=st.booleans())
 def test_random_garbage_never_crashes_and_counts_add_up(
     tmp_path: Path, lines: list[bytes], name: Format | None, zipped: bool

@@ -17,6 +17,7 @@ from relaygr_stream.wire.messages import RankingRequest, RequestEvent
 from relaygr_stream.workload import generator as generator_module
 from relaygr_stream.workload.generator import Generator, GeneratorOptions
 from relaygr_stream.workload.items import StageDelay, WorkItem, sample_others
+from tests.properties import examples
 
 SMALL = GeneratorOptions(users=40, items=500, length=40, max_prefix=120, candidates=20, suffix=4)
 
@@ -34,7 +35,7 @@ def test_the_same_seed_gives_the_same_requests_and_another_seed_others() -> None
     assert first[0][3] != other[0].request
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     seed=st.integers(0, 1000),
     suffix=st.integers(0, 10),

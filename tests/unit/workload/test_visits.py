@@ -16,6 +16,7 @@ from relaygr_stream.workload.arrivals import ArrivalLog, read_arrivals
 from relaygr_stream.workload.traffic import Mix, Spread, Tide, Traffic
 from relaygr_stream.workload.users import EXACT_RANKS, Part, Returners, UserLaw
 from relaygr_stream.workload.visits import Arrival, Pace, Visit, arrivals, visits
+from tests.properties import examples
 from tests.unit.workload.test_arrivals import azure, prompts
 
 WHOLE = Part(0, 8, 8)
@@ -89,7 +90,7 @@ def test_parts_have_their_own_users_and_together_the_whole_rate(zipf: float) -> 
 
 
 @pytest.mark.parametrize("with_users", [True, False])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(rate=st.floats(0.1, 1000), seed=st.integers(0, 99))
 def test_a_log_is_scaled_exactly_and_keeps_gaps_and_returns(with_users: bool, rate: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -187,7 +188,7 @@ def test_the_same_seed_gives_the_same_traffic(tmp_path: Path) -> None:
         assert one == again != other
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(size=st.integers(1, 30), share=st.floats(0.05, 0.95), seed=st.integers(0, 99))
 def test_each_request_is_followed_by_at_most_one_return(size: int, share: float, seed: int) -> None:
     rng = np.random.default_rng(seed)

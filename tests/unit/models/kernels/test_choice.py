@@ -22,7 +22,9 @@ from tests.unit.models.kernels.models import DEVICE
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 CONFIG = StackConfig(layers=1, dim=16, heads=1, dqk=8, dv=8, scale_tokens=32)
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+#: In Triton's interpreter each takes half a second of a core.
+HALVES = [pytest.param(dtype, marks=pytest.mark.stack) for dtype in (torch.bfloat16, torch.float16)]
+DTYPES = [torch.float32, *HALVES]
 
 
 @pytest.fixture

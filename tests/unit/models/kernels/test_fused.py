@@ -14,6 +14,7 @@ from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.check.probe import HALF_LIMIT
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.kv import KVRegion
+from tests.properties import examples
 from tests.unit.models.kernels.interpreter import HINT
 from tests.unit.models.kernels.models import DEVICE, fused_model, plain_model, region_of
 from tests.unit.models.small_models import INCREMENTAL, MORE, deviation, held, random_items, random_tokens
@@ -31,7 +32,7 @@ MODELS = [(fused_model(**changes), plain_model(**changes)) for changes in SHAPES
 rankings = st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(0, 6), st.integers(1, 40))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.sampled_from(MODELS), st.lists(rankings, min_size=1, max_size=3), st.integers(0, 2**32 - 1))
 def test_prefix_and_scores_are_those_of_torch(
     models: tuple[HSTUModel, HSTUModel], shapes: list[tuple[int, int, int, int]], seed: int

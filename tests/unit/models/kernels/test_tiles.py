@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from relaygr_stream.models.kernels.tiles import GROUP_TILES, PART_COLUMNS, TileField, tile_table
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.stu import RankingRows
+from tests.properties import examples
 from tests.unit.models.naive_hstu import valid_attention
 
 LAYOUT = KVLayout(1, 1, 4, 4, torch.float32)
@@ -24,7 +25,7 @@ groups = st.builds(
 windows = st.sampled_from([0, 1, 7, 300])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(groups, max_size=3), st.sampled_from([16, 64]), windows)
 def test_each_row_covers_what_it_sees_once(batch: list[RankingRows], block: int, window: int) -> None:
     table = tile_table(batch, block, window)
@@ -44,7 +45,7 @@ def test_each_row_covers_what_it_sees_once(batch: list[RankingRows], block: int,
         first += count
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(groups, max_size=3), windows)
 def test_parts_follow_each_other(batch: list[RankingRows], window: int) -> None:
     table = tile_table(batch, 64, window)
