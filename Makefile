@@ -70,7 +70,7 @@ fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, stat
 mutants: $(STAMP) ## defects made in modules: which do the unit tests let pass? (ARGS="engine/admission.py --sample 50" or ARGS="--since main --at-least 80")
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-trace-hit: $(STAMP) ## how many functions, in how many files, a ranking that hits executes before the model (ARGS=--calls lists them)
+trace-hit: $(STAMP) ## how many functions, in how many files, a ranking that hits executes before the model, and how many hand it on (ARGS=--calls lists them)
 	@$(BIN)/python -m tests.unit.worker.hit_path $(ARGS)
 
 soak: $(STAMP) ## random faults under load on three brokers of Apache Kafka (MINUTES=30; SEED=N; needs KAFKA_HOME)

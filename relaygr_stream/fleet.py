@@ -1,4 +1,5 @@
-"""The fleet as its statuses on `worker-status` tell it: the owner of each lane, and the choice of another worker.
+"""The fleet as its statuses on `worker-status` tell it: the owner of each lane, what we sent to whom, and the choice of
+another worker.
 
 Statuses are ordered as in the topic. A status's age is the time since *this* process received it, so other machines'
 clocks do not matter. Feed only live statuses (a tail from the topic's end): an older record may be of any age.
@@ -9,14 +10,18 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from operator import itemgetter
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import structlog
+from prometheus_client import Counter
 
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.messages import LaneStatus, WorkerStatus
 from relaygr_stream.wire.records import Record
@@ -33,6 +38,12 @@ TRAVEL_MS: Final = 10.0
 LOOKED_AT: Final = 16
 #: What we sent to a peer is dropped when the peer was not looked at for so long: it is done, or the peer is gone.
 FORGET_S: Final = 60.0
+#: Signals to one owner that are remembered: more than a trigger sends between two statuses.
+MOST_SENT: Final = 4096
+#: Forwarded rankings fill a peer's device up to this share; the rest is how much its own load varies in a second.
+FULL_SHARE: Final = 0.85
+#: A peer with less to spare gets nothing: an average over a second does not tell so small a share from none.
+LEAST_SPARE: Final = 0.05
 
 #: Status intervals after which every live worker has stated itself to a new reader.
 STATUS_PERIODS: Final = 2
@@ -51,13 +62,105 @@ def draw_sample(things: Sequence[T], choice: random.Random) -> list[T]:
     return list(things) if len(things) <= LOOKED_AT else choice.sample(things, LOOKED_AT)
 
 
-def better_of_two(found: Sequence[T], choice: random.Random, ms: Callable[[T], float]) -> list[T]:
-    """Two of them at random, the sooner first; all of them where there are fewer.
+def better_of_two(found: Sequence[tuple[float, T]], choice: random.Random) -> list[tuple[float, T]]:
+    """Two of them at random, the sooner first; all of them where there are fewer. found: each with its milliseconds.
 
     Every choice of another worker is this one, among those that will be in time: forwarding, delegation, hedges. Until
     the next status all who choose would find the same worker the best of all (Mitzenmacher, The Power of Two Choices).
     """
-    return sorted(choice.sample(found, min(2, len(found))), key=ms)
+    return sorted(choice.sample(found, min(2, len(found))), key=itemgetter(0))
+
+
+# What this process sent to other workers lately, whose newest statuses may not know of it yet.
+
+
+@dataclass(slots=True)
+class SentRankings:
+    """Rankings in full, in milliseconds of the worker's device by its own costs.
+
+    They count until they are worked off in what the worker has to spare: its stated queue is a mean, and says nothing
+    of one ranking.
+    """
+
+    at_s: float  # when it was looked at last
+    status: WorkerStatus | None = None  # the worker's newest then
+    spare: float = 0.0  # share of its device that others' rankings may use, as of that status
+    waiting_ms: float = 0.0  # sent and not worked off yet
+    lately_ms: float = 0.0  # a sum of what was sent that fades as the worker's own average does
+    stated_ms: float = 0.0  # the same as of that status
+
+    def advance(self, status: WorkerStatus, average_s: float, now_s: float) -> None:
+        """Let time pass: the worker works off what it has room for. average_s: it averages its busy share over this."""
+        seconds, before = max(0.0, now_s - self.at_s), self.spare
+        self.at_s = now_s
+        self.lately_ms *= math.exp(-seconds / average_s)
+        if status is not self.status:
+            # Its busy share includes our rankings, but not those that we sent since its last status.
+            ours = min(self.lately_ms, self.stated_ms) / (average_s * 1e3)
+            self.status, self.stated_ms = status, self.lately_ms
+            self.spare = min(FULL_SHARE, max(0.0, FULL_SHARE + ours - status.busy_share))
+        # Its spare share changed at some time in between: count on the smaller one.
+        self.waiting_ms = max(0.0, self.waiting_ms - min(before, self.spare) * seconds * 1e3)
+
+    def send(self, ms: float) -> None:
+        """Count a ranking that takes so long there."""
+        self.waiting_ms += ms
+        self.lately_ms += ms
+
+    @property
+    def ahead_ms(self) -> float:
+        """Milliseconds until they are done, as of `advance`; infinite for a worker without time to spare."""
+        return math.inf if self.spare < LEAST_SPARE else self.waiting_ms / self.spare
+
+
+class _Signal(NamedTuple):
+    at_s: float
+    ms: float
+    delegated_bytes: int
+
+
+class SentSignals:
+    """Signals. Each counts until the worker states that it has read it: its stated queue has it then."""
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s  # when it was used last
+        self._sent: deque[_Signal] = deque(maxlen=MOST_SENT)
+
+    def send(self, ms: float, delegated_bytes: int, now_s: float) -> None:
+        """Count a signal that takes so long there. delegated_bytes: of prefix KV for another worker's user; 0: for a
+        lane's own."""
+        self.at_s = now_s
+        self._sent.append(_Signal(now_s, ms, delegated_bytes))
+
+    def ahead(self, claim: Claim, now_s: float) -> tuple[float, int]:
+        """Milliseconds until the worker has finished its stated queue and the signals sent since its status, and the
+        delegated bytes among those. Drops older ones."""
+        self.at_s, sent = now_s, self._sent
+        while sent and sent[0].at_s < claim.received_s - TRAVEL_MS / 1e3:
+            sent.popleft()
+        done_s = claim.received_s + claim.worker.pre_infer_wait_ms / 1e3
+        for each in sent:
+            done_s = max(done_s, each.at_s) + each.ms / 1e3
+        return max(0.0, (done_s - now_s) * 1e3), sum(each.delegated_bytes for each in sent)
+
+
+B = TypeVar("B", SentRankings, SentSignals)
+
+
+class Books(Generic[B]):
+    """A book for each worker to which this process sends. Those that were not used for FORGET_S are dropped."""
+
+    def __init__(self, kind: type[B]) -> None:
+        self._kind: Final[type[B]] = kind
+        self._books: dict[str, B] = {}
+
+    def of_worker(self, name: str, now_s: float) -> B:
+        """The worker's book; a new one if there is none."""
+        found = self._books.get(name)
+        if found is None:
+            self._books = {name: book for name, book in self._books.items() if now_s - book.at_s <= FORGET_S}
+            found = self._books[name] = self._kind(now_s)
+        return found
 
 
 class Claim(msgspec.Struct, frozen=True):  # one a lane for every status; a frozen dataclass takes four times as long
@@ -80,6 +183,20 @@ class _Worker:
     claims: dict[int, Claim]
 
 
+class Leaders(Protocol):
+    """Knows which partitions of a topic have a leader; bus/producer.py's TopicLeaders does."""
+
+    def has_leader(self, partition: int) -> bool:
+        """False if the partition is known to have no leader."""
+
+
+class StatusMetrics(Protocol):
+    """Counts the worker statuses that a process skips."""
+
+    statuses_unreadable: Counter
+    statuses_unsigned: Counter
+
+
 class OwnerDirectory:
     """Lane → the newest claim of its current owner.
 
@@ -89,17 +206,16 @@ class OwnerDirectory:
     one that serves, and a silent one gives way to any. Only a `serving` worker owns lanes. If two workers claim one
     lane, the one with the newer status in the topic owns it. A tombstone removes a name.
 
-    silence_ms: an owner that has stated nothing for longer does not count. on_unreadable: called for each status that
-    cannot be decoded; on_unsigned: for each without a valid signature. Both are skipped.
+    silence_ms: an owner that has stated nothing for longer does not count. metrics: count the statuses that cannot be
+    decoded, and those without a valid signature, which are skipped.
     """
 
     def __init__(
         self,
         silence_ms: float,
-        on_unreadable: Callable[[], object] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
+        metrics: StatusMetrics | None = None,
+        clock: Clock = time.monotonic,
         reader: StatusReader | None = None,
-        on_unsigned: Callable[[], object] = lambda: None,
     ) -> None:
         self._silence_ms = silence_ms
         self._clock = clock
@@ -107,8 +223,7 @@ class OwnerDirectory:
         self._owners: dict[int, Claim] = {}
         self._order = 0
         self._heard_s = -math.inf
-        self._on_unreadable = on_unreadable
-        self._on_unsigned = on_unsigned
+        self._metrics = metrics
         self._reader = reader or StatusReader()
 
     def on_records(self, records: Iterable[Record]) -> None:
@@ -117,9 +232,11 @@ class OwnerDirectory:
             try:
                 found = self._reader.read(record)
             except DecodeError as error:
-                (self._on_unsigned if error.reason == "unsigned" else self._on_unreadable)()
+                unsigned = error.reason == "unsigned"
+                if (metrics := self._metrics) is not None:
+                    (metrics.statuses_unsigned if unsigned else metrics.statuses_unreadable).inc()
                 _limited(_log.warning, error.reason)(
-                    "worker status unsigned" if error.reason == "unsigned" else "worker status unreadable",
+                    "worker status unsigned" if unsigned else "worker status unreadable",
                     worker=(record.key or b"").decode(errors="replace"),
                     reason=error.reason,
                     detail=error.detail,

@@ -58,7 +58,7 @@ class Case:
         self.candidates = rng.integers(0, 5000, CANDIDATES)
         self.record = Record("ranking", 0, 0, 0, b"user", encode(self.made()), ROUTE)
         self.intake = Intake(IntakeLimits(Relay(), 1000.0, 1, 1 << 30), features=self.schema)
-        self.task = self.intake.ranking(self.record, self.intake.route(self.record)).task
+        self.task = self.intake.ranking(self.record, self.intake.route(self.record), time.monotonic()).task
         config = HSTUConfig(
             layers=2, dim=256, heads=4, dqk=64, dv=64, vocab=5000, max_positions=2048, scale_tokens=2048,
             tasks=("click",), features=self.schema.columns,
@@ -90,7 +90,7 @@ class Case:
         encode(self.made())
 
     def decode(self) -> None:
-        self.intake.ranking(self.record, self.intake.route(self.record))
+        self.intake.ranking(self.record, self.intake.route(self.record), time.monotonic())
 
     def prefill(self) -> None:
         self.region.length = 0

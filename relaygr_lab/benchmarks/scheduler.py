@@ -181,11 +181,11 @@ class Device:
         return partial(self._take_ranking, encode(message))
 
     def _take_signal(self, value: bytes) -> None:
-        self.thread.submit(self.intake.signal(Record(TOPIC, 0, 0, 0, b"", value, ())))
+        self.thread.submit(self.intake.signal(Record(TOPIC, 0, 0, 0, b"", value, ()), time.monotonic()))
 
     def _take_ranking(self, value: bytes) -> None:
         record = Record(TOPIC, 0, 0, 0, b"", value, ())
-        self.thread.submit(self.intake.ranking(record, Origin(record, 0, b"")))
+        self.thread.submit(self.intake.ranking(record, Origin(record, 0, b""), time.monotonic()))
 
     async def run(self, events: list[tuple[float, Callable[[], None]]]) -> None:
         """Each event at its time, in seconds from now; a late loop gives no event away."""

@@ -136,7 +136,7 @@ async def measure(mode: str) -> float:  # noqa: PLR0915
                 origin = intake.route(record)
                 if tracing.on:  # as Requests._ranking does
                     origin = replace(origin, trace=tracing.receive("relaygr.ranking", record))
-                rank = intake.ranking(record, origin)
+                rank = intake.ranking(record, origin, time.monotonic())
                 arrived = rank.task.arrived
                 measured = Measured("hbm", started=arrived, finished=arrived, score_ms=0.001)
                 background.start(send(outbox.reply(Reply(Answer(rank, "ok", scores, measured=measured), ""))))

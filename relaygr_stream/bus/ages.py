@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Self
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from relaygr_stream.bus.aiokafka_compat import client_options, typed_errors
-from relaygr_stream.bus.renewed import Renewed
+from relaygr_stream.bus.renewed import ClientUser, Renewed
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
 
@@ -151,17 +151,18 @@ def stated_age_ms(sent_ms: int) -> float | None:
     return time.time() * 1e3 - sent_ms if sent_ms else None
 
 
-class LogEnds:
+class LogEnds(ClientUser):
     """Asks brokers for the ends of partitions."""
 
     def __init__(self, kafka: Kafka, client_id: str) -> None:
         self._kafka = kafka
         self._client_id = client_id
-        self._renewed = Renewed(kafka, "the reader of the logs' ends", self._make)
+        self._renewed = Renewed(kafka, "the reader of the logs' ends", self)
         #: (leader, topic) → unanswered request; leader -1, None: not known. A missing topic silences no other.
         self._silent: dict[tuple[int | None, str], asyncio.Task[Any]] = {}
 
-    def _make(self) -> Any:
+    def make_client(self) -> Any:
+        """A new aiokafka consumer, not started."""
         return AIOKafkaConsumer(**client_options(self._kafka, self._client_id), group_id=None, enable_auto_commit=False)
 
     async def __aenter__(self) -> Self:

@@ -6,10 +6,10 @@ pure function of the members' claims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 from aiokafka.coordinator.assignors.abstract import AbstractPartitionAssignor
@@ -123,6 +123,13 @@ def claim_of(data: bytes | None) -> MemberClaim | None:
     return MemberClaim(frozenset(claim.lanes), claim.generation, claim.capacity, claim.draining)
 
 
+class AssignedMember(Protocol):
+    """The member whose side of the assignment this is."""
+
+    def on_assignment(self) -> int:
+        """Called first at each assignment; returns the group's generation."""
+
+
 class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is untyped
     """One member's side of the assignment. aiokafka accepts this instance where it usually gets a class.
 
@@ -133,10 +140,9 @@ class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # ai
 
     name: str = "relaygr-sticky-lanes"
 
-    def __init__(self, capacity: float, on_assignment: Callable[[], int]) -> None:
-        """on_assignment: called first at each assignment; returns the group's generation."""
+    def __init__(self, capacity: float, member: AssignedMember) -> None:
         self._capacity = capacity
-        self._on_assignment = on_assignment
+        self._member = member
         self.draining = False  # part of the claim at the next assignment
         self.generation = 0
         self.continuous = False
@@ -170,7 +176,7 @@ class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # ai
 
     def on_assignment(self, assignment: Any) -> None:
         """Record this member's new assignment."""
-        generation = self._on_assignment()
+        generation = self._member.on_assignment()
         self.continuous = generation == self.generation + 1
         self.generation = generation
         partitions = [frozenset(partitions) for _, partitions in assignment.assignment]

@@ -13,15 +13,15 @@ A broker without commit metadata (the embedded one) counts nothing: every owner 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final, Protocol
 
 import structlog
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
-from relaygr_stream.bus.lane_reader import OffsetLedger
+from relaygr_stream.bus.lane_reader import LaneReader, OffsetLedger
 from relaygr_stream.bus.membership import Membership
 from relaygr_stream.wire.records import Record
 
@@ -83,38 +83,37 @@ def succeed(before: Mark | None, committed: int, log_end: int, limit: int) -> tu
     return Mark(log_ends=log_ends), before.hand if refused else committed
 
 
+class CrashingUser(Protocol):
+    """Takes the records that crash, or may crash, their owner."""
+
+    def on_suspect(self, record: Record) -> None:
+        """Take a record that is handed out alone. It is done only when nothing is left to do at it, since the next one
+        is blamed for a crash after that."""
+
+    def on_crashed(self, record: Record) -> None:
+        """Get a record done that crashed so many owners in a row; it must not be run."""
+
+
 @dataclass(frozen=True)
 class Crashes:
-    """The counting of crashes on `topics`.
-
-    on_suspect(record): gets a record that is handed out alone, instead of on_records. It must get the record done only
-    when nothing is left to do at it, since the next one is blamed for a crash after that. on_crashed(record): called
-    for a record that crashed `limit` owners in a row; it must get the record done.
-    """
+    """The counting of crashes on `topics`, whose records `user` takes: of `limit` owners in a row."""
 
     topics: Sequence[str]
     limit: int
-    on_suspect: Callable[[Record], None]
-    on_crashed: Callable[[Record], None]
+    user: CrashingUser
 
 
 class Suspects:
     """Counts the crashes of the owners of this member's lanes, and hands out suspect records alone.
 
-    ledgers, client(): of the consumer. Partitions are (topic, lane).
+    Partitions are (topic, lane).
     """
 
-    def __init__(
-        self,
-        crashes: Crashes,
-        membership: Membership,
-        ledgers: Mapping[tuple[str, int], OffsetLedger],
-        client: Callable[[], Any],
-    ) -> None:
+    def __init__(self, crashes: Crashes, membership: Membership, reader: LaneReader) -> None:
         self._crashes = crashes
         self._membership = membership
-        self._ledgers = ledgers
-        self._client = client
+        self._reader = reader
+        self._ledgers = reader.ledgers
         self._marks: dict[tuple[str, int], Mark] = {}
         self._refused_below: dict[tuple[str, int], int] = {}
         self._waiting: asyncio.Queue[Record] = asyncio.Queue()
@@ -163,10 +162,10 @@ class Suspects:
             return False
         log_ends = self._marks[partition].log_ends
         if record.offset < self._refused_below[partition]:
-            self._crashes.on_crashed(record)
+            self._crashes.user.on_crashed(record)
         elif len(log_ends) >= self._crashes.limit - 1 and record.offset < log_ends[-1]:
             self._waiting.put_nowait(record)
-            self._client().pause(TopicPartition(*partition))  # the rest of the log may not fit in memory
+            self._reader.client.pause(TopicPartition(*partition))  # the rest of the log may not fit in memory
         else:
             return False
         return True
@@ -190,7 +189,7 @@ class Suspects:
             if ledger is not None and ledger.has(record.offset):
                 try:
                     if await self._noted(record, ledger, record.offset + 1):
-                        self._crashes.on_suspect(record)
+                        self._crashes.user.on_suspect(record)
                 except asyncio.CancelledError:  # the process ends, whyever: this record has not run
                     self._marks[partition] = replace(self._marks[partition], hand=0)
                     raise
@@ -199,7 +198,7 @@ class Suspects:
                     await self._changed.wait()
                 await self._noted(record, ledger, 0)  # else a later crash would be blamed on the record
             if self._waiting.empty():
-                client = self._client()
+                client = self._reader.client
                 client.resume(*(each for each in client.assignment() if each in self._marks and each in self._ledgers))
 
     async def _noted(self, record: Record, ledger: OffsetLedger, hand: int) -> bool:
@@ -224,5 +223,5 @@ class Suspects:
 
     async def _log_ends(self, which: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
         partitions = [TopicPartition(*each) for each in which]
-        ends = await self._client().end_offsets(partitions) if partitions else {}
+        ends = await self._reader.client.end_offsets(partitions) if partitions else {}
         return {(each.topic, each.partition): int(end) for each, end in ends.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -28,6 +27,7 @@ from relaygr_stream.wire.records import (
     HEADER_REASON,
     MOST_HEADERS,
     Record,
+    RecordReader,
     held_bytes,
 )
 from relaygr_stream.wire.topic_files import Topic, TopicSet
@@ -55,7 +55,7 @@ OWN_HEADERS: Final = 8
 class DeadLetters:
     """Sends dead letters, and retries until the topic acknowledges them.
 
-    producer: its size limit must be that of the topic. done(record): called when the record's dead letter is
+    producer: its size limit must be that of the topic. reader: has a record done when its dead letter is
     acknowledged. waiting: the metric of waiting dead letters. background: runs the sending and reports a defect in it.
     keep_values: whether a dead letter has the whole message if it fits (kafka.dead_letter_values); else a digest.
     """
@@ -64,7 +64,7 @@ class DeadLetters:
         self,
         producer: Producer,
         topic: Topic,
-        done: Callable[[Record], None],
+        reader: RecordReader,
         waiting: Gauge,
         background: Background,
         *,
@@ -73,7 +73,7 @@ class DeadLetters:
         self._background = background
         self._producer = producer
         self._topic = topic
-        self._done = done
+        self._reader = reader
         self._waiting = waiting
         self._keep_values = keep_values
         self._tasks: dict[asyncio.Task[None], float] = {}  # sending task → its start, oldest first
@@ -127,7 +127,7 @@ class DeadLetters:
         for pause in endless(RETRY_S):
             try:
                 await self._producer.send_and_wait(self._topic.name, value, key=key, headers=headers)
-                self._done(record)
+                self._reader.done(record)
                 return
             except BrokerError as failure:
                 if whole and isinstance(failure, MessageTooLarge):

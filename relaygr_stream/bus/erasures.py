@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, Protocol
 
 import structlog
-from msgspec import UNSET, UnsetType
+from prometheus_client import Counter
 
 from relaygr_stream.errors import DecodeError, DeviceError
 from relaygr_stream.telemetry.background import Background
@@ -23,30 +23,25 @@ limited: Final = LogLimiter().limited
 STATED: Final = 16
 
 
+class Eraser(Protocol):
+    """Who keeps something of users."""
+
+    async def erase(self, erase: Erase) -> None:
+        """Drop the user."""
+
+    async def on_erased(self, ids: tuple[str, ...]) -> None:
+        """A request is done: publish a status now. ids: of the newest ones, as statuses state them from now on."""
+
+
 class Erasures:
-    """Carries out what the records ask for, in the background; who makes the statuses states it.
+    """Has `eraser` carry out what the records ask for, in the background. refused: counts requests not believed."""
 
-    carry_out(erase): drops the user; refused(): counts a request that is not believed.
-    """
-
-    def __init__(
-        self,
-        reader: StatusReader,
-        background: Background,
-        carry_out: Callable[[Erase], Awaitable[None]],
-        refused: Callable[[], object],
-    ) -> None:
+    def __init__(self, reader: StatusReader, background: Background, eraser: Eraser, refused: Counter) -> None:
         self._reader = reader
         self._background = background
-        self._carry_out = carry_out
-        self.publish: Callable[[], Awaitable[None]] | None = None  # publishes a status
+        self._eraser = eraser
         self._refused = refused
         self._done: deque[str] = deque(maxlen=STATED)
-
-    @property
-    def stated(self) -> tuple[str, ...] | UnsetType:
-        """The ids of the newest requests carried out, as a status states them."""
-        return tuple(self._done) or UNSET
 
     def on_records(self, records: Iterable[Record]) -> None:
         """Take the requests among these records, which were written since this process began."""
@@ -56,7 +51,7 @@ class Erasures:
             try:
                 erase = read_erase(record, self._reader)
             except DecodeError as error:
-                self._refused()
+                self._refused.inc()
                 limited(log.warning, "erase")("a request to erase a user is refused", detail=str(error))
                 continue
             if erase is not None:
@@ -64,9 +59,8 @@ class Erasures:
 
     async def _erase(self, erase: Erase) -> None:
         try:
-            await self._carry_out(erase)
+            await self._eraser.erase(erase)
         except DeviceError:  # the process ends, and what it held with it
             return
         self._done.append(erase.id)
-        if self.publish is not None:
-            await self.publish()
+        await self._eraser.on_erased(tuple(self._done))

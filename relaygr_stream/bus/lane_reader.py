@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, read
-from relaygr_stream.bus.renewed import Renewed
+from relaygr_stream.bus.renewed import ClientUser, Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
-from relaygr_stream.errors import BrokerUnavailable
+from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
 
@@ -93,36 +93,37 @@ class OffsetLedger:
         return True
 
 
-class LaneReader:
-    """Hands out the records of some lanes, in order per topic and lane.
+class ReadingPlane(Protocol):
+    """Whose lanes a LaneReader reads."""
 
-    take(records): gets new records, all at once, since unread partitions block the others. set_apart(record): returns
-    True for a record that must not be handed out here. restarted(topic, lane, offset): its log begins anew, and is read
-    from there. failed(error): reading cannot be resumed. progressing(): whether to read more now.
-    """
+    @property
+    def progressing(self) -> bool:
+        """Whether to read more now."""
+
+    def on_read(self, records: list[Record]) -> None:
+        """Take new records, all at once, since unread partitions block the others."""
+
+    def restarted(self, topic: str, lane: int, offset: int) -> None:
+        """The lane's log begins anew, and is read from this offset."""
+
+    def fail(self, error: BaseException) -> None:
+        """Reading cannot be resumed."""
+
+
+class LaneReader(ClientUser):
+    """Hands out the records of some lanes to `plane`, in order per topic and lane."""
+
+    gives_up = True
 
     def __init__(
-        self,
-        kafka: Kafka,
-        topics: Sequence[str],
-        member: str,
-        take: Callable[[list[Record]], None],
-        set_apart: Callable[[Record], bool],
-        restarted: Callable[[str, int, int], None],
-        failed: Callable[[BaseException], None],
-        progressing: Callable[[], bool],
-        *,
-        check_crcs: bool,
+        self, kafka: Kafka, topics: Sequence[str], member: str, plane: ReadingPlane, *, check_crcs: bool
     ) -> None:
         self._kafka = kafka
         self._topics = topics
         self._member = member
-        self._take = take
-        self._set_apart = set_apart
-        self._restarted = restarted
-        self._progressing = progressing
+        self._plane = plane
         self._check_crcs = check_crcs
-        self._renewed = Renewed(kafka, "the lanes' reader", self._make, self._point, given_up=failed)
+        self._renewed = Renewed(kafka, "the lanes' reader", self)
         self.lanes: frozenset[int] = frozenset()
         self.ledgers: Final[dict[tuple[str, int], OffsetLedger]] = {}
         self._answered_ms = 0  # time of a broker's last answer, by aiokafka's clock, which is not monotonic
@@ -223,7 +224,7 @@ class LaneReader:
         """Read for ever; after a refusal, with a new client. Raises what ends reading."""
         while True:
             await self._reading.wait()
-            if not self._progressing():  # what is read waits in memory, and the member keeps its lanes for seconds
+            if not self._plane.progressing:  # what is read waits in memory, and the member keeps its lanes for seconds
                 await asyncio.sleep(STANDSTILL_S)
                 continue
             client = self.client
@@ -250,10 +251,10 @@ class LaneReader:
         new = []
         for record in records:
             ledger = self.ledgers.get((record.topic, record.lane))
-            if ledger is not None and ledger.read(record.offset) and not self._set_apart(record):
+            if ledger is not None and ledger.read(record.offset):
                 new.append(record)
         if new:
-            self._take(new)
+            self._plane.on_read(new)
 
     async def _restart_lane(self, out_of_range: dict[TopicPartition, int]) -> None:
         """Restart at the earliest offset: the log was truncated, expired or recreated, so the offset is not in it.
@@ -280,10 +281,11 @@ class LaneReader:
                     restarted_at=offset,
                 )
                 self.ledgers[partition] = OffsetLedger(offset)
-                self._restarted(partition.topic, partition.partition, offset)
+                self._plane.restarted(partition.topic, partition.partition, offset)
                 self.client.seek(partition, offset)
 
-    def _make(self) -> Any:
+    def make_client(self) -> Any:
+        """A new aiokafka consumer, not started."""
         return AIOKafkaConsumer(
             **client_options(self._kafka, self._member),
             group_id=None,
@@ -294,11 +296,15 @@ class LaneReader:
             check_crcs=self._check_crcs,
         )
 
-    async def _point(self, data: Any) -> None:
+    async def begin_client(self, client: Any) -> None:
         """Assign the owned lanes to a new consumer. It does not await, since the consumer takes over right after."""
-        pass_unreadable(data)
+        pass_unreadable(client)
         if self.lanes and not self._halted:
-            self._assign(data)
+            self._assign(client)
+
+    def give_up_client(self, error: BrokerError) -> None:
+        """Reading cannot be resumed."""
+        self._plane.fail(error)
 
     def _assign(self, data: Any) -> None:
         partitions = [TopicPartition(topic, lane) for lane in sorted(self.lanes) for topic in self._topics]

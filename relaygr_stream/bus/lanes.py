@@ -7,11 +7,10 @@ This module tells each what the other has to know, and counts crashes between th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 import structlog
 from aiokafka.errors import KafkaError
@@ -30,21 +29,31 @@ log = structlog.get_logger(__name__)
 TOGETHER_S: Final = 0.1
 
 
+class LaneUser(Protocol):
+    """Who takes the records of its lanes. It is called on the loop and must be quick; an exception ends the consumer
+    (`failed`)."""
+
+    @property
+    def progressing(self) -> bool:
+        """False while the process is stuck; after kafka.max_poll_interval_ms the lanes go to other members, and they
+        return when the process makes progress."""
+
+    def on_records(self, records: list[Record]) -> None:
+        """Take new records, in order per topic and lane, all at once, since unread partitions block the others."""
+
+    def on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
+        """Handle a change of lanes: just before the first record of a gained one, and when one is lost.
+
+        A lane that another member owned for a moment is first lost, then gained.
+        """
+
+
 class LaneConsumer:
     """Reads the lanes that a group assigns to this member, and commits the offsets of records that are done.
 
-    topics: full names; partition p of each is lane p.
-    on_records(records): gets new records, in order per topic and lane, all at once, since unread partitions block the
-        others.
-    on_lanes(gained, lost): called just before the first record of a gained lane, and when a lane is lost. A lane that
-        another member owned for a moment is first lost, then gained.
-    capacity: this member's weight in the assignment.
-    check_crcs: whether to verify the producer's checksum of each batch.
-    progressing(): False while the process is stuck; after kafka.max_poll_interval_ms the lanes go to other members, and
-        they return when the process makes progress.
-    crashes: whether to count crashes of owners, and what to do with a record that caused too many.
-
-    The callbacks run on the loop and must be quick. An exception in one ends the consumer (`failed`).
+    topics: full names; partition p of each is lane p. user: takes the records.
+    capacity: this member's weight in the assignment. check_crcs: whether to verify the producer's checksum of each
+    batch. crashes: whether to count crashes of owners, and who takes a record that caused too many.
     """
 
     def __init__(
@@ -54,48 +63,24 @@ class LaneConsumer:
         topics: Sequence[str],
         group: str,
         member: str,
-        on_records: Callable[[list[Record]], None],
-        on_lanes: Callable[[frozenset[int], frozenset[int]], None],
+        user: LaneUser,
         capacity: float = 1.0,
         check_crcs: bool = True,
-        progressing: Callable[[], bool] = lambda: True,
         crashes: Crashes | None = None,
     ) -> None:
         self._kafka = kafka
         self._topics = tuple(topics)
         self._member = member
-        self._on_lanes = on_lanes
+        self._user = user
         self._membership = Membership(
-            kafka,
-            topics=self._topics,
-            group=group,
-            member=member,
-            capacity=capacity,
-            on_assigned=self._assigned,
-            on_left=lambda: self._assigned(frozenset(), False),
-            committable=self._committable,
-            progressing=progressing,
+            kafka, topics=self._topics, group=group, member=member, capacity=capacity, owner=self
         )
-        self._reader = LaneReader(
-            kafka,
-            self._topics,
-            member,
-            on_records,
-            lambda record: self._suspects is not None and self._suspects.set_apart(record),
-            self._restarted,
-            self._fail,
-            progressing,
-            check_crcs=check_crcs,
-        )
-        self._suspects = (
-            None
-            if crashes is None
-            else Suspects(crashes, self._membership, self._reader.ledgers, lambda: self._reader.client)
-        )
+        self._reader = LaneReader(kafka, self._topics, member, self, check_crcs=check_crcs)
+        self._suspects = None if crashes is None else Suspects(crashes, self._membership, self._reader)
         self._taking = False  # lanes and their records: from `start` until `drain` or `stop`
         self._in_order = True
         self._drained: asyncio.Event | None = None
-        self._background = Background()
+        self._background: Final = _Work(kafka, member)
         self._starting: asyncio.Task[None] | None = None
 
     @property
@@ -160,7 +145,7 @@ class LaneConsumer:
         if self._suspects is not None:
             works.append(self._suspects.hand_out)
         for work in works:
-            self._background.start(self._watched(work))
+            self._background.start(work())
 
     async def drain(self, timeout_s: float) -> bool:
         """Stop reading, stay a member without new lanes, and wait until every record handed out is done.
@@ -200,22 +185,6 @@ class LaneConsumer:
     ) -> None:
         await self.stop()
 
-    def _assigned(self, lanes: frozenset[int], continuous: bool) -> None:
-        """Handle a new assignment: drop lost lanes now, start gained lanes as soon as their offsets are known."""
-        self._cancel_start()
-        kept = self._reader.lanes & lanes if continuous else frozenset()
-        try:
-            self._drop(self._reader.lanes - kept)
-        except Exception as error:  # aiokafka would only log it
-            self._fail(error)
-        if lanes != kept and self._taking:
-            self._reader.expect()
-            self._starting = self._background.start(self._watched(partial(self._begin, lanes - kept)))
-
-    def _restarted(self, topic: str, lane: int, offset: int) -> None:
-        if self._suspects is not None:
-            self._suspects.restarted(topic, lane, offset)
-
     def _cancel_start(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
@@ -246,10 +215,54 @@ class LaneConsumer:
                         }
                     )
                 self._reader.add(known)
-                self._on_lanes(frozenset(known), frozenset())
+                self._user.on_lanes(frozenset(known), frozenset())
                 self._reader.resume()
 
-    def _committable(self, leaving: bool) -> dict[tuple[str, int], tuple[int, str]]:
+    def _drop(self, lanes: frozenset[int]) -> None:
+        self._reader.drop(lanes)
+        if self._suspects is not None:
+            self._suspects.changed()
+        self._note_drained()
+        if lanes:
+            self._user.on_lanes(frozenset(), lanes)
+
+    def _note_drained(self) -> None:
+        if self._drained is not None and not self.undone:
+            self._drained.set()
+
+    # ---- called by the two planes ----
+
+    @property
+    def progressing(self) -> bool:
+        """Whether the process makes progress."""
+        return self._user.progressing
+
+    def on_assigned(self, lanes: frozenset[int], *, continuous: bool) -> None:
+        """Handle a new assignment: drop lost lanes now, start gained lanes as soon as their offsets are known."""
+        self._cancel_start()
+        kept = self._reader.lanes & lanes if continuous else frozenset()
+        try:
+            self._drop(self._reader.lanes - kept)
+        except Exception as error:  # aiokafka would only log it
+            self.fail(error)
+        if lanes != kept and self._taking:
+            self._reader.expect()
+            self._starting = self._background.start(self._begin(lanes - kept))
+
+    def on_read(self, records: list[Record]) -> None:
+        """Hand out what was read; suspects alone, later."""
+        if self._suspects is not None:
+            records = [record for record in records if not self._suspects.set_apart(record)]
+        if records:
+            self._user.on_records(records)
+
+    def restarted(self, topic: str, lane: int, offset: int) -> None:
+        """The lane's log begins anew at this offset."""
+        if self._suspects is not None:
+            self._suspects.restarted(topic, lane, offset)
+
+    def committable(self, *, leaving: bool) -> dict[tuple[str, int], tuple[int, str]]:
+        """The offset and metadata to commit for each owned partition. leaving: the lanes may be lost behind that."""
         suspects, leaving = self._suspects, leaving and self._in_order
         return {
             each: (
@@ -259,29 +272,23 @@ class LaneConsumer:
             for each in self._reader.ledgers
         }
 
-    def _drop(self, lanes: frozenset[int]) -> None:
-        self._reader.drop(lanes)
-        if self._suspects is not None:
-            self._suspects.changed()
-        self._note_drained()
-        if lanes:
-            self._on_lanes(frozenset(), lanes)
+    def fail(self, error: BaseException) -> None:
+        """End the consumer by this error (`failed`)."""
+        self._background.fail(error)
 
-    def _note_drained(self) -> None:
-        if self._drained is not None and not self.undone:
-            self._drained.set()
 
-    async def _watched(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run background work; an exception ends the consumer (`failed`)."""
-        try:
-            await work()
-        except Exception as error:
-            self._fail(error)
+class _Work(Background):
+    """The consumer's background work. A failure is logged, and is a BrokerError where a broker causes it."""
 
-    def _fail(self, error: BaseException) -> None:
+    def __init__(self, kafka: Kafka, member: str) -> None:
+        super().__init__()
+        self._kafka = kafka
+        self._member = member
+
+    def fail(self, error: BaseException) -> None:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, (KafkaError, OSError)):
             error = broker_error(self._kafka, "read lanes", error)
         log.error("the lanes' reader failed", member=self._member, error=repr(error))
-        self._background.fail(error)
+        super().fail(error)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
@@ -39,18 +39,28 @@ POLL_S: Final = 0.2
 JOIN_MARGIN_MS: Final = 5000
 
 
+class LaneOwner(Protocol):
+    """Who reads a member's lanes. It is called on the loop and must be quick."""
+
+    @property
+    def progressing(self) -> bool:
+        """Whether the process makes progress; while it does not, the group gets no sign of life."""
+
+    def on_assigned(self, lanes: frozenset[int], *, continuous: bool) -> None:
+        """Own these lanes from now on. continuous: the former ones were owned without a break; if not, another member
+        may have owned them meanwhile."""
+
+    def committable(self, *, leaving: bool) -> Mapping[tuple[str, int], tuple[int, str]]:
+        """The offset and metadata to commit for each owned partition; asked for just before a commit.
+
+        leaving: the member may lose the lanes after the commit.
+        """
+
+
 class Membership:
     """One member of one group: it reports its lanes, commits for them, and loses them when progress stops.
 
-    on_assigned(lanes, continuous): the lanes from now on. continuous: whether the former lanes were owned without a
-        break; if not, another member may have owned them meanwhile.
-    on_left(): this member is out of the group, and all lanes are lost.
-    committable(leaving): returns the offset and metadata to commit for each owned partition, called just before a
-        commit. leaving: this member may lose the lanes after the commit.
-    progressing(): whether the process makes progress; while it does not, the group gets no sign of life.
-
-    All callbacks run on the loop and must be quick. Raises ConfigError if the session timeout is shorter than three
-    heartbeats.
+    owner: reads the lanes. Raises ConfigError if the session timeout is shorter than three heartbeats.
     """
 
     def __init__(
@@ -61,10 +71,7 @@ class Membership:
         group: str,
         member: str,
         capacity: float,
-        on_assigned: Callable[[frozenset[int], bool], None],
-        on_left: Callable[[], None],
-        committable: Callable[[bool], Mapping[tuple[str, int], tuple[int, str]]],
-        progressing: Callable[[], bool],
+        owner: LaneOwner,
     ) -> None:
         if kafka.session_timeout_ms < 3 * kafka.heartbeat_interval_ms:
             raise ConfigError(
@@ -75,11 +82,8 @@ class Membership:
         self._topics = topics
         self._group = group
         self._member = member
-        self._on_assigned = on_assigned
-        self._on_left = on_left
-        self._committable = committable
-        self._progressing = progressing
-        self._assignor = StickyLaneAssignor(capacity, self._on_assignment)
+        self._owner = owner
+        self._assignor = StickyLaneAssignor(capacity, self)
         self._consumer: Any = None
         self._watch = GroupWatch(kafka, group, member, topics)
         self._ended: str | None = None  # the background task of aiokafka that has ended
@@ -110,7 +114,7 @@ class Membership:
             heartbeat_interval_ms=self._kafka.heartbeat_interval_ms,
             max_poll_interval_ms=self._kafka.max_poll_interval_ms,
         )
-        self._consumer.subscribe(self._topics, listener=_Listener(self._revoked, self._assigned))
+        self._consumer.subscribe(self._topics, listener=_Listener(self))
         self._polled = time.monotonic()
         try:
             await self._consumer.start()
@@ -145,7 +149,7 @@ class Membership:
         while True:
             if self._ended is not None:  # no replacement here: a new process has to join again in any case
                 raise BrokerError(f"cannot take part in group {self._group}: {self._ended}")
-            if self._progressing():
+            if self._owner.progressing:
                 try:
                     await self._consumer.getmany(timeout_ms=0)  # always empty, since all partitions are paused
                 except Exception as error:  # KafkaError, or any exception that ended a background task of aiokafka
@@ -185,13 +189,15 @@ class Membership:
     def _note_end(self, why: str) -> None:
         self._ended = self._ended or why
 
-    def _on_assignment(self) -> int:
+    def on_assignment(self) -> int:
+        """Another assignment begins (StickyLaneAssignor); returns the group's generation."""
         # Pausing within the assignment leaves the fetcher no chance to send a request.
         self._consumer.pause(*self._consumer.assignment())
         # aiokafka has no public attribute for the generation, which tells a kept lane from a returned one.
         return int(self._consumer._coordinator.generation)
 
-    async def _revoked(self) -> None:
+    async def on_revoked(self) -> None:
+        """The lanes may move now: commit, or give them up."""
         self._gate_open = False
         if time.monotonic() - self._polled >= self._kafka.max_poll_interval_ms / 1000:
             log.error(
@@ -202,14 +208,15 @@ class Membership:
                 ms=self._kafka.max_poll_interval_ms,
             )
             self._committed.clear()
-            self._on_left()
+            self._owner.on_assigned(frozenset(), continuous=False)
             return
         await self._commit_last()
 
-    def _assigned(self) -> None:
+    def on_assigned(self) -> None:
+        """There is a new assignment, which the assignor has."""
         if not self._assignor.continuous:
             self._committed.clear()
-        self._on_assigned(self._assignor.lanes, self._assignor.continuous)
+        self._owner.on_assigned(self._assignor.lanes, continuous=self._assignor.continuous)
         self._gate_open = True
         self._watch.assigned.set()
 
@@ -242,7 +249,7 @@ class Membership:
         return {(each.topic, each.partition): kept.metadata for each, kept in found.items()}
 
     async def _commit_changed(self, *, leaving: bool = False) -> None:
-        offsets = self._committable(leaving)
+        offsets = self._owner.committable(leaving=leaving)
         changed = {each: offset for each, offset in offsets.items() if self._committed.get(each) != offset}
         if changed:
             await self._commit(changed)
@@ -276,13 +283,12 @@ class Membership:
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped
-    def __init__(self, revoked: Callable[[], Any], assigned: Callable[[], None]) -> None:
-        self._revoked = revoked
-        self._assigned = assigned
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
 
     async def on_partitions_revoked(self, revoked: Any) -> None:
         if revoked:  # empty at the first join
-            await self._revoked()
+            await self._membership.on_revoked()
 
     async def on_partitions_assigned(self, assigned: Any) -> None:  # noqa: ARG002  # the assignor knows them by lane
-        self._assigned()
+        self._membership.on_assigned()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -28,7 +29,7 @@ from aiokafka.record.default_records import DefaultRecordBatchBuilder
 from relaygr_stream.bus.aiokafka_compat import CLOSE_S, broker_error, client_options, typed_errors
 from relaygr_stream.bus.broker_errors import unreachable
 from relaygr_stream.bus.refused import RefusedTopics
-from relaygr_stream.bus.renewed import Renewed
+from relaygr_stream.bus.renewed import ClientUser, Renewed
 from relaygr_stream.bus.throttling import throttled_for
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, MessageTooLarge, TopicError
 from relaygr_stream.settings.schema import Kafka
@@ -61,7 +62,11 @@ class NotTaken(BrokerUnavailable):
     """A message that no batch had room for in its time: it is in no log."""
 
 
-class Producer:
+#: Called once for each message that was sent together: its index, and what became of it.
+SettleEach = Callable[[int, Sent | BrokerError], None]
+
+
+class Producer(ClientUser):
     """A producer for one kind of traffic. Use a second producer for messages that must not wait behind others.
 
     acks, max_bytes: as in Kafka (acks, max.request.size).
@@ -80,9 +85,10 @@ class Producer:
         self._acks = acks
         self._max_bytes = max_bytes
         self._refused = RefusedTopics()
-        self._renewed = Renewed(kafka, "a producer", self._make, leave=_fail_unsent)
+        self._renewed = Renewed(kafka, "a producer", self)
 
-    def _make(self) -> Any:
+    def make_client(self) -> Any:
+        """A new aiokafka producer, not started."""
         return AIOKafkaProducer(
             **client_options(self._kafka, self._client_id),
             acks=self._acks,
@@ -92,10 +98,14 @@ class Producer:
             partitioner=murmur2_partition,
         )
 
+    def leave_client(self, client: Any) -> None:
+        """Fail the buffered messages of a producer that has ended, since it will not send them."""
+        client._message_accumulator.fail_all(KafkaConnectionError("the producer has ended"))
+
     @property
     def trouble(self) -> str | None:
         """Why sends wait for an ended producer to be replaced, or why they are refused. None if all is well."""
-        return self._renewed.trouble or self._refused.trouble
+        return self._renewed.trouble or self._refused.trouble(time.monotonic())
 
     async def start(self) -> None:
         """Connect. Raises BrokerUnavailable."""
@@ -182,7 +192,7 @@ class Producer:
         messages: Sequence[Outgoing],
         *,
         partition: int,
-        settled: Callable[[int, Sent | BrokerError], None],
+        settled: SettleEach,
         within_s: float | None = None,
     ) -> None:
         """Buffer messages of one partition in as few batches as possible: 8 µs less each than by `send`.
@@ -221,7 +231,7 @@ class Producer:
         producer: Any,
         topic: str,
         partition: int,
-        settled: Callable[[int, Sent | BrokerError], None],
+        settled: SettleEach,
         until: float | None,
         first: int,
         batch: Any,
@@ -295,7 +305,7 @@ class Producer:
     def _failed(self, topic: str, size: int, error: BaseException) -> BrokerError:
         """As `_typed`, for what a broker or the cluster's metadata said; it counts for `trouble`."""
         typed = self._typed(topic, size, error)
-        self._refused.failed(topic, typed)
+        self._refused.failed(topic, typed, time.monotonic())
         return typed
 
     def _typed(self, topic: str, size: int, error: BaseException) -> BrokerError:
@@ -324,9 +334,16 @@ class Producer:
         return broker_error(self._kafka, doing, error)
 
 
-def _fail_unsent(producer: Any) -> None:
-    """Fail the buffered messages of a producer that has ended, since it will not send them."""
-    producer._message_accumulator.fail_all(KafkaConnectionError("the producer has ended"))
+class TopicLeaders:
+    """Knows which partitions of a topic have a leader, by a producer's metadata."""
+
+    def __init__(self, producer: Producer, topic: str) -> None:
+        self._producer = producer
+        self._topic = topic
+
+    def has_leader(self, partition: int) -> bool:
+        """False if the partition is known to have no leader."""
+        return self._producer.broker_of(self._topic, partition) != NO_LEADER
 
 
 def murmur2_partition(key: bytes | None, partitions: list[int], available: list[int]) -> int:

@@ -6,9 +6,7 @@ none of its answers arrives.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -25,26 +23,24 @@ refusals: Final[Counter[str]] = Counter()
 
 
 class RefusedTopics:
-    """The topics that refused the last send of one producer. now_s: a monotonic clock."""
+    """The topics that refused the last send of one producer. now_s: seconds of one monotonic clock."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
+    def __init__(self) -> None:
         self._last: dict[str, tuple[float, str]] = {}  # by topic: when, and why
 
-    @property
-    def trouble(self) -> str | None:
+    def trouble(self, now_s: float) -> str | None:
         """Why sends are refused, for readiness; None if none are. Any thread may ask."""
-        since = self._now_s() - COUNTS_S
+        since = now_s - COUNTS_S
         return next((why for at, why in list(self._last.values()) if at > since), None)
 
-    def failed(self, topic: str, error: BrokerError) -> None:
+    def failed(self, topic: str, error: BrokerError, now_s: float) -> None:
         """Record a send that failed. A broker that is away and a topic that is missing are told elsewhere."""
         if isinstance(error, BrokerUnavailable | TopicError):
             return
         refusals[topic] += 1
         if topic not in self._last:
             log.error("sends are refused", topic=topic, error=str(error))
-        self._last[topic] = self._now_s(), str(error)
+        self._last[topic] = now_s, str(error)
 
     def taken(self, topic: str) -> None:
         """Record a send that succeeded."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -102,30 +102,33 @@ def watch(client: Any, ended: Callable[[str], None]) -> None:
         task.add_done_callback(partial(done, name))
 
 
+class ClientUser:
+    """Who uses a renewed client; what it does with one."""
+
+    #: Whether to give up after MOST_ENDS ends in a row, instead of replacing for ever.
+    gives_up: bool = False
+
+    def make_client(self) -> Any:
+        """A new client, not started."""
+        raise NotImplementedError
+
+    async def begin_client(self, client: Any) -> None:
+        """Prepare a started client (assign, seek); may raise aiokafka's errors."""
+
+    def leave_client(self, client: Any) -> None:
+        """Leave a client that has ended."""
+
+    def give_up_client(self, error: BrokerError) -> None:
+        """Clients end again and again, and none replaces the last."""
+
+
 class Renewed:
-    """One consumer or producer (`client`), replaced when it ends.
+    """One consumer or producer (`client`), replaced when it ends. part: its name in logs, metrics and `trouble`."""
 
-    part: its name in logs, metrics and `trouble`. make(): returns a new client, not started.
-    begin(client): prepares a started client (assign, seek); it may raise aiokafka's errors.
-    leave(client): called for a client that has ended. given_up(error): called instead of a replacement after MOST_ENDS
-    ends in a row; None: replace for ever.
-    """
-
-    def __init__(
-        self,
-        kafka: Kafka,
-        part: str,
-        make: Callable[[], Any],
-        begin: Callable[[Any], Coroutine[Any, Any, None]] | None = None,
-        leave: Callable[[Any], None] = lambda client: None,
-        given_up: Callable[[BrokerError], None] | None = None,
-    ) -> None:
+    def __init__(self, kafka: Kafka, part: str, user: ClientUser) -> None:
         self._kafka = kafka
         self.part = part
-        self._make = make
-        self._begin = begin
-        self._leave = leave
-        self._given_up = given_up
+        self._user = user
         self._there = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._started_s = 0.0
@@ -136,12 +139,11 @@ class Renewed:
 
     async def start(self) -> None:
         """Start a client. Raises BrokerUnavailable, BrokerError."""
-        client = self._make()
+        client = self._user.make_client()
         try:
             with typed_errors(self._kafka, f"start {self.part}"):
                 await client.start()
-                if self._begin is not None:
-                    await self._begin(client)
+                await self._user.begin_client(client)
         except BaseException:
             await self._end(client, CLOSE_S)
             raise
@@ -180,13 +182,13 @@ class Renewed:
         self.trouble = f"{self.part} is being replaced: {why}"
         limited(log.error, self.part)("client ended; replacing it", part=self.part, why=why, in_a_row=self._ends + 1)
         self._there.clear()
-        if self._given_up is not None and self._ends + 1 >= MOST_ENDS:
-            self._given_up(error(f"{self.part} has ended {self._ends + 1} times in a row: {why}"))
+        if self._user.gives_up and self._ends + 1 >= MOST_ENDS:
+            self._user.give_up_client(error(f"{self.part} has ended {self._ends + 1} times in a row: {why}"))
             return
         self._task = asyncio.create_task(self._replace(self.client), name=f"renew {self.part}")
 
     async def _replace(self, old: Any) -> None:
-        self._leave(old)
+        self._user.leave_client(old)
         for pause in islice(endless(PAUSES_S), self._ends, None):
             await asyncio.sleep(pause)
             try:

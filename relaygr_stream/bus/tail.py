@@ -19,7 +19,7 @@ from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, rea
 from relaygr_stream.bus.away import Away, leader_of
 from relaygr_stream.bus.contents import Progress
 from relaygr_stream.bus.producer import NO_LEADER
-from relaygr_stream.bus.renewed import Renewed
+from relaygr_stream.bus.renewed import ClientUser, Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.settings.schema import Kafka
@@ -40,7 +40,7 @@ RECENT_RECORDS: Final = 10_000
 STATUS_PAUSE_S: Final = 0.005
 
 
-class TopicTail:
+class TopicTail(ClientUser):
     """Follows some partitions of one topic, across broker restarts.
 
     start: "earliest"; "recent" for the last RECENT_RECORDS offsets of each partition, however long its log; or "latest"
@@ -74,7 +74,7 @@ class TopicTail:
         self._next: dict[TopicPartition, int] = {}  # the next offset to hand out
         self._ends: dict[TopicPartition, int] = {}  # the log's end at the start
         self._turned = asyncio.Event()  # set after each read, and when reading has ended
-        self._renewed = Renewed(kafka, f"the reader of {topic}", self._make, self._begin)
+        self._renewed = Renewed(kafka, f"the reader of {topic}", self)
         self._background = Background()
 
     @property
@@ -110,7 +110,8 @@ class TopicTail:
             raise
         self._background.start(self._follow())
 
-    def _make(self) -> Any:
+    def make_client(self) -> Any:
+        """A new aiokafka consumer, not started."""
         return AIOKafkaConsumer(
             **client_options(self._kafka, f"relaygr-tail-{self._partitions[0].topic}"),
             group_id=None,
@@ -120,7 +121,7 @@ class TopicTail:
             fetch_min_bytes=self._least_bytes,
         )
 
-    async def _begin(self, consumer: Any) -> None:
+    async def begin_client(self, consumer: Any) -> None:
         """Assign the partitions to a new consumer, at the next offsets."""
         if not self._next:
             # Raises at once if an ACL is missing; a request for offsets would be retried until the timeout.
@@ -149,6 +150,11 @@ class TopicTail:
             while not self.failed.done() and await self._behind(ends):
                 await self._turned.wait()
                 self._turned.clear()
+        self._background.check()
+
+    async def listen(self, seconds: float) -> None:
+        """Go on for so long. Raises the error of `failed`."""
+        await asyncio.wait([self.failed], timeout=seconds)
         self._background.check()
 
     async def stop(self) -> None:

@@ -3,9 +3,9 @@ asking for partition counts, because an operator may add partitions while a proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import structlog
 
@@ -150,6 +150,13 @@ def too_large_for_dead_letters(takes: Sequence[tuple[Topic, int]]) -> list[str]:
 # ---- while a process runs ----
 
 
+class ReplyPartitions(Protocol):
+    """Goes by the number of partitions of `scores`."""
+
+    def counted(self, count: int) -> None:
+        """The topic has so many now."""
+
+
 class PartitionCounts:
     """Polls and checks the counts, and names topics that are missing.
 
@@ -158,20 +165,19 @@ class PartitionCounts:
 
     producer: its metadata is used, so it learns of new partitions too.
 
-    on_replies(count): called with the number of partitions of `scores` after each answer. also: other topics that must
-    not be missing.
+    replies: chooses among the partitions of `scores`. also: other topics that must not be missing.
     """
 
     def __init__(
         self,
         topics: TopicSet,
         producer: Producer,
-        on_replies: Callable[[int], object] = lambda count: None,
+        replies: ReplyPartitions | None = None,
         also: Sequence[Topic] = (),
     ) -> None:
         self._topics = topics
         self._producer = producer
-        self._on_replies = on_replies
+        self._replies = replies
         self._also = [topic.name for topic in also]
         self.error: LanesChanged | None = None
         self._missing: set[str] = set()  # in the last answer
@@ -195,8 +201,8 @@ class PartitionCounts:
         counts = await self._producer.partitions([*lanes, self._topics.scores.name, *self._also])
         missing = {name for name, count in counts.items() if not count}
         self._gone, self._missing = missing & self._missing, missing
-        if replies := counts[self._topics.scores.name]:
-            self._on_replies(replies)
+        if self._replies is not None and (count := counts[self._topics.scores.name]):
+            self._replies.counted(count)
         other = {name: counts[name] for name in lanes if counts[name] not in (0, self._topics.lanes)}
         if bool(other) != bool(self.error):
             log.error("lanes changed on the cluster", counts=other, served=self._topics.lanes)

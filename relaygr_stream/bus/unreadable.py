@@ -163,13 +163,8 @@ def pass_unreadable(consumer: Any, known: Mapping[TopicPartition, int] | None = 
     known: offsets up to which stand-ins are no news, and are logged at `debug` only.
     """
     fetcher = consumer._fetcher
-
-    def end_of(partition: TopicPartition) -> int:
-        """The partition's end when the broker began its answer."""
-        return int(fetcher._subscriptions.subscription.assignment.state_value(partition).highwater)
-
     # The code of aiokafka's own function, with two of its global names replaced.
-    ours = {"MemoryRecords": _Answer, "PartitionRecords": partial(_Records, end_of, known or {})}
+    ours = {"MemoryRecords": _Answer, "PartitionRecords": partial(_Records, fetcher._subscriptions, known or {})}
     code = aiokafka_fetcher.Fetcher._proc_fetch_request.__code__
     fetcher._proc_fetch_request = MethodType(FunctionType(code, {**vars(aiokafka_fetcher), **ours}), fetcher)
 
@@ -194,12 +189,13 @@ class _Records(aiokafka_fetcher.PartitionRecords):  # type: ignore[misc]  # unty
 
     def __init__(
         self,
-        end_of: Callable[[TopicPartition], int],
+        subscriptions: Any,
         known: Mapping[TopicPartition, int],
         partition: TopicPartition,
         *others: Any,
     ) -> None:
-        self._end = end_of(partition)
+        # The partition's end when the broker began its answer.
+        self._end = int(subscriptions.subscription.assignment.state_value(partition).highwater)
         self._known = known.get(partition, 0)
         super().__init__(partition, *others)
 

@@ -20,6 +20,10 @@ from relaygr_stream.errors import DeviceError
 CLOSE_TIMEOUT_S = 20.0
 
 
+#: Has the device thread look for work, because a copy is over; callable from any thread.
+Wake = Callable[[], None]
+
+
 class CopyTicket:
     """One copy, in progress or complete."""
 
@@ -78,7 +82,7 @@ class CopyTicket:
 class _CopyLane:
     """A thread that makes one copy after the other, on its own stream if the device has streams."""
 
-    def __init__(self, name: str, device: torch.device, wake: Callable[[], None]) -> None:
+    def __init__(self, name: str, device: torch.device, wake: Wake) -> None:
         self._device = device
         self._wake = wake
         self._waiting: deque[CopyTicket] = deque()
@@ -132,7 +136,7 @@ class CopyEngine:
         thread sleep until a copy is complete.
     """
 
-    def __init__(self, device: torch.device, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, device: torch.device, wake: Wake = lambda: None) -> None:
         self._device = device
         self._wake = wake
         self._closed = False

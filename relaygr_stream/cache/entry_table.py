@@ -51,6 +51,10 @@ class CacheCounters:
 MIN_COST_MS = 1e-3
 
 
+#: Predicted device time of recomputing so many tokens, in milliseconds.
+PredictMs = Callable[[int], float]
+
+
 class EntryTable:
     """The entries of both tiers. predict_ms(n): predicted device time of recomputing n tokens.
 
@@ -62,7 +66,7 @@ class EntryTable:
         layout: KVLayout,
         hbm: TierMemory,
         dram: TierMemory | None,
-        predict_ms: Callable[[int], float],
+        predict_ms: PredictMs,
         counters: CacheCounters,
         policy: MakePolicy = CostAwarePolicy,
     ) -> None:

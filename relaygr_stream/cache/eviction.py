@@ -18,6 +18,10 @@ SEEDS = 32
 MAX_EXAMINED = 8 * SEEDS
 
 
+#: Whether an item may go.
+Allowed = Callable[[K], bool]
+
+
 class Evictor(Generic[K]):
     """The entries of one arena that may be evicted now, and the choice among them.
 
@@ -79,7 +83,7 @@ class Evictor(Generic[K]):
         """The entries by value per byte, least first. A change invalidates the iterator."""
         return self._policy.cheapest()
 
-    def choose(self, nbytes: int, allowed: Callable[[K], bool] | None = None) -> list[K] | None:
+    def choose(self, nbytes: int, allowed: Allowed[K] | None = None) -> list[K] | None:
         """Entries whose freeing makes a hole of `nbytes`, with nearly the least sum of values. Changes nothing.
 
         Returns [] if there is such a hole. Returns None if no eviction can make one, or, with `allowed`, if the search
@@ -94,7 +98,7 @@ class Evictor(Generic[K]):
         window = self._arena.cheapest_window(nbytes, costs, seeds)
         return None if window is None else [self._keys[extent] for extent in window]
 
-    def _seeds(self, nbytes: int, allowed: Callable[[K], bool] | None) -> Iterator[Extent]:
+    def _seeds(self, nbytes: int, allowed: Allowed[K] | None) -> Iterator[Extent]:
         """The cheapest entries with enough evictable space around them, and the smallest open runs of enough size."""
         cheapest = (self._extents[key] for key in islice(self.cheapest(), MAX_EXAMINED) if not allowed or allowed(key))
         roomy = (extent for extent in cheapest if self._arena.open_run(extent) >= nbytes)
@@ -116,7 +120,7 @@ class Evictor(Generic[K]):
 class _Costs(Mapping[Extent, float], Generic[K]):
     """Extent → value of its entry, for allowed evictable entries. Values are computed on access."""
 
-    def __init__(self, evictor: Evictor[K], allowed: Callable[[K], bool] | None) -> None:
+    def __init__(self, evictor: Evictor[K], allowed: Allowed[K] | None) -> None:
         self._evictor = evictor
         self._allowed = allowed
 

@@ -14,7 +14,7 @@ from typing import Final
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.entry import Coverage, Entry, Found, Source
-from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
+from relaygr_stream.cache.entry_table import CacheCounters, EntryTable, PredictMs
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.kept import Restored
 from relaygr_stream.cache.memory import TierMemory
@@ -46,7 +46,7 @@ class PrefixCache:
         hbm: TierMemory,
         dram: TierMemory | None,
         copier: CopyEngine,
-        predict_ms: Callable[[int], float],
+        predict_ms: PredictMs,
         *,
         scratch_tokens: int,
         incremental: bool = True,

@@ -27,6 +27,8 @@ from relaygr_stream.models.kv import KVLayout, KVRegion
 GRANULE_TOKENS = 64
 
 #: Makes a tier's eviction order, by user id; the laboratory compares another one.
+#: Predicted device time of recomputing an entry, in milliseconds.
+CostMs = Callable[[Entry], float]
 MakePolicy = Callable[[], CostAwarePolicy[str]]
 
 
@@ -47,7 +49,7 @@ class Residency(enum.StrEnum):
 class _Tier:
     """What both tiers are: memory, and an order of eviction by user id, which outlives an entry."""
 
-    def __init__(self, memory: TierMemory, cost_ms: Callable[[Entry], float], policy: MakePolicy) -> None:
+    def __init__(self, memory: TierMemory, cost_ms: CostMs, policy: MakePolicy) -> None:
         self._memory = memory
         self._cost_ms = cost_ms
         self._evictor: Evictor[str] = Evictor(memory.arena, policy())
@@ -81,7 +83,7 @@ class HbmTier(_Tier):
         self,
         layout: KVLayout,
         memory: TierMemory,
-        cost_ms: Callable[[Entry], float],
+        cost_ms: CostMs,
         policy: MakePolicy = CostAwarePolicy,
         *,
         last_tier: bool,
@@ -208,7 +210,7 @@ class DramTier(_Tier):
         self,
         layout: KVLayout,
         memory: TierMemory,
-        cost_ms: Callable[[Entry], float],
+        cost_ms: CostMs,
         policy: MakePolicy = CostAwarePolicy,
     ) -> None:
         super().__init__(memory, cost_ms, policy)

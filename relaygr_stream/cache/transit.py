@@ -15,7 +15,7 @@ import torch
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Coverage, Entry, StoredCopy
-from relaygr_stream.cache.entry_table import MIN_COST_MS, EntryTable
+from relaygr_stream.cache.entry_table import MIN_COST_MS, EntryTable, PredictMs
 from relaygr_stream.cache.tiers import DramTier
 from relaygr_stream.models.api import Tokens
 
@@ -94,6 +94,14 @@ class Discard(NamedTuple):
 TransitCommand = ListUsers | Worth | Lend | GiveBack | Reserve | Fill | Discard
 
 
+def giving_back(reply: object) -> GiveBack | Discard | None:
+    """The command that takes back what a command returned to somebody who waits for it no more; None: nothing is
+    held."""
+    if isinstance(reply, Lease):
+        return GiveBack(reply)
+    return Discard(reply) if isinstance(reply, Reservation) else None
+
+
 class Transit:
     """Leases and reservations of one cache.
 
@@ -104,7 +112,7 @@ class Transit:
     def __init__(
         self,
         table: EntryTable,
-        predict_ms: Callable[[int], float],
+        predict_ms: PredictMs,
         copy_out: Callable[[Entry], bool],
         keep: Callable[[Entry], None],
     ) -> None:

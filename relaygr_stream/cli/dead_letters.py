@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import click
 
-from relaygr_stream.cli.options import settings_options
+from relaygr_stream.cli.options import F, settings_options
 from relaygr_stream.settings.schema import Settings
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _filters(command: F) -> F:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from relaygr_stream.cli.options import settings_options
+from relaygr_stream.cli.options import F, settings_options
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.workload.formats import FORMATS
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from relaygr_stream.history.store import WritableStore
     from relaygr_stream.wire.behaviours import Behaviours
     from relaygr_stream.workload.logs import InteractionLog
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 #: Users that failed are shown by name up to so many.
 SHOWN: Final = 5

@@ -206,6 +206,7 @@ def run_check(settings: Settings, factory: str, device: str | None, dtype: str |
         settings = replace(settings, model=replace(settings.model, factory=factory))
     from relaygr_stream.models.devices import select_device
 
+    click.echo("loading the model", err=True)  # and torch, which takes seconds
     on = select_device(device or settings.worker.device)  # before any other import of torch
     import torch
 

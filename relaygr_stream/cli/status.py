@@ -58,19 +58,19 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     if (topics.worker_status.name, 0) in away:
         away.check()
     console = SafeConsole()
-    async with listening(settings, topics) as (view, listen):
-        await listen(LISTEN_S)
+    async with listening(settings, topics) as (view, tail):
+        await tail.listen(LISTEN_S)
         if not watch:
             click.echo(as_json(view)) if as_json_line else print_table(render(view), console)
             away.check()
         elif as_json_line or not sys.stdout.isatty():
             while True:
                 click.echo(as_json(view)) if as_json_line else print_table(render(view), console)
-                await listen(1.0)
+                await tail.listen(1.0)
         else:
             with Live(render(view), console=console, auto_refresh=False) as screen:
                 while True:
-                    await listen(1.0)
+                    await tail.listen(1.0)
                     screen.update(render(view), refresh=True)
 
 

@@ -9,7 +9,7 @@ import random
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Final
@@ -29,6 +29,8 @@ from relaygr_stream.errors import (
     TopicError,
     WorkerFailed,
 )
+from relaygr_stream.fleet import Leaders
+from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.behaviours import ITEM_DTYPE
 from relaygr_stream.wire.codec import decode
@@ -262,26 +264,29 @@ class ReplyRoute:
     A partition with one copy depends on one broker: with a single reply partition, that broker's failure would hold up
     every answer of a client.
 
-    topic: of the answers. partitions: the first choice, then optionally a second. led(partition): False if it is known
-    to have no leader.
+    topic: of the answers. partitions: the first choice, then optionally a second. leaders: of the topic's partitions;
+    None: each has one.
     """
 
     def __init__(
         self,
         topic: str,
         partitions: Sequence[int],
-        led: Callable[[int], bool] = lambda partition: True,
-        clock: Callable[[], float] = time.monotonic,
+        leaders: Leaders | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.partitions: Final = tuple(partitions)
         self._topic = topic
-        self._led = led
+        self._leaders = leaders
         self.clock: Final = clock
         self._gone: str | None = None  # why no answer can come
         self._current, self._other = partitions[0], partitions[-1]
         self._awaited_since: dict[int, float] = {}  # partition → time of the oldest request since its last record
         self._received: dict[int, float] = {}  # partition → time of its last record
         self._used: dict[int, float] = {}  # partition → time of the latest request
+
+    def _led(self, partition: int) -> bool:
+        return self._leaders is None or self._leaders.has_leader(partition)
 
     def counted(self, count: int) -> None:
         """Note how many partitions the topic has now: fewer than before if it was deleted and made anew."""

@@ -6,23 +6,22 @@ A Connection exists only while all of these do. Requests enter as encoded messag
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
-from functools import partial
 from typing import Final
 
 import structlog
 
 from relaygr_stream.bus.aiokafka_compat import end
-from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer
+from relaygr_stream.bus.producer import Outgoing, Producer, TopicLeaders
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts, TopicRow
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.client.answers import Answers, ReplyRoute, reply_partitions
 from relaygr_stream.client.exchange import Copies, Exchange, Hedges, between_copies_s
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.client.sender import SILENT_S, Announcements, Sender
+from relaygr_stream.client.sender import SILENT_S, Announcements, Sender, TopicWaits
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, ConfigError, DeadlineExceeded, RelayError, TopicError
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
@@ -47,11 +46,11 @@ async def connected(
     answers: Answers,
     owners: OwnerDirectory,
     metrics: ClientMetrics,
-    on_failure: Callable[[RelayError], None],
+    background: Background,
 ) -> AsyncIterator[Connection]:
     """Connect to the brokers; at the end, send what is buffered and disconnect.
 
-    on_failure(error): called when it can no longer serve, as when answers cannot be read. Raises BrokerUnavailable,
+    background: fails when it can no longer serve, as when answers cannot be read. Raises BrokerUnavailable,
     TopicError, CoPartitionError, ConfigError.
     """
     kafka, client = settings.kafka, settings.client
@@ -64,7 +63,7 @@ async def connected(
         route = ReplyRoute(
             scores,
             _reply_partitions(rows, topics, client.reply_partition),
-            led=lambda partition: producer.broker_of(scores, partition) != NO_LEADER,
+            TopicLeaders(producer, scores),
         )
 
         def on_replies(records: list[Record]) -> None:
@@ -75,14 +74,12 @@ async def connected(
         # The tail starts before the producer, so that no answer is missed.
         replies = TopicTail(kafka, scores, route.partitions, "latest", on_replies)
         await stack.enter_async_context(replies)
-        background = Background()
         stack.push_async_callback(background.end)
         background.watch(replies.failed)
-        background.failed.add_done_callback(partial(_tell, on_failure))
         listening = bool(client.hedge_ms) and await _listen(stack, settings, topics, owners, rows)
         sender = Sender(await stack.enter_async_context(producer), kafka.bootstrap)
         background.start(periodically(SILENT_S, sender.probe, "ask the brokers that are away"))
-        counts = PartitionCounts(topics, producer, route.counted)
+        counts = PartitionCounts(topics, producer, route)
         background.start(counts.run())
         background.start(periodically(FLUSH_LOGS_S, _flush_logs, "write what log lines were held back"))
         connection = Connection(
@@ -96,7 +93,7 @@ async def connected(
             Hedges(
                 owners,
                 settings.relay.slo_ms,
-                waiting_s=partial(sender.waiting_s, topics.ranking.name),
+                waits=TopicWaits(sender, topics.ranking.name),
                 silence_ms=client.silence_ms if listening else 0.0,
             ),
             metrics,
@@ -129,8 +126,7 @@ class Connection:
         self._counts = counts
         self._hedges = hedges
         self._metrics = metrics
-        send = partial(sender.send_events, topics.retrieval.name, settled=self._announced)
-        self.announcements = Announcements(send, settings.client.announce_linger_ms / 1000)
+        self.announcements = Announcements(self, settings.client.announce_linger_ms / 1000)
 
     @property
     def error(self) -> RelayError | None:
@@ -199,6 +195,10 @@ class Connection:
         finally:
             self._answers.release(call)
 
+    async def send_lane(self, lane: int, events: list[Outgoing]) -> None:
+        """Hand one lane's request events to the producer (LaneSender)."""
+        await self._sender.send_events(self._topics.retrieval.name, lane, events, settled=self._announced)
+
     def _buffer_full(self) -> str:
         settings = self._settings
         waited = f"{settings.client.timeout_ms:g} ms (client.timeout_ms)"
@@ -231,11 +231,6 @@ async def _listen(
 
 async def _flush_logs() -> None:
     flush_limiters()
-
-
-def _tell(on_failure: Callable[[RelayError], None], failed: asyncio.Future[None]) -> None:
-    if not failed.cancelled() and (error := failed.exception()) is not None:
-        on_failure(error if isinstance(error, RelayError) else BrokerError(f"the client cannot go on: {error!r}"))
 
 
 def _reply_partitions(rows: Sequence[TopicRow], topics: TopicSet, chosen: int) -> list[int]:

@@ -10,9 +10,9 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import msgspec
 
@@ -20,9 +20,10 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.client.sender import Sender
+from relaygr_stream.client.sender import Sender, Settled
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.fleet import OwnerDirectory, better_of_two, draw_sample
+from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply, WorkerStatus
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
@@ -44,6 +45,13 @@ STUCK_S: Final = 0.5
 LATE_SHARE: Final = 0.5
 
 
+class Waits(Protocol):
+    """Knows how long a lane's broker has acknowledged nothing; client/sender.py's TopicWaits does."""
+
+    def waiting_s(self, partition: int) -> float:
+        """Seconds; 0: it acknowledges."""
+
+
 class Hedges:
     """Chooses the lane of a hedge: a copy of a request, sent to another worker that is alive and has time.
 
@@ -51,8 +59,9 @@ class Hedges:
     busy workers get no hedges. Where only the lane's broker is away, its owner gets the copy on another lane, and a hit
     remains one.
 
-    busy_ms: a worker with a longer queue gets no hedges. waiting_s(lane): age of the oldest send that the lane's broker
-    has not acknowledged. silence_ms: how long to listen before an owner that has not stated itself counts as silent.
+    busy_ms: a worker with a longer queue gets no hedges. waits: tells how long a lane's broker has acknowledged
+    nothing; None: each acknowledges. silence_ms: how long to listen before an owner that has not stated itself counts
+    as silent.
     """
 
     def __init__(
@@ -60,17 +69,20 @@ class Hedges:
         owners: OwnerDirectory,
         busy_ms: float,
         seed: int | None = None,
-        waiting_s: Callable[[int], float] = lambda lane: 0.0,
+        waits: Waits | None = None,
         silence_ms: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._clock = clock
         self._all_known_s = clock() + silence_ms / 1000.0
         self._owners = owners
         self._busy_ms = busy_ms
-        self._waiting_s = waiting_s
+        self._waits = waits
         self._random = random.Random(seed)
         self._slow = SLOW_BURST
+
+    def _waiting_s(self, lane: int) -> float:
+        return 0.0 if self._waits is None else self._waits.waiting_s(lane)
 
     def request(self) -> None:
         """Add one request's share to the budget."""
@@ -106,7 +118,7 @@ class Hedges:
             if owner is not None and status.name == owner.name:
                 return self._random.choice(lanes)
         # Only the queues are compared, so that two idle workers have equal chances.
-        (_, lanes), *_ = better_of_two(choices, self._random, lambda choice: choice[0].queue_ms)
+        (_, lanes), *_ = better_of_two([(s.queue_ms, lanes) for s, lanes in choices], self._random)
         return self._random.choice(lanes)
 
     def _choices(
@@ -168,9 +180,6 @@ MAX_ATTEMPTS: Final = 3
 #: MAX_ATTEMPTS copies fit into every call, and the last one has as much time for its answer as the others had. Without
 #: it, a timeout of client.hedge_ms or less would leave a call no copy.
 HEDGE_SHARE: Final = 1 / MAX_ATTEMPTS
-
-#: Called once for each copy: with None when the broker has it, else with the error.
-Settled = Callable[[BrokerError | None], None]
 
 
 class Copies:

@@ -20,6 +20,7 @@ from relaygr_stream.client.answers import Answers, Ranking, ranking_of
 from relaygr_stream.client.connection import Connection, connected
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.errors import (
+    BrokerError,
     ConfigError,
     DeadlineExceeded,
     DecodeError,
@@ -31,6 +32,7 @@ from relaygr_stream.errors import (
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing
 from relaygr_stream.telemetry.tracing import Headers as TraceContext
@@ -130,8 +132,10 @@ class MessageClient:
             tracing = self._callers_tracing  # what an earlier opening made has ended with it
             if not tracing.on:
                 tracing = await stack.enter_async_context(tracing_of(self._settings.telemetry, "client", self.registry))
+            background = Background()
+            background.failed.add_done_callback(self._on_failed)
             way = connected(
-                self._settings, self._topics, self._client_id, self._answers, self._owners, self._metrics, self._end
+                self._settings, self._topics, self._client_id, self._answers, self._owners, self._metrics, background
             )
             self._connection, self._tracing = await stack.enter_async_context(way), tracing
             self._stack = stack.pop_all()
@@ -253,6 +257,11 @@ class MessageClient:
             raise copy(self._ended)  # each caller gets its own traceback
         self._connection.check_lanes()
         return self._connection
+
+    def _on_failed(self, failed: asyncio.Future[None]) -> None:
+        """The connection can serve no longer."""
+        if not failed.cancelled() and (error := failed.exception()) is not None:
+            self._end(error if isinstance(error, RelayError) else BrokerError(f"the client cannot go on: {error!r}"))
 
     def _end(self, error: RelayError) -> None:
         self._connection, self._ended = None, error

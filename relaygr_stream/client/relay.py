@@ -87,8 +87,8 @@ class RelayClient(MessageClient):
             user_id=user_id,
             prefix=prefix,
             columns=FeatureTables(self._features.digest, tables["user"]) if self._features else UNSET,
-            candidates=plain(candidates),
-            rank_in_ms=plain(rank_in) * 1000,
+            candidates=builtin_number(candidates),
+            rank_in_ms=builtin_number(rank_in) * 1000,
             tenant=tenant or self._settings.client.tenant,
             **with_version(reference),
         )
@@ -209,7 +209,7 @@ class Request:
 N = TypeVar("N", int, float)
 
 
-def plain(number: N) -> N:
+def builtin_number(number: N) -> N:
     """A number of numpy as Python's: what checks messages takes no other."""
     return number.item() if isinstance(number, np.generic) else number
 

@@ -11,13 +11,14 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Sent
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
+from relaygr_stream.telemetry.clocks import Clock
 
 #: A broker that has acknowledged nothing for this long, although sends are due, counts as away: sends to the partitions
 #: it leads then fail at once, until `probe` finds that it answers again. An acknowledgement takes milliseconds; a
@@ -44,10 +45,14 @@ class _Silence:
     answers: bool = False  # a probe since then was answered: a send is to show whether it acknowledges, too
 
 
+#: Called once for each message: with None when a broker has it, else with the error.
+Settled = Callable[[BrokerError | None], None]
+
+
 class Sender:
     """A producer whose acknowledgements are watched, not awaited. clock: seconds."""
 
-    def __init__(self, producer: Producer, bootstrap: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, producer: Producer, bootstrap: str, clock: Clock = time.monotonic) -> None:
         self._producer = producer
         self._bootstrap = bootstrap
         self._clock = clock
@@ -129,7 +134,7 @@ class Sender:
         partition: int,
         headers: Sequence[tuple[str, bytes]] = (),
         patience_s: float = 0.0,
-        settled: Callable[[BrokerError | None], None],
+        settled: Settled,
     ) -> None:
         """Buffer a message; waits only while the buffer is full.
 
@@ -153,7 +158,7 @@ class Sender:
         partition: int,
         messages: Sequence[Outgoing],
         *,
-        settled: Callable[[BrokerError | None], None],
+        settled: Settled,
     ) -> None:
         """Buffer messages of one partition in as few batches as possible.
 
@@ -183,7 +188,7 @@ class Sender:
         due: dict[int, float],
         number: int,
         silence: _Silence,
-        settled: Callable[[BrokerError | None], None],
+        settled: Settled,
         sent: asyncio.Future[int],
     ) -> None:
         del due[number]
@@ -195,12 +200,22 @@ class Sender:
         outcome = error if error is None or isinstance(error, BrokerError) else BrokerError(repr(error))
         self._answered(outcome, silence, settled)
 
-    def _answered(
-        self, error: BrokerError | None, silence: _Silence, settled: Callable[[BrokerError | None], None]
-    ) -> None:
+    def _answered(self, error: BrokerError | None, silence: _Silence, settled: Settled) -> None:
         if not isinstance(error, BrokerUnavailable):  # a refusal is an answer, too
             silence.since_s = None
         settled(error)
+
+
+class TopicWaits:
+    """How long the brokers of one topic's partitions have acknowledged nothing, as a sender knows it."""
+
+    def __init__(self, sender: Sender, topic: str) -> None:
+        self._sender = sender
+        self._topic = topic
+
+    def waiting_s(self, partition: int) -> float:
+        """As `Sender.waiting_s`."""
+        return self._sender.waiting_s(self._topic, partition)
 
 
 # Batches of request events.
@@ -211,15 +226,21 @@ BATCH_BYTES: Final = 48 * 1024
 MAX_LANE_BYTES: Final = 1024 * 1024
 
 
+class LaneSender(Protocol):
+    """Sends request events."""
+
+    async def send_lane(self, lane: int, events: list[Outgoing]) -> None:
+        """Hand one lane's events to the producer; may wait, raises nothing."""
+
+
 class Announcements:
     """Gathers request events and sends them as one batch for each lane.
 
-    send(lane, events): hands events to the producer; may wait, raises nothing. linger_s: how long an event waits for
-    others.
+    linger_s: how long an event waits for others.
     """
 
-    def __init__(self, send: Callable[[int, list[Outgoing]], Awaitable[None]], linger_s: float) -> None:
-        self._send = send
+    def __init__(self, sender: LaneSender, linger_s: float) -> None:
+        self._sender = sender
         self._linger_s = linger_s
         self._lanes: dict[int, _Lane] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -228,7 +249,7 @@ class Announcements:
         """Enqueue an event of lane `number`; waits only while the lane's buffer is full."""
         lane = self._lanes.get(number)
         if lane is None:
-            lane = self._lanes[number] = _Lane(partial(self._send, number))
+            lane = self._lanes[number] = _Lane(self._sender, number)
         await lane.add(message)
         if lane.bytes >= BATCH_BYTES:
             lane.send()
@@ -252,8 +273,9 @@ class Announcements:
 class _Lane:
     """One lane's events. An unfinished send holds up later events of this lane, and of no other."""
 
-    def __init__(self, send: Callable[[list[Outgoing]], Awaitable[None]]) -> None:
-        self._send = send
+    def __init__(self, sender: LaneSender, number: int) -> None:
+        self._sender = sender
+        self._number = number
         self._events: list[Outgoing] = []
         self._room = asyncio.Event()
         self.bytes = 0
@@ -276,6 +298,6 @@ class _Lane:
             while self._events:
                 events, self._events, self.bytes = self._events, [], 0
                 self._room.set()
-                await self._send(events)
+                await self._sender.send_lane(self._number, events)
         finally:
             self.sending = None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import structlog
 import torch
 
-from relaygr_stream.cache.copy import CopyEngine
+from relaygr_stream.cache.copy import CopyEngine, Wake
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
@@ -72,7 +71,7 @@ def load_executor(settings: Settings) -> Executor:
 def build(
     settings: Settings,
     report_audit: Report,
-    wake: Callable[[], None],
+    wake: Wake,
 ) -> WorkerRuntime:
     """On the configured device. Raises ConfigError, ModelError, DeviceError or CapacityError."""
     worker = settings.worker

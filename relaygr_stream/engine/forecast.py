@@ -74,18 +74,28 @@ class Forecast:
         self._clients = Clients() if clients is None else clients
         self._all: WorkTree[Ranking] = WorkTree()
         self._by_client: dict[Account, WorkTree[Ranking]] = {}
+        self._new: dict[Ranking, None] = {}  # added since the trees were asked: most have their answer before that
 
     def add(self, ranking: Ranking) -> None:
         """Count a waiting ranking, whose expected_ms and number are known."""
-        key, work_ms = _key(ranking), _work_ms(ranking)
-        self._all.add(key, work_ms, ranking)
-        own = self._by_client.get(ranking.booking.account)
-        if own is None:
-            own = self._by_client[ranking.booking.account] = WorkTree()
-        own.add(key, work_ms, ranking)
+        self._new[ranking] = None
+
+    def _plant(self) -> None:
+        """Put what was added into the trees, which are to be asked."""
+        for ranking in self._new:
+            key, work_ms = _key(ranking), _work_ms(ranking)
+            self._all.add(key, work_ms, ranking)
+            own = self._by_client.get(ranking.booking.account)
+            if own is None:
+                own = self._by_client[ranking.booking.account] = WorkTree()
+            own.add(key, work_ms, ranking)
+        self._new.clear()
 
     def remove(self, ranking: Ranking) -> None:
         """Stop counting a ranking that was added."""
+        if ranking in self._new:
+            del self._new[ranking]
+            return
         key, own = _key(ranking), self._by_client[ranking.booking.account]
         self._all.remove(key)
         own.remove(key)
@@ -94,12 +104,15 @@ class Forecast:
 
     def worked(self, ranking: Ranking) -> None:
         """The device has worked for a ranking that was added: its device_ms has changed."""
+        if ranking in self._new:
+            return
         key, work_ms = _key(ranking), _work_ms(ranking)
         self._all.change(key, work_ms)
         self._by_client[ranking.booking.account].change(key, work_ms)
 
     def latest(self, account: Account, before: float) -> Ranking | None:
         """The client's ranking with the latest deadline up to `before` that the device has not started."""
+        self._plant()
         own = self._by_client.get(account)
         return (
             None if own is None else next((each for each in own.backwards(before) if not each.measured.started), None)
@@ -112,6 +125,7 @@ class Forecast:
 
         own: its milliseconds; None: its expected_ms. alone: the share of its time that it may take if nothing waits.
         """
+        self._plant()
         left, own = (ranking.deadline - now) * 1e3, ranking.booking.expected_ms if own is None else own
         if not self._all:
             reason = f"it takes {own:.0f} ms, and {left:.0f} ms are left"

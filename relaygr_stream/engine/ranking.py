@@ -50,6 +50,7 @@ class Ranking:
     suffix: Tokens
     full: bool
     deadline: float  # the task's
+    came: float  # from when its delay counts: its arrival, without what was spent before the scheduler had it
     booking: Booking = field(default_factory=Booking)
     held: Held = field(default_factory=Held)
     measured: Measured = field(default_factory=Measured)
@@ -58,13 +59,9 @@ class Ranking:
     @classmethod
     def of(cls, rank: Rank) -> Ranking:
         """One that has just come."""
-        task = rank.task
-        return cls(rank, task, task.tokens, task.suffix, task.full or rank.leaves_nothing, task.times.deadline)
-
-    @property
-    def came(self) -> float:
-        """From when its delay counts: its arrival, without what was spent before it was handed to the scheduler."""
-        return self.task.times.arrived + self.rank.waited_s
+        task, times = rank.task, rank.task.times
+        full, came = task.full or rank.leaves_nothing, times.arrived + rank.waited_s
+        return cls(rank, task, task.tokens, task.suffix, full, times.deadline, came)
 
     def keep_newest(self, size: int) -> None:
         """Rank with the newest `size` ≥ 1 behaviours alone, as a history of their own, apart from all prefix KV.

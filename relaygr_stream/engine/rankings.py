@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Set
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ class Rankings:
         self._most = most  # rankings scored together
         self._max_delay_ms = max_delay_ms
         self.answers: list[Answer] = []
-        self._deadlines: TimerHeap[Ranking] = TimerHeap(lambda ranking: ranking.answered)
+        self._deadlines: TimerHeap[Ranking] = TimerHeap(attrgetter("answered"))
         self._delays = (0.0, 0)  # seconds and number of delays until the device took a ranking
         self._batching = Batching()
 

@@ -121,7 +121,7 @@ class Door:
         http = Request(scope, receive)
         if self._tokens.known(http) is None:
             address = source_of(scope["client"]) if scope.get("client") else ""
-            if wait_s := self._strangers_rates.wait_s(address):
+            if wait_s := self._strangers_rates.wait_s(address, time.monotonic()):
                 await asyncio.sleep(STRANGERS_PAUSE_S)
                 error = _beyond("this address, without a valid token,", self._limits.max_rate / STRANGERS_PART, wait_s)
                 self.metrics.requests.labels("strangers", "429").inc()
@@ -231,13 +231,14 @@ class Door:
 
     def _within_rate(self, tenant: str) -> None:
         """Raise Refused for a tenant's request beyond its rate."""
-        if wait_s := self._rates.wait_s(tenant):
+        if wait_s := self._rates.wait_s(tenant, time.monotonic()):
             raise _beyond("this tenant", self._limits.max_rate, wait_s)
 
     def _count_refused(self, http: Request, tenant: str | None, status: int) -> None:
         if tenant is not None and status != 429:
             stated = min(stated_length(http), self._limits.max_body_bytes)  # read or not: what is dropped costs as well
-            self._rates.refused(tenant, max(stated, getattr(http.state, "body_bytes", 0)))
+            size = max(stated, getattr(http.state, "body_bytes", 0))
+            self._rates.refused(tenant, size, time.monotonic())
 
     def _leave(self, tenant: str) -> None:
         self._open[tenant] -= 1
@@ -278,7 +279,7 @@ class Door:
         return Response(await self._board.trace(http.url.query, lanes, tenant), media_type="text/html", headers=HEADERS)
 
     def _scraped(self, http: Request) -> Response:
-        status, headers, body = self._exposition.page("", http.headers.get("accept", ""), "")
+        status, headers, body = self._exposition.page("", http.headers.get("accept", ""), "", time.monotonic())
         return Response(body, int(status[:3]), dict(headers))
 
     def _check(self, why_not: str | None) -> Response:

@@ -32,7 +32,7 @@ class Details:
         topics = rf"| (?<!\w){re.escape(prefix)}[\w.-]+" if prefix else ""
         self._internal: Final = re.compile(_INTERNAL + topics, re.VERBOSE)
 
-    def of(self, error: RelayError) -> str:
+    def text(self, error: RelayError) -> str:
         """The error in words for a caller."""
         if isinstance(error, RequestError):
             return self.public(str(error))

@@ -138,7 +138,7 @@ def failure(error: RelayError, reply: Format, path: str, details: Details) -> Re
     if status >= 500 and status != 504:
         limited(log.warning, name)("a request failed", path=path, outcome=name, detail=str(error))
     headers = {"retry-after": RETRY_AFTER_S} if status in _AGAIN else {}
-    return answer(status, reply, Problem(error=name, detail=details.of(error)), headers)
+    return answer(status, reply, Problem(error=name, detail=details.text(error)), headers)
 
 
 def answer(status: int, form: Format, body: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:

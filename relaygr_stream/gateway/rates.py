@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Final
 
 #: A stranger's part of a tenant's rate: probes and scrapes need one request a second.
@@ -17,32 +15,34 @@ MAX_CALLERS: Final = 4096
 
 
 class Rates:
-    """A token bucket for each caller: `most` requests a second, as many at once, one at least. clock: seconds."""
+    """A token bucket for each caller: `most` requests a second, as many at once, one at least.
 
-    def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
+    now_s: seconds of one monotonic clock.
+    """
+
+    def __init__(self, most: float) -> None:
         self._most = most
         self._burst = max(1.0, most)
-        self._clock = clock
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # requests, and when that was
 
-    def wait_s(self, caller: str) -> int:
+    def wait_s(self, caller: str, now_s: float) -> int:
         """0: the request is within the rate, and counted. Else whole seconds until the next one is."""
-        left = self._now_left(caller)
+        left = self._now_left(caller, now_s)
         if left >= 1:
-            self._set(caller, left - 1)
+            self._set(caller, left - 1, now_s)
             return 0
         return math.ceil((1 - left) / self._most)
 
-    def refused(self, caller: str, size: int) -> None:
+    def refused(self, caller: str, size: int, now_s: float) -> None:
         """Count the bytes of a refused body, whatever is left: the next requests wait for them."""
-        self._set(caller, self._now_left(caller) - size / REFUSED_BYTES)
+        self._set(caller, self._now_left(caller, now_s) - size / REFUSED_BYTES, now_s)
 
-    def _now_left(self, caller: str) -> float:
+    def _now_left(self, caller: str, now_s: float) -> float:
         left, since = self._left.get(caller, (self._burst, 0.0))
-        return min(self._burst, left + self._most * (self._clock() - since))
+        return min(self._burst, left + self._most * (now_s - since))
 
-    def _set(self, caller: str, left: float) -> None:
-        self._left[caller] = (left, self._clock())
+    def _set(self, caller: str, left: float, now_s: float) -> None:
+        self._left[caller] = (left, now_s)
         self._left.move_to_end(caller)
         if len(self._left) > MAX_CALLERS:
             self._left.popitem(last=False)

@@ -42,10 +42,10 @@ def handover_for(context: WorkerContext, device: Device, lanes: int, peers: Owne
         context.name,
         identity_of(runtime, lanes),
         Desk(device.thread, lanes),
-        peers.workers,
+        peers,
         HandoverMetrics(context.registry),
         longest_sequence(settings, runtime.model),
-        runtime.model.layout.nbytes,
+        runtime.model.layout,
         token_bytes(schema_of(runtime.model)),
     )
 

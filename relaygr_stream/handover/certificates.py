@@ -27,6 +27,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.inputs import read_bytes
 from relaygr_stream.settings.worker import Handover
+from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.signature import purpose_key
 
 #: The protocol's name, negotiated by TLS (ALPN). Version 1 had a seal on each frame instead of TLS.
@@ -84,7 +85,7 @@ def parsed(address: str) -> IPv4Address | IPv6Address:
 class Credentials:
     """TLS contexts for both ends. make: returns the accepted authorities' certificates, and ours with chain and key."""
 
-    def __init__(self, make: Callable[[], tuple[Pem, Pem]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, make: Callable[[], tuple[Pem, Pem]], clock: Clock = time.monotonic) -> None:
         self._make = make
         self._clock = clock
         self._renew()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
-from collections.abc import Awaitable, Callable
 from types import UnionType
 from typing import Any, Final, TypeVar, overload
 
@@ -23,31 +21,25 @@ WRITE_BUFFER: Final = 2 * SLICE_BYTES
 class Bandwidth:
     """A token bucket that bounds bytes per second over all its callers, in the order of their calls.
 
-    burst: bytes that may go at once after a pause. clock: seconds.
+    burst: bytes that may go at once after a pause. now_s: seconds of one monotonic clock.
     """
 
     def __init__(
         self,
         bytes_per_s: float,
         burst: int,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        now_s: float,
     ) -> None:
         self._rate = bytes_per_s
         self._burst = burst
-        self._clock = clock
-        self._sleep = sleep
         self._level = float(burst)
-        self._at = clock()
+        self._at = now_s
 
-    async def take(self, nbytes: int) -> None:
-        """Wait until nbytes may be sent. A cancelled call still uses up its bytes."""
-        now = self._clock()
-        self._level = min(self._burst, self._level + (now - self._at) * self._rate)
-        self._at = now
-        self._level -= nbytes
-        if self._level < 0:
-            await self._sleep(-self._level / self._rate)
+    def take(self, nbytes: int, now_s: float) -> float:
+        """Seconds until nbytes may be sent. They are used up, sent or not."""
+        self._level = min(self._burst, self._level + (now_s - self._at) * self._rate) - nbytes
+        self._at = now_s
+        return max(0.0, -self._level / self._rate)
 
 
 class PeerError(RelayError):

@@ -104,10 +104,7 @@ class Desk:
         Leaving the context makes the copy the user's entry (`filled`), unless one as good has come meanwhile. Leaving
         it with an exception frees the reservation.
         """
-        got: Reservation | Literal["held", "full"] = await self._device.ask(
-            Reserve(user_id, tokens, capacity, uses),
-            undo=lambda got: Discard(got) if isinstance(got, Reservation) else None,
-        )
+        got: Reservation | Literal["held", "full"] = await self._device.ask(Reserve(user_id, tokens, capacity, uses))
         try:
             yield got
         except BaseException:
@@ -119,9 +116,7 @@ class Desk:
 
     async def _lend(self, user_id: str) -> Lease | None:
         for _ in range(int(COPY_OUT_S / LOOK_S)):
-            got: Lease | Literal["soon", "never"] = await self._device.ask(
-                Lend(user_id), undo=lambda got: GiveBack(got) if isinstance(got, Lease) else None
-            )
+            got: Lease | Literal["soon", "never"] = await self._device.ask(Lend(user_id))
             if isinstance(got, Lease):
                 return got
             if got == "never":

@@ -13,18 +13,20 @@ import random
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 import structlog
 
 from relaygr_stream.errors import DeviceError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.handover.certificates import Credentials, Networks, identity_problem, make_credentials
 from relaygr_stream.handover.channel import Bandwidth, Channel, PeerError
 from relaygr_stream.handover.connection import PROVE_S, accept, connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.session import Giver, SessionProgress, Taker
 from relaygr_stream.handover.wire import SLICE_BYTES, TOKEN_BYTES, PrefixIdentity
+from relaygr_stream.models.kv import KVLayout
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -59,9 +61,9 @@ MIB: Final = 1 << 20
 
 
 class HandoverService:
-    """Serves and fetches from `start` to `stop`. peers: returns the newest status of every worker that is not silent.
+    """Serves and fetches from `start` to `stop`. peers: what the workers state.
 
-    max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier. token_bytes: of a
+    max_tokens: the longest sequence. layout: of a copy in the DRAM tier. token_bytes: of a
     token in an offer.
     """
 
@@ -71,10 +73,10 @@ class HandoverService:
         name: str,
         identity: PrefixIdentity,
         desk: Desk,
-        peers: Callable[[], dict[str, WorkerStatus]],
+        peers: OwnerDirectory,
         metrics: HandoverMetrics,
         max_tokens: int,
-        nbytes_of: Callable[[int], int],
+        layout: KVLayout,
         token_bytes: int = TOKEN_BYTES,
     ) -> None:
         self._settings = settings
@@ -84,9 +86,9 @@ class HandoverService:
         self._networks = Networks(settings.networks)
         self._credentials: Credentials | None = None
         bytes_per_s = settings.mib_per_s * MIB
-        bandwidth = Bandwidth(bytes_per_s, max(SLICE_BYTES, int(BURST_S * bytes_per_s)))
+        bandwidth = Bandwidth(bytes_per_s, max(SLICE_BYTES, int(BURST_S * bytes_per_s)), time.monotonic())
         self._giver = Giver(identity, desk, bandwidth, metrics)
-        self._taker = Taker(identity, desk, metrics, max_tokens, nbytes_of, token_bytes)
+        self._taker = Taker(identity, desk, metrics, max_tokens, layout, token_bytes)
         self._background = Background()
         self._sessions = 0  # sessions served now, with authenticated workers
         self._asking: asyncio.Task[None] | None = None
@@ -155,7 +157,7 @@ class HandoverService:
     def _reachable(self) -> list[WorkerStatus]:
         return [
             status
-            for name, status in self._peers().items()
+            for name, status in self._peers.workers().items()
             if status.handover and name != self._name and status.state != "stopped"
         ]
 
@@ -235,7 +237,7 @@ class HandoverService:
     async def _check_stated(self, channel: Channel, name: str) -> None:
         """Check that the certificate belongs to a worker that publishes its status. Raises PeerError if not."""
         until = time.monotonic() + HEARD_S
-        while (status := self._peers().get(name)) is None or not status.handover:
+        while (status := self._peers.workers().get(name)) is None or not status.handover:
             if time.monotonic() > until:
                 raise PeerError(f"is {name!r}, of which `worker-status` has no status with a hand-over address")
             await asyncio.sleep(LOOK_S)

@@ -7,7 +7,9 @@ for the contents of a copy only: it checks lengths, shapes, users and order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import asyncio
+import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,6 +36,7 @@ from relaygr_stream.handover.wire import (
     Take,
     max_offer_bytes,
 )
+from relaygr_stream.models.kv import KVLayout
 from relaygr_stream.wire.messages import split_tenant_key
 from relaygr_stream.wire.topic_files import lane_of
 
@@ -96,7 +99,8 @@ class Giver:
             data = lease.data.numpy()
             for start in range(0, nbytes, SLICE_BYTES):
                 piece = data[start : start + SLICE_BYTES].tobytes()
-                await self._bandwidth.take(len(piece))
+                if wait_s := self._bandwidth.take(len(piece), time.monotonic()):
+                    await asyncio.sleep(wait_s)
                 await channel.send_copy(piece)
                 self._metrics.bytes.labels("given").inc(len(piece))
             progress.entries += 1
@@ -113,7 +117,7 @@ def _fits(lease: Lease, max_tokens: int) -> bool:
 
 
 class Taker:
-    """Runs sessions. max_tokens: the longest sequence. nbytes_of(capacity): bytes of a copy in the DRAM tier.
+    """Runs sessions. max_tokens: the longest sequence. layout: of a copy in the DRAM tier.
 
     token_bytes: of a token in an offer.
     """
@@ -124,7 +128,7 @@ class Taker:
         desk: Desk,
         metrics: HandoverMetrics,
         max_tokens: int,
-        nbytes_of: Callable[[int], int],
+        layout: KVLayout,
         token_bytes: int = TOKEN_BYTES,
     ) -> None:
         self._token_bytes = token_bytes
@@ -132,7 +136,7 @@ class Taker:
         self._desk = desk
         self._metrics = metrics
         self._max_tokens = max_tokens
-        self._nbytes_of = nbytes_of
+        self._layout = layout
 
     async def take(
         self, channel: Channel, lanes: frozenset[int], wanted: Collection[int], progress: SessionProgress
@@ -169,11 +173,11 @@ class Taker:
             tokens = offer.sequence(self._max_tokens, self._token_bytes)
         except DecodeError as error:
             raise PeerError(f"sent an invalid offer: {error.detail}") from error
-        if offer.capacity > capacity_for(self._max_tokens) or offer.nbytes != self._nbytes_of(offer.capacity):
+        if offer.capacity > capacity_for(self._max_tokens) or offer.nbytes != self._layout.nbytes(offer.capacity):
             most = capacity_for(self._max_tokens)
             raise PeerError(
                 f"offered {offer.nbytes} bytes with room for {offer.capacity} tokens; the largest copy here has room "
-                f"for {most} tokens in {self._nbytes_of(most)} bytes"
+                f"for {most} tokens in {self._layout.nbytes(most)} bytes"
             )
         async with self._desk.reservation(offer.user_id, tokens, offer.capacity, offer.uses) as place:
             if not isinstance(place, Reservation):

@@ -46,7 +46,11 @@ def _add_folders(path: str) -> None:
             sys.path.append(found)
 
 
-def _find_factory(name: str) -> Callable[..., Any]:
+#: (settings.Model, torch.device, torch.dtype) → a model, as a user's module has it.
+Factory = Callable[..., Any]
+
+
+def _find_factory(name: str) -> Factory:
     module_name, separator, attribute = name.partition(":")
     if not (separator and module_name and attribute):
         raise ModelError(f"`model.factory` = {name!r}: write module:factory")
@@ -68,7 +72,7 @@ def _find_factory(name: str) -> Callable[..., Any]:
     return factory  # type: ignore[no-any-return]  # callable() proves no signature
 
 
-def _call(factory: Callable[..., Any], model: settings.Model, device: torch.device, dtype: torch.dtype) -> Any:
+def _call(factory: Factory, model: settings.Model, device: torch.device, dtype: torch.dtype) -> Any:
     module = model.factory.partition(":")[0]
     try:
         return factory(model, device, dtype)

@@ -286,6 +286,10 @@ def replacement_of(key: str) -> str:
         return "config.json in the folder that `model.checkpoint` names says it; `relaygr model random` writes one"
     if (name := key.partition(".")[2]).startswith("tls_"):
         return f"`tls.{name.removeprefix('tls_')}` is for brokers and the history store"
+    if name == "group":
+        return f"it is always {RETIRED[key].default}, behind `kafka.prefix`, which keeps fleets apart"
+    if key == "history.prefix":
+        return f"it is always {RETIRED[key].default}; fleets that share a Redis have a DB of `history.store` each"
     return f"it is always {msgspec.json.encode(RETIRED[key].default).decode()}"
 
 

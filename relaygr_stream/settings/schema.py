@@ -121,7 +121,8 @@ class Relay(Section, frozen=True, kw_only=True):
 class Trigger(Section, frozen=True, kw_only=True):
     """Admission: which requests are worth a pre-inference."""
 
-    group: Annotated[Name, doc("consumer group on `retrieval`, without kafka.prefix")] = "trigger"
+    # Consumer group on `retrieval`, behind kafka.prefix, which keeps fleets apart: two groups would decide twice.
+    group: Name = "trigger"
     risk_share: Annotated[
         Share,
         doc("a request is at risk if predicted full inference and its owner's queue exceed this share of the SLO"),
@@ -177,7 +178,8 @@ class History(Section, frozen=True, kw_only=True):
     tls_certificate: str = ""
     tls_key: str = ""
     tls_key_password: Annotated[str, Meta(extra={"secret": True, "internal": True})] = ""
-    prefix: Annotated[str, Meta(max_length=64), doc("prefix of the keys in Redis")] = "relaygr:history:"
+    # Prefix of the keys in Redis. Fleets that share a Redis have a database each, by the DB of `store`.
+    prefix: Annotated[str, Meta(max_length=64)] = "relaygr:history:"
     timeout_ms: Annotated[Ms, doc("timeout of one call of the store, connecting included")] = 100.0
     # A failed read is tried so many times more, within the ranking's deadline: for a closed connection, and once more.
     max_retries: Annotated[int, Meta(ge=0, le=10)] = 2

@@ -17,7 +17,8 @@ class Worker(Section, frozen=True, kw_only=True):
     name: Annotated[
         str, Meta(pattern=r"\A[A-Za-z0-9._-]{0,128}\Z"), doc("name, unique per worker; empty: host and pid")
     ] = ""
-    group: Annotated[Name, doc("consumer group whose members own the lanes, without kafka.prefix")] = "workers"
+    # Consumer group whose members own the lanes, behind kafka.prefix, which keeps fleets apart.
+    group: Name = "workers"
     device: Annotated[str, Meta(pattern=r"\A(cpu|cuda|npu)(:\d+)?\Z"), doc("cpu, cuda[:N] or npu[:N]")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], doc("type of weights, K and V")] = "float32"
     kernels: Annotated[
@@ -62,13 +63,9 @@ class Worker(Section, frozen=True, kw_only=True):
         Meta(ge=0, le=4096),
         doc("a stale prefix is used if it lacks at most this many newest behaviours, which are scored as suffix"),
     ] = 16
-    max_batch: Annotated[
-        Positive,
-        doc(
-            "most rankings scored in one batch; where batches are not faster, a batch takes at most half of "
-            "max_ranking_delay_ms, or has two rankings"
-        ),
-    ] = 8
+    # Most rankings scored in one batch. max_ranking_delay_ms bounds its time before: where batches are not faster, one
+    # takes at most half of that, or has two rankings. Where they are, an eighth adds little.
+    max_batch: Positive = 8
     audit_share: Annotated[
         Share, doc("share of rankings answered from prefix KV that are scored again in full, in idle time")
     ] = 0.01

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import parse_qs
 
@@ -23,19 +21,20 @@ _TOO_MANY: Final[Page] = ("429 Too Many Requests", [("Retry-After", "1"), ("Cont
 
 
 class Exposition:
-    """The pages of one registry, in the formats that prometheus_client's own application has. clock: seconds."""
+    """The pages of one registry, in the formats that prometheus_client's own application has."""
 
-    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         self._render = make_wsgi_app(registry)
-        self._clock = clock
         self._pages: dict[tuple[str, bool, str], tuple[float, Page]] = {}
 
-    def page(self, query: str, accept: str, accept_encoding: str) -> Page:
-        """The page that a request with this query string and these headers gets, at most FRESH_S old."""
+    def page(self, query: str, accept: str, accept_encoding: str, now: float) -> Page:
+        """The page that a request with this query string and these headers gets, at most FRESH_S old.
+
+        now: seconds of one monotonic clock.
+        """
         accept, kind = readable_accept(accept)
         part = query if "name[]" in parse_qs(query) else ""
         key = kind, gzip_accepted(accept_encoding), part
-        now = self._clock()
         self._pages = {key: made for key, made in self._pages.items() if now < made[0] + FRESH_S}
         if key in self._pages:
             return self._pages[key][1]

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from relaygr_stream.telemetry.clocks import Clock
+
 #: At this many kinds of line, all counts are written and dropped, to bound memory.
 MAX_KINDS: Final = 256
 
@@ -26,7 +28,7 @@ class LogLimiter:
     that kind. Thread-safe. first: lines per interval. clock: seconds.
     """
 
-    def __init__(self, first: int = 5, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, first: int = 5, interval_s: float = 10.0, clock: Clock = time.monotonic) -> None:
         self._first = first
         self._interval = interval_s
         self._clock = clock

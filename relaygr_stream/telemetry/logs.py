@@ -12,7 +12,6 @@ import logging
 import secrets
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -254,4 +253,4 @@ def _to_json(event: EventDict, **_: Any) -> str:
 
 
 # str for types that JSON lacks (paths, exceptions, arrays), so that every line can be written.
-_encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder(enc_hook=str).encode
+_encode: Final = msgspec.json.Encoder(enc_hook=str).encode

@@ -133,7 +133,7 @@ def _made(settings: Telemetry, process: str, counts: SpanCounts) -> tuple[Any, T
         provider.add_span_processor(BatchSpanProcessor(exporter, most))
     except ValueError as error:
         raise ConfigError(f"telemetry.traces: a variable OTEL_… has a bad value: {error}") from error
-    return provider, Tracing(provider, exporter.has_room)
+    return provider, Tracing(provider, exporter)
 
 
 def _resource(process: str) -> Any:

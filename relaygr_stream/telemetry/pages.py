@@ -32,6 +32,9 @@ class PageRequest(NamedTuple):
     headers: dict[str, str]
 
 
+Answer = Callable[[PageRequest], Awaitable[Page]]
+
+
 def respond(status: str, kind: str, body: str | bytes, *more: tuple[str, str]) -> Page:
     """A page that no cache keeps. more: headers."""
     data = body if isinstance(body, bytes) else body.encode(errors="replace")
@@ -44,9 +47,7 @@ def not_found(path: str, paths: Sequence[str]) -> Page:
     return respond("404 Not Found", TEXT, f"Nothing at {path!r}. The paths are {', '.join(paths)}.\n")
 
 
-async def serve_one(
-    connection: socket.socket, answer: Callable[[PageRequest], Awaitable[Page]], within_s: float = REQUEST_S
-) -> None:
+async def serve_one(connection: socket.socket, answer: Answer, within_s: float = REQUEST_S) -> None:
     """Read one request, write one answer, close."""
     writer = None
     try:
@@ -67,7 +68,7 @@ async def serve_one(
             connection.close()
 
 
-async def _answered(request: bytes, answer: Callable[[PageRequest], Awaitable[Page]]) -> Page:
+async def _answered(request: bytes, answer: Answer) -> Page:
     line, *rest = request.decode("latin-1").split("\r\n")
     method, _, target = line.partition(" ")
     path, _, query = target.partition(" ")[0].partition("?")

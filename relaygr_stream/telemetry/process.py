@@ -30,7 +30,7 @@ from relaygr_stream.telemetry.limiter import flush_limiters
 from relaygr_stream.telemetry.logs import configure_logging, writes_json
 from relaygr_stream.telemetry.loopwatch import LoopWatch
 from relaygr_stream.telemetry.printable import printable
-from relaygr_stream.telemetry.server import TelemetryServer
+from relaygr_stream.telemetry.server import Check, TelemetryServer
 
 EXIT_OK: Final = 0
 EXIT_ERROR: Final = 1  # a RelayError, reported in one line
@@ -60,7 +60,7 @@ class ProcessContext:
     """
 
     def __init__(
-        self, settings: Settings, stop: asyncio.Event, registry: CollectorRegistry, stalled: Callable[[], str | None]
+        self, settings: Settings, stop: asyncio.Event, registry: CollectorRegistry, watch: LoopWatch | None = None
     ) -> None:
         self.settings = settings
         self.stop = stop
@@ -68,8 +68,8 @@ class ProcessContext:
         self.log: Any = structlog.get_logger(__name__).bind()
         self.metrics_port = 0
         self.started = False  # set by main or `set_ready`; from then on a stop does not cancel main
-        self.conditions: list[Callable[[], str | None]] = []
-        self._stalled = stalled
+        self.conditions: list[Check] = []
+        self._watch = watch
         self._not_ready: str | None = "starting"
         self._not_live: str | None = None
 
@@ -90,7 +90,7 @@ class ProcessContext:
 
     def why_not_live(self) -> str | None:
         """Why the process should be restarted, or None."""
-        return self._not_live or self._stalled()
+        return self._not_live or (None if self._watch is None else self._watch.stalled())
 
 
 Main = Callable[[ProcessContext], Awaitable[None]]
@@ -109,7 +109,7 @@ async def process(
     configure_logging(telemetry, name, **_who(name, settings))
     registry = CollectorRegistry() if registry is None else registry
     watch = LoopWatch(registry, telemetry.stall_ms / 1e3)
-    ctx = ProcessContext(settings, asyncio.Event() if stop is None else stop, registry, watch.stalled)
+    ctx = ProcessContext(settings, asyncio.Event() if stop is None else stop, registry, watch)
     _describe(registry, name)
     server = TelemetryServer(registry, telemetry.host, telemetry.port, ctx.why_not_live, ctx.why_not_ready)
     watch.start()

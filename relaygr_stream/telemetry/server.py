@@ -10,6 +10,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -86,7 +87,7 @@ class TelemetryServer:
     async def _answer(self, asked: PageRequest) -> Page:
         if asked.path == "/metrics":
             accept, encoding = (asked.headers.get(name, "") for name in ("accept", "accept-encoding"))
-            return self._exposition.page(asked.query, accept, encoding)
+            return self._exposition.page(asked.query, accept, encoding, time.monotonic())
         if asked.path not in self._checks:
             return not_found(asked.path, PATHS)
         reason = _reason(self._checks[asked.path])

@@ -6,7 +6,7 @@ Spans are made by OpenTelemetry (extra `otel`) on the event loop, which takes so
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol
 
 #: Headers of W3C Trace Context.
@@ -83,16 +83,22 @@ class Trace:
             self._tracing.finish(self._span, None)
 
 
+class SpanRoom(Protocol):
+    """Bounds the spans that wait for export; otlp.py's CountingExporter does."""
+
+    def has_room(self) -> bool:
+        """Whether one more span may wait; it is counted."""
+
+
 class Tracing:
     """Makes this process's spans. Off (`on` is False), nothing may be asked of it, and nothing is loaded.
 
-    provider: an OpenTelemetry TracerProvider; None: off. has_room(): whether one more span may be
-    ended; it is dropped where too many wait for export.
+    provider: an OpenTelemetry TracerProvider; None: off. exporter: drops a span where too many wait for export.
     """
 
-    def __init__(self, provider: Any = None, has_room: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, provider: Any = None, exporter: SpanRoom | None = None) -> None:
         self.on: Final = provider is not None
-        self._has_room = has_room
+        self._exporter = exporter
         if provider is not None:
             from opentelemetry import trace  # noqa: PLC0415  (an extra)
             from opentelemetry.context import Context  # noqa: PLC0415
@@ -151,7 +157,7 @@ class Tracing:
 
     def finish(self, span: Any, end: float | None) -> None:
         """End a span, or drop it. end: seconds of time.monotonic(); None: now."""
-        if span.get_span_context().trace_flags.sampled and self._has_room():
+        if span.get_span_context().trace_flags.sampled and (self._exporter is None or self._exporter.has_room()):
             span.end(None if end is None else unix_ns(end))
 
 

@@ -10,7 +10,7 @@ of them. The trigger process (lane.py, outbox.py), the simulator, `relaygr expla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from typing import Final, NamedTuple
 
 from relaygr_stream.errors import BrokerUnavailable, MessageTooLarge
@@ -23,8 +23,6 @@ from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, prefix_le
 from relaygr_stream.wire.refusals import Refusal
 from relaygr_stream.wire.worker_status import charge_ms, prefix_bytes
 
-#: Finds delegates by the directory of owners and what this trigger sent.
-MakeDelegation = Callable[[OwnerDirectory, OwnerLoads], Delegation]
 #: Reasons that no owner is told: there is none, or the request was admitted before.
 NOT_REPORTED: Final = frozenset({"no_owner", "duplicate"})
 
@@ -76,7 +74,7 @@ class TriggerCore:
     """Decides on the events of the lanes that it has taken, and books what it decides.
 
     owners: who owns which lane, and what they state; the caller feeds it. keep_s: how long the signal logs keep a
-    signal, in seconds. delegation: makes what finds delegates, where the policy delegates; None: nothing is delegated.
+    signal, in seconds. delegation: finds delegates, where the policy delegates; None: nothing is delegated.
     """
 
     def __init__(
@@ -85,14 +83,14 @@ class TriggerCore:
         owners: OwnerDirectory,
         keep_s: float,
         decide: Decide = decide,
-        delegation: MakeDelegation | None = None,
+        delegation: Delegation | None = None,
     ) -> None:
         self.policy: Final = policy
         self._owners = owners
         self._keep_s = keep_s
         self._decide = decide
-        self.loads: Final = OwnerLoads(policy.averaging)
-        self.delegation: Final = delegation(owners, self.loads) if policy.delegate and delegation is not None else None
+        self.loads: Final = OwnerLoads(policy.averaging) if delegation is None else delegation.loads
+        self.delegation: Final = delegation if policy.delegate else None
         self._lanes: dict[int, LaneState] = {}
 
     # ---- lanes ----

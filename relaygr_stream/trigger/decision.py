@@ -160,11 +160,11 @@ class LaneState:
         self.bucket.spend(cost_ms, now_s)
         if self._owner_bucket is not None:
             self._owner_bucket.spend(cost_ms, now_s)
-            self._loads.sent(self.owner, now_s).add(expected_ms, 0, now_s)
+            self._loads.sent.of_worker(self.owner, now_s).send(expected_ms, 0, now_s)
 
     def wait_ms(self, owner: Claim, now_s: float) -> float:
         """Predicted time until the owner has done what it was sent: what it stated, and signals since then."""
-        return owner.worker.queue_ms + self._loads.sent(owner.worker.name, now_s).ahead(owner, now_s)[0]
+        return owner.worker.queue_ms + self._loads.sent.of_worker(owner.worker.name, now_s).ahead(owner, now_s)[0]
 
     def admitted_recently(self, request: str, now_s: float) -> bool:
         """Whether this request (tenant_key of its id) was admitted within the life window."""
@@ -194,7 +194,7 @@ class LaneState:
         place = decision.delegate
         assert place is not None
         self._note(event, KeptAt(place.worker, place.incarnation, delegated=True), now_s)
-        self._loads.sent(place.worker, now_s).add(decision.cost_ms, decision.nbytes, now_s)
+        self._loads.sent.of_worker(place.worker, now_s).send(decision.cost_ms, decision.nbytes, now_s)
 
     def _note(self, event: RequestEvent, kept: KeptAt, now_s: float) -> None:
         user = tenant_key(event.tenant, event.user_id)

@@ -12,11 +12,9 @@ ranking on. A miss costs one full inference, so nothing here must be exact.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from operator import itemgetter
 from typing import Final, NamedTuple
 
-from relaygr_stream.fleet import LOOKED_AT, TRAVEL_MS, Claim, OwnerDirectory, better_of_two
+from relaygr_stream.fleet import LOOKED_AT, TRAVEL_MS, Claim, Leaders, OwnerDirectory, better_of_two
 from relaygr_stream.trigger.load import NEW_SHARE, KeptAt, OwnerLoads
 from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
 
@@ -48,7 +46,7 @@ class Place(NamedTuple):
 class Delegation:
     """Finds delegates. loads: what this trigger sent; lanes: how many there are; seed: of the random choices.
 
-    led(lane): whether its partition of `ranking` has a leader, so that a signal can be sent.
+    leaders: of the partitions of `ranking`, on which signals are sent; None: each has one.
     """
 
     def __init__(
@@ -57,13 +55,13 @@ class Delegation:
         loads: OwnerLoads,
         lanes: int,
         seed: int | None = None,
-        led: Callable[[int], bool] = lambda lane: True,
+        leaders: Leaders | None = None,
     ) -> None:
         self._owners = owners
         self._lanes = range(lanes)
-        self._loads = loads
+        self.loads: Final = loads
         self._random = random.Random(seed)
-        self._led = led
+        self._leaders = leaders
         self._paused_until_s: dict[int | None, float] = {}  # by lane; None: all of them
 
     def not_sent(self, now_s: float, lane: int | None = None) -> None:
@@ -80,13 +78,13 @@ class Delegation:
         delegate while the owner is busy or late. Anywhere else, all of it would be computed anew, which in overload
         makes every queue longer.
         """
-        name, kept = owner.worker.name, self._loads.kept(user)
+        name, kept = owner.worker.name, self.loads.kept(user)
         if kept is not None and kept.is_at(name, owner.worker.incarnation):
             return None
         if kept is not None and kept.delegated and (late or owner.worker.busy_share > IDLE_SHARE):
-            again = self.again(kept, tokens, now_s)
-            if again is not None:
-                return again
+            place = self.place_kept(kept, tokens, now_s)
+            if place is not None:
+                return place
         return self.find(tokens, name, within_ms, now_s) if late else None
 
     def find(self, tokens: int, owner: str, within_ms: float, now_s: float) -> Place | None:
@@ -104,7 +102,7 @@ class Delegation:
                 found[place.worker] = ready_ms, place
         return self.choose(list(found.values()))
 
-    def again(self, kept: KeptAt, tokens: int, now_s: float) -> Place | None:
+    def place_kept(self, kept: KeptAt, tokens: int, now_s: float) -> Place | None:
         """The delegate that has most of the prefix KV from the user's last visit; None: it is gone.
 
         Whether or not it has room and time: it pins no more than it may, and the ranking finds there what is kept.
@@ -121,11 +119,12 @@ class Delegation:
 
     def choose(self, found: list[tuple[float, Place]]) -> Place | None:
         """The place that is chosen among those in time."""
-        two = better_of_two(found, self._random, itemgetter(0))
+        two = better_of_two(found, self._random)
         return two[0][1] if two else None
 
     def _takes_signals(self, lane: int, now_s: float) -> bool:
-        return self._led(lane) and all(now_s >= self._paused_until_s.get(each, now_s) for each in (None, lane))
+        led = self._leaders is None or self._leaders.has_leader(lane)
+        return led and all(now_s >= self._paused_until_s.get(each, now_s) for each in (None, lane))
 
     def _takes(self, claim: Claim, tokens: int) -> tuple[int, float]:
         """Bytes and device time of a prefix there. Nothing of it is cached: the user is another worker's."""
@@ -133,7 +132,7 @@ class Delegation:
 
     def ready_ms(self, claim: Claim, place: Place, now_s: float) -> float | None:
         """When the delegate would be done, its way included; None: it has no room."""
-        ahead_ms, sent_bytes = self._loads.sent(place.worker, now_s).ahead(claim, now_s)
+        ahead_ms, sent_bytes = self.loads.sent.of_worker(place.worker, now_s).ahead(claim, now_s)
         if sent_bytes + place.nbytes > claim.worker.delegated_bytes:
             return None
         return TRAVEL_MS + claim.worker.queue_ms + ahead_ms + place.cost_ms

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from relaygr_stream.bus.ages import AgeBounds, SenderLag, stated_age_ms
@@ -29,7 +28,7 @@ from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.decision import Decision, Policy, Reason
 from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.intake import read_event
-from relaygr_stream.trigger.load import KeptAt
+from relaygr_stream.trigger.load import KeptAt, OwnerLoads
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import (
@@ -183,8 +182,8 @@ async def running_policy(settings: Settings) -> tuple[Policy, str]:
     Raises BrokerUnavailable, TopicError.
     """
     await verify_topics(settings.kafka)
-    async with listening(settings, load_topics(settings.kafka)) as (view, listen):
-        await listen(LISTEN_S)  # excludes triggers that were killed, whatever any clock says
+    async with listening(settings, load_topics(settings.kafka)) as (view, tail):
+        await tail.listen(LISTEN_S)  # excludes triggers that were killed, whatever any clock says
         running = [status for status in view.living_triggers().values() if status.state == "serving"]
     if not running:
         return Policy.of(settings), "no trigger runs there: decided with the settings given here"
@@ -204,7 +203,9 @@ class Shadow:
         self._directory = directory
         now = time.monotonic()
         keep_s = topics.pre_infer.retention_ms / 1e3
-        self._core = TriggerCore(policy, directory, keep_s, delegation=partial(Delegation, lanes=topics.lanes))
+        self._core = TriggerCore(
+            policy, directory, keep_s, delegation=Delegation(directory, OwnerLoads(policy.averaging), topics.lanes)
+        )
         for lane, end in ends.items():
             self._core.take_lane(lane, end, now)
         self._start = now

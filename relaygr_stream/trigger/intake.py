@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -15,7 +14,7 @@ from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.wire.behaviours import check_times
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import Id, Label, RequestEvent, RequestEventInPlace, tenant_key
-from relaygr_stream.wire.records import Record, kind_of
+from relaygr_stream.wire.records import Record, RecordReader, kind_of
 from relaygr_stream.wire.topic_files import TopicSet, lane_of
 from relaygr_stream.wire.versions import NOT_DECODED
 
@@ -24,15 +23,15 @@ limited: Final = LogLimiter().limited
 
 
 class EventIntake:
-    """Reads a trigger's records. done: completes a record."""
+    """Reads a trigger's events. reader: of their records, which it has done."""
 
     def __init__(
-        self, topics: TopicSet, dead_letters: DeadLetters, metrics: TriggerMetrics, done: Callable[[Record], None]
+        self, topics: TopicSet, dead_letters: DeadLetters, metrics: TriggerMetrics, reader: RecordReader
     ) -> None:
         self._topics = topics
         self._dead_letters = dead_letters
         self._metrics = metrics
-        self.done: Final = done
+        self.reader: Final = reader
 
     def read(self, record: Record) -> RequestEvent | None:
         """The event; None: it is dead-lettered or skipped, and complete with that."""
@@ -43,7 +42,7 @@ class EventIntake:
             return None
         if event is None:
             self._metrics.records_skipped.inc()
-            self.done(record)
+            self.reader.done(record)
         return event
 
     def _dead_letter(self, record: Record, error: DecodeError) -> None:

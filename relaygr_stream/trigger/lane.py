@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -22,7 +21,7 @@ from relaygr_stream.trigger.core import Effect, Skip, TriggerCore
 from relaygr_stream.trigger.intake import EventIntake, user_of
 from relaygr_stream.trigger.metrics import TriggerTelemetry
 from relaygr_stream.trigger.outbox import Outbox, SignalSending, described
-from relaygr_stream.wire.erase import filter_named_users
+from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.messages import RequestEvent
 from relaygr_stream.wire.records import Record, held_bytes
 
@@ -74,19 +73,19 @@ class LaneTrigger:
             record = self._next()
             if self._intake.read(record) is not None:
                 self._telemetry.metrics.decided("stale", 0.0)
-                self._intake.done(record)
+                self._intake.reader.done(record)
 
-    async def erase(self, names: Callable[[str], bool]) -> None:
-        """Complete the waiting events of a user undecided. names(tenant_key): whether it is."""
+    async def erase(self, erase: Erase) -> None:
+        """Complete the waiting events of a user undecided."""
         waiting = list(self._events)
         whose = [user_of(record) for _, record in waiting]
-        found = await filter_named_users(whose, names)
+        found = await filter_named_users(whose, erase)
         gone = {record.offset for user, (_, record) in zip(whose, waiting, strict=True) if user in found}
         for _ in range(len(self._events)):
             read_s, record = self._events.popleft()
             if record.offset in gone:
                 self.backlog_bytes -= held_bytes(record)
-                self._intake.done(record)
+                self._intake.reader.done(record)
             else:
                 self._events.append((read_s, record))
 
@@ -122,7 +121,7 @@ class LaneTrigger:
                 trace.end(described(event, effect.decision.reason))
             if effect.owner:
                 self._outbox.notices.add(effect.owner, self._number, effect.refusal)
-            self._intake.done(record)
+            self._intake.reader.done(record)
         return sending
 
     def _next(self) -> Record:

@@ -8,10 +8,10 @@ many lanes there are.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import Final, NamedTuple
 
-from relaygr_stream.fleet import FORGET_S, TRAVEL_MS, Claim
+from relaygr_stream.fleet import Books, Claim, SentSignals
 
 #: A new bucket holds the refill of this many seconds. Not a full burst: triggers restart and hand lanes over, and each
 #: time every lane would get another burst. One second's refill summed over an owner's lanes is one second of its
@@ -25,8 +25,6 @@ LANE_S: Final = 10.0
 OWNER_S: Final = 1.0
 #: A lower rate counts as zero: it is the rounding error of a sum of rates that were withdrawn one by one.
 MIN_MS_PER_S: Final = 1e-6
-#: Signals to one owner that are remembered: more than a trigger sends between two statuses.
-MOST_SENT: Final = 4096
 #: Device time of a returning user's signal where its prefix KV are kept, as a share of that of the whole prefix: a few
 #: new behaviours beside hundreds, and a fixed time. An assumption: workers state averages over all users.
 NEW_SHARE: Final = 0.1
@@ -86,38 +84,6 @@ class LoadBucket:
         self._at_s = now_s
 
 
-class _Sent(NamedTuple):
-    at_s: float
-    ms: float
-    delegated_bytes: int
-
-
-class SentLately:
-    """What this trigger sent to one worker, whose newest status may not know of it yet."""
-
-    def __init__(self) -> None:
-        self._sent: deque[_Sent] = deque(maxlen=MOST_SENT)
-
-    def add(self, cost_ms: float, delegated_bytes: int, now_s: float) -> None:
-        """Remember a signal. delegated_bytes: of prefix KV for another worker's user; 0: for a lane's own."""
-        self._sent.append(_Sent(now_s, cost_ms, delegated_bytes))
-
-    def ahead(self, claim: Claim, now_s: float) -> tuple[float, int]:
-        """Milliseconds until the worker has finished its stated queue and the signals sent since its status, and the
-        delegated bytes among those. Drops older ones."""
-        sent = self._sent
-        while sent and sent[0].at_s < claim.received_s - TRAVEL_MS / 1e3:
-            sent.popleft()
-        done_s = claim.received_s + claim.worker.pre_infer_wait_ms / 1e3
-        for each in sent:
-            done_s = max(done_s, each.at_s) + each.ms / 1e3
-        return max(0.0, (done_s - now_s) * 1e3), sum(each.delegated_bytes for each in sent)
-
-    def over(self, now_s: float) -> bool:
-        """Whether the last was sent so long ago that it is done, or its worker gone."""
-        return not self._sent or now_s - self._sent[-1].at_s > FORGET_S
-
-
 class KeptAt(NamedTuple):
     """Where a user's last signal went, and the prefix KV are, unless they have left that worker's tiers."""
 
@@ -141,7 +107,8 @@ class OwnerLoads:
         self._lanes: dict[int, tuple[str, float]] = {}
         self._buckets: dict[str, LoadBucket] = {}
         self._counts: dict[str, int] = {}
-        self._sent: dict[str, SentLately] = {}
+        #: Signals to each worker, whether or not it owns lanes of this trigger.
+        self.sent: Final[Books[SentSignals]] = Books(SentSignals)
         self._kept: OrderedDict[str, KeptAt] = OrderedDict()  # by tenant_key: who is erased must be found
         self._characters = 0  # of its keys
 
@@ -171,14 +138,6 @@ class OwnerLoads:
             bucket.set_rate(bucket.rate - ms_per_s, now_s)
         else:
             del self._counts[owner], self._buckets[owner]
-
-    def sent(self, worker: str, now_s: float) -> SentLately:
-        """What was sent to a worker lately, whether or not it owns lanes of this trigger."""
-        found = self._sent.get(worker)
-        if found is None:
-            self._sent = {name: known for name, known in self._sent.items() if not known.over(now_s)}
-            found = self._sent[worker] = SentLately()
-        return found
 
     def kept(self, user: str) -> KeptAt | None:
         """Where the last signal of a user (tenant_key) went; None: that is not remembered."""

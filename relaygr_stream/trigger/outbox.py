@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -28,7 +28,7 @@ from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, prefix_length, with_version
-from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record
+from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record, RecordReader
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import MAX_IDS, Refusal, encode_refusals
 from relaygr_stream.wire.topic_files import TopicSet
@@ -128,7 +128,7 @@ class SignalSending(NamedTuple):
 
 
 class Outbox:
-    """Sends what the core decided. done: completes an event's record."""
+    """Sends what the core decided. reader: of the events' records, which it has done."""
 
     def __init__(
         self,
@@ -137,14 +137,14 @@ class Outbox:
         producer: Producer,
         notices: RefusalNotices,
         metrics: TriggerMetrics,
-        done: Callable[[Record], None],
+        reader: RecordReader,
     ) -> None:
         self._core = core
         self._topics = topics
         self._producer = producer
         self.notices: Final = notices
         self._metrics = metrics
-        self._done = done
+        self._reader = reader
 
     async def send(self, lane: int, sending: Sequence[SignalSending]) -> None:
         """Hand one lane's signals to the producer; waits SENDING_S while an earlier batch of the lane is not sent.
@@ -264,7 +264,7 @@ class Outbox:
     def _complete(self, sending: SignalSending, reason: str, error: BaseException | None) -> None:
         if sending.trace is not None:
             sending.trace.end(described(sending.effect.event, reason), error="" if error is None else str(error))
-        self._done(sending.record)
+        self._reader.done(sending.record)
 
 
 def described(event: RequestEvent, reason: str) -> dict[str, str | int]:

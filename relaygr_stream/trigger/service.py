@@ -21,7 +21,7 @@ from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
 from relaygr_stream.bus.erasures import Erasures
 from relaygr_stream.bus.lanes import LaneConsumer
-from relaygr_stream.bus.producer import NO_LEADER, Producer
+from relaygr_stream.bus.producer import Producer, TopicLeaders
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
@@ -36,6 +36,7 @@ from relaygr_stream.trigger.decision import Decide, Policy, decide
 from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
 from relaygr_stream.trigger.intake import EventIntake
 from relaygr_stream.trigger.lane import LaneTrigger
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics, TriggerTelemetry
 from relaygr_stream.trigger.outbox import SENDING_S, Outbox, RefusalNotices
 from relaygr_stream.trigger.statement import NeverAtRisk, Stated, TriggerStatements
@@ -89,12 +90,7 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     context.registry.register(RenewalsCollector())
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
-    owners = OwnerDirectory(
-        settings.trigger.max_status_age_ms,
-        on_unreadable=metrics.statuses_unreadable.inc,
-        on_unsigned=metrics.statuses_unsigned.inc,
-        reader=reader,
-    )
+    owners = OwnerDirectory(settings.trigger.max_status_age_ms, metrics, reader=reader)
     background = Background()
     async with AsyncExitStack() as stack:
         tracing = await stack.enter_async_context(tracing_of(settings.telemetry, "trigger", context.registry))
@@ -108,9 +104,9 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         counts = PartitionCounts(topics, producer, also=[topics.worker_status])
         stack.callback(lanes.dead_letters.close)
         context.conditions += [lanes.dead_letters.why_not_taken, counts.why_not_ready]
-        erasures = Erasures(reader, background, lanes.erase, metrics.statuses_unsigned.inc)
         status = topics.worker_status.name
-        statements = TriggerStatements(settings, status, member, producer, reader, lanes.stated, erasures)
+        statements = TriggerStatements(settings, status, member, producer, reader, lanes)
+        erasures = Erasures(reader, background, statements, metrics.statuses_unsigned)
         # From the end: a status written before this start may be of any age (fleet.py).
         tail = await _enter(
             stack,
@@ -166,12 +162,9 @@ def trigger_core(
     settings: Settings, topics: TopicSet, owners: OwnerDirectory, producer: Producer, decide: Decide
 ) -> TriggerCore:
     """The core of a trigger process. producer: knows which lanes have a leader."""
-
-    def led(lane: int) -> bool:
-        return producer.broker_of(topics.ranking.name, lane) != NO_LEADER
-
-    delegation = partial(Delegation, lanes=topics.lanes, led=led)
-    return TriggerCore(Policy.of(settings), owners, topics.pre_infer.retention_ms / 1e3, decide, delegation)
+    policy, leaders = Policy.of(settings), TopicLeaders(producer, topics.ranking.name)
+    delegation = Delegation(owners, OwnerLoads(policy.averaging), topics.lanes, leaders=leaders)
+    return TriggerCore(policy, owners, topics.pre_infer.retention_ms / 1e3, decide, delegation)
 
 
 class TriggerLanes:
@@ -201,23 +194,21 @@ class TriggerLanes:
             topics=[self._topics.retrieval.name],
             group=settings.kafka.prefix + settings.trigger.group,
             member=member,
-            on_records=self._on_records,
-            on_lanes=self._on_lanes,
+            user=self,
             check_crcs=CHECK_CRCS,
-            progressing=self._progressing,
         )
-        metrics, done = telemetry.metrics, self.consumer.done
+        metrics = telemetry.metrics
         self.dead_letters = DeadLetters(
             producer,
             self._topics.dead_letter,
-            done,
+            self.consumer,
             metrics.dead_letters_waiting,
             background,
             keep_values=settings.kafka.dead_letter_values,
         )
-        self._intake = EventIntake(self._topics, self.dead_letters, metrics, done)
+        self._intake = EventIntake(self._topics, self.dead_letters, metrics, self.consumer)
         self._notices = RefusalNotices(self._topics.pre_infer.name, core, producer, background)
-        self._outbox = Outbox(core, self._topics, producer, self._notices, metrics, done)
+        self._outbox = Outbox(core, self._topics, producer, self._notices, metrics, self.consumer)
         sample_s = core.policy.stale_ms / 1000 / SAMPLES_PER_STALE
         background.start(periodically(sample_s, self._sample_ages, "ask for the ends of the event logs"))
         background.start(periodically(SKIP_S, self._skip_stale, "skip events that have become stale"))
@@ -232,8 +223,8 @@ class TriggerLanes:
     async def erase(self, erase: Erase) -> None:
         """Drop a user: waiting events, recent requests, where the prefix KV are. Signals that are sent stay so."""
         for lane in list(self._lanes.values()):
-            await lane.erase(erase.names)
-        self._core.forget(await filter_named_users(self._core.users(), erase.names))
+            await lane.erase(erase)
+        self._core.forget(await filter_named_users(self._core.users(), erase))
         log.info("a user was erased", erase=erase.id)
 
     async def tell_owners(self) -> None:
@@ -245,7 +236,7 @@ class TriggerLanes:
         """Events read and not yet decided."""
         return sum(lane.backlog for lane in self._lanes.values())
 
-    def _on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
+    def on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
         """Handle a new assignment. A lost lane's next trigger decides on its undecided events."""
         for number in lost:
             self._running.pop(self._lanes.pop(number)).cancel()
@@ -257,7 +248,7 @@ class TriggerLanes:
             self._running[lane] = self._background.start(lane.run(self._ends, self._topics.pre_infer.name))
         self._telemetry.metrics.lanes.set(len(self._lanes))
 
-    def _on_records(self, records: list[Record]) -> None:
+    def on_records(self, records: list[Record]) -> None:
         """Enqueue new request events."""
         for record in records:
             self._lanes[record.lane].put(record)
@@ -267,7 +258,9 @@ class TriggerLanes:
         for lane in self._lanes.values():
             lane.skip_stale(now_s)
 
-    def _progressing(self) -> bool:
+    @property
+    def progressing(self) -> bool:
+        """Whether there is room for more events and dead letters."""
         nbytes = sum(lane.backlog_bytes for lane in self._lanes.values())
         return self._backlog < BACKLOG_LIMIT and nbytes < BACKLOG_BYTES and not self.dead_letters.full
 

@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import msgspec
 import structlog
 
 from relaygr_stream.bus.ages import now_ms
-from relaygr_stream.bus.erasures import Erasures
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.throttling import throttled_ms
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.fleet import OwnerDirectory
-from relaygr_stream.ops.status.odd import never_at_risk
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import version
 from relaygr_stream.trigger.decision import Policy, Reason
+from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.records import HEADER_KIND
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND, PolicyStatus, TriggerStatus, encode_trigger
-from relaygr_stream.wire.worker_status import StatusReader, rising_ms
+from relaygr_stream.wire.worker_status import StatusReader, never_at_risk, rising_ms
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -41,11 +40,18 @@ class Stated(NamedTuple):
     on_hold: int
 
 
-class TriggerStatements:
-    """Publishes statuses on a topic, in the trigger's name. stated: returns the current values.
+class StatedTrigger(Protocol):
+    """What a trigger's status tells, and who carries out what `worker-status` asks for."""
 
-    erasures: stated at once when one is carried out.
-    """
+    def stated(self) -> Stated:
+        """What there is to tell now."""
+
+    async def erase(self, erase: Erase) -> None:
+        """Drop a user."""
+
+
+class TriggerStatements:
+    """Publishes statuses of `trigger` on a topic, in its name; at once when a user is erased (Eraser)."""
 
     def __init__(
         self,
@@ -54,21 +60,19 @@ class TriggerStatements:
         name: str,
         producer: Producer,
         reader: StatusReader,
-        stated: Callable[[], Stated],
-        erasures: Erasures,
+        trigger: StatedTrigger,
     ) -> None:
         self._group = settings.kafka.prefix + settings.trigger.group
         self._policy = policy_status(Policy.of(settings))
         self._topic, self._name, self._producer, self._reader = topic, name, producer, reader
-        self._stated = stated
-        self._erasures = erasures
-        erasures.publish = self.publish
+        self._trigger = trigger
+        self._erased: tuple[str, ...] = ()
         self._started_ms = self._sent_ms = now_ms()
 
     async def publish(self, state: str = "serving") -> None:
         """Publish a status now."""
         self._sent_ms = rising_ms(self._sent_ms, now_ms())
-        stated = self._stated()
+        stated = self._trigger.stated()
         status = TriggerStatus(
             name=self._name,
             incarnation=self._started_ms,
@@ -84,9 +88,18 @@ class TriggerStatements:
             backlog=stated.backlog,
             lanes_on_hold=stated.on_hold,
             throttled_ms=throttled_ms(),
-            erased=self._erasures.stated,
+            erased=self._erased or msgspec.UNSET,
         )
         await self._send(encode_trigger(status))
+
+    async def erase(self, erase: Erase) -> None:
+        """Drop a user."""
+        await self._trigger.erase(erase)
+
+    async def on_erased(self, ids: tuple[str, ...]) -> None:
+        """State the requests carried out, now."""
+        self._erased = ids
+        await self.publish()
 
     async def publish_stopped(self) -> None:
         """Publish a last status, then the tombstone: the trigger stops in order."""

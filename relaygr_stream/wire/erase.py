@@ -9,7 +9,7 @@ record with a tombstone; the log keeps both for KEPT_MS, for workers that are aw
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Annotated, Final
 
@@ -109,10 +109,10 @@ def read_erase(record: Record, reader: StatusReader, *, fresh: bool = True) -> E
     return _Keyed(**msgspec.structs.asdict(erase), keys=reader.signer.keys(PURPOSE))
 
 
-async def filter_named_users(users: Sequence[str], names: Callable[[str], bool]) -> set[str]:
-    """Those whom `names` names; the loop goes on after each NAMES_AT_ONCE of them."""
+async def filter_named_users(users: Sequence[str], erase: Erase) -> set[str]:
+    """Those whom it names; the loop goes on after each NAMES_AT_ONCE of them."""
     found: set[str] = set()
     for start in range(0, len(users), NAMES_AT_ONCE):
-        found.update(filter(names, users[start : start + NAMES_AT_ONCE]))
+        found.update(filter(erase.names, users[start : start + NAMES_AT_ONCE]))
         await asyncio.sleep(0)
     return found

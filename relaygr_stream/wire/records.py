@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 # On a ranking request and its answer. They are headers so that a worker can answer a request that it cannot decode.
 HEADER_CORRELATION: Final = "relaygr-correlation-id"  # 1–64 opaque bytes, echoed
@@ -69,6 +69,13 @@ class Record(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes], ...]
+
+
+class RecordReader(Protocol):
+    """Who reads records, and commits their offsets."""
+
+    def done(self, record: Record) -> None:
+        """Mark the record as done. No effect if its lane is lost, or if it is done already."""
 
 
 def held_bytes(record: Record) -> int:

@@ -97,6 +97,10 @@ class TopicSet:
         """The number of lanes: partitions of each topic that shares them."""
         return self.ranking.partitions
 
+    def lane_of(self, user_id: str) -> int:
+        """The lane of a user."""
+        return lane_of(user_id, self.lanes)
+
 
 #: Topics that share lanes: partition p of each is read by the same worker or trigger.
 LANE_TOPICS: Final = ("retrieval", "pre-infer", "ranking")

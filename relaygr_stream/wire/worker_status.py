@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ import msgspec
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.codec import MAX_MESSAGE_BYTES, decode
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
@@ -93,7 +94,7 @@ class StatusReader:
         lanes: int = MAX_LANES,
         signer: Signer | None = None,
         max_bytes: int = MAX_MESSAGE_BYTES,
-        wall: Callable[[], float] = time.time,
+        wall: Clock = time.time,
     ) -> None:
         self._lanes = lanes
         self.signer = signer
@@ -271,3 +272,17 @@ def prefix_bytes(tokens: int, owner: WorkerStatus) -> int:
 def counted_bytes(tokens: int, bytes_per_token: int, alloc_bytes: int) -> int:
     """As prefix_bytes, of a worker that states these numbers."""
     return -(-tokens * bytes_per_token // alloc_bytes) * alloc_bytes
+
+
+def never_at_risk(status: WorkerStatus, tokens: int, candidates: int, risk_ms: float) -> str | None:
+    """Why no request to this idle worker is at risk; None: a longest one is, or the costs are not measured yet."""
+    if usable_costs(status.costs) is not status.costs:
+        return None
+    full_ms = status.costs.full_ms(tokens, candidates)
+    if full_ms > risk_ms:
+        return None
+    return (
+        f"no request is at risk unless {risk_ms - full_ms:.1f} ms of work wait: the longest ({tokens} tokens, "
+        f"{candidates} candidates) takes {full_ms:.1f} ms in full, the threshold is {risk_ms:.1f} ms "
+        f"(trigger.risk_share × relay.slo_ms)"
+    )

@@ -11,7 +11,6 @@ order, and reports what became of them. The worker process (requests.py), the si
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -38,7 +37,7 @@ from relaygr_stream.worker.effects import (
     SignalOver,
     Submit,
 )
-from relaygr_stream.worker.forwarding import WHY, Forwarding
+from relaygr_stream.worker.forwarding import WHY, Forwarding, Homes
 from relaygr_stream.worker.held import HeldBytes
 
 
@@ -65,7 +64,7 @@ class WorkerCore:
     """The rules of one worker, and its books of what it has read and not answered. Each ranking gets one Reply or goes
     to another worker.
 
-    name: the worker's. peers: what the others state; the caller feeds it. home: the lane of a user. An origin, of a
+    name: the worker's. peers: what the others state; the caller feeds it. homes: the users' own lanes. An origin, of a
     ranking's task, has the `record` that is done with its answer.
     """
 
@@ -74,12 +73,12 @@ class WorkerCore:
         name: str,
         policy: WorkerPolicy,
         peers: OwnerDirectory,
-        home: Callable[[str], int],
+        homes: Homes,
         seed: int | None = None,
     ) -> None:
         self.name: Final = name
         self._policy = policy
-        self._forwarding = Forwarding(name, peers, home, policy.averaging, seed)
+        self._forwarding = Forwarding(name, peers, homes, policy.averaging, seed)
         self._decisions = Decisions(policy.life_ms)
         self._lanes: frozenset[int] = frozenset()
         self.held: Final = HeldBytes(policy.held_bytes)
@@ -217,7 +216,7 @@ class WorkerCore:
 
     def on_replied(self, origin: Any) -> Effects:
         """The answer has left, or is given up."""
-        self.held.over(origin)
+        self.held.release(origin)
         return [Done(origin.record)]
 
     def on_forwarded(self, forward: Forward) -> Effects:
@@ -225,7 +224,7 @@ class WorkerCore:
         task, to_delegate = forward.answer.task, forward.answer.rank.pass_to is not None
         if to_delegate:
             self._decisions.passed_on(task.request_key)
-        self.held.over(task.origin)
+        self.held.release(task.origin)
         return [CountForward("delegate" if to_delegate else "sent"), Done(task.origin.record)]
 
     def on_not_forwarded(self, forward: Forward, tried_s: float) -> Effects:

@@ -15,11 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+from relaygr_stream.cache.transit import giving_back
 from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.commands import Answer, Command, Placed, Prefill
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import DeviceError
 from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.clocks import Clock
 
 #: A turn handles commands for so long before it steps: signals that make room take up to a millisecond each, and
 #: hundreds may come at once, of a lane that moved or a trigger that was away. Rankings wait for that.
@@ -47,7 +49,7 @@ class Turn:
     error: BaseException | None = None  # what ended the turn, and ends the scheduler
 
 
-def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Callable[[], float]) -> Iterator[Turn]:
+def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Clock) -> Iterator[Turn]:
     """Handle the commands in the inbox, for HANDLING_S at most, then step; yields what each half did.
 
     So what needs no device (refusals, passing on, questions) does not wait for a step. After a half with an error,
@@ -90,14 +92,14 @@ class HasScheduler(Protocol):
 
 R = TypeVar("R", bound=HasScheduler)
 T = TypeVar("T")
+#: Makes what the thread runs, on it.
+Make = Callable[[], R]
 
 
 class _Question(NamedTuple):
-    """Who waits on the loop for what `handle` returns; undo: the command that takes it back if the waiting was
-    cancelled."""
+    """Who waits on the loop for what `handle` returns."""
 
     reply: asyncio.Future[Any]
-    undo: Callable[[Any], Command | None]
 
 
 class Device(NamedTuple):
@@ -142,7 +144,7 @@ class DeviceThread:
         """A future that completes, with the error, only if the thread fails."""
         return self._background.failed
 
-    def start(self, make: Callable[[], R]) -> asyncio.Future[R]:
+    def start(self, make: Make[R]) -> asyncio.Future[R]:
         """Start the thread; the future resolves to what `make` (model, memory, warm-up) has made there."""
         ready: asyncio.Future[R] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, args=(make, ready), name="device", daemon=True)
@@ -162,20 +164,20 @@ class DeviceThread:
         self._inbox.extend(map(Submitted, commands))
         self._event.set()
 
-    async def ask(self, command: Command, undo: Callable[[Any], Command | None] = lambda reply: None) -> Any:
+    async def ask(self, command: Command) -> Any:
         """What `Scheduler.handle` returns for this command; DeviceError if the thread has ended.
 
-        undo(reply): the command that takes the effect back, for when the asking is cancelled.
+        What a cancelled question got is given back (cache/transit.py: giving_back).
         """
         reply: asyncio.Future[Any] = self._loop.create_future()
-        question = _Question(reply, undo)
+        question = _Question(reply)
         self._inbox.append(Submitted(command, question))
         self._event.set()
         try:
             await asyncio.wait({reply, self.failed}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             if reply.done():
-                self._take_back(question, reply.result())
+                self._take_back(reply.result())
             else:
                 reply.cancel()  # taken back when it comes
             raise
@@ -203,7 +205,7 @@ class DeviceThread:
 
     # ---- on the device thread ----
 
-    def _main(self, make: Callable[[], R], ready: asyncio.Future[R]) -> None:
+    def _main(self, make: Make[R], ready: asyncio.Future[R]) -> None:
         try:
             made = make()
         except BaseException as error:  # whatever it is, the loop must learn of it: it waits
@@ -246,7 +248,7 @@ class DeviceThread:
     def _deliver(self, turn: Turn) -> None:
         for question, reply in turn.replies:
             if question.reply.cancelled():
-                self._take_back(question, reply)
+                self._take_back(reply)
             else:
                 question.reply.set_result(reply)
         if self._receiver is not None and turn.answers:
@@ -254,9 +256,8 @@ class DeviceThread:
         if self._receiver is not None and turn.placed:
             self._receiver.on_placed(turn.placed)
 
-    def _take_back(self, question: _Question, reply: Any) -> None:
-        command = question.undo(reply)
-        if command is not None:
+    def _take_back(self, reply: Any) -> None:
+        if (command := giving_back(reply)) is not None:
             self.submit(command)
 
 

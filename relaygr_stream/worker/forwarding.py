@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import msgspec
 
 from relaygr_stream.engine.budgets import AVERAGE_S
 from relaygr_stream.engine.commands import RankTask
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.fleet import FORGET_S, TRAVEL_MS, OwnerDirectory, better_of_two
+from relaygr_stream.fleet import TRAVEL_MS, Books, OwnerDirectory, SentRankings, better_of_two
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.versions import NOT_DECODED
 
@@ -33,11 +30,6 @@ MOST_HOPS: Final = 2
 #: A peer must be done within this share of the time left, by its own numbers, for the first hop and for the second: its
 #: queue is a mean of some moments ago. Where a first worker refused it, too, only one with clearly more time is asked.
 IN_TIME_SHARES: Final = (0.7, 0.5)
-#: Forwarded rankings fill a peer's device up to this share; the rest is how much its own load varies in a second.
-FULL_SHARE: Final = 0.85
-#: A peer with less to spare gets nothing: an average over a second does not tell so small a share from none.
-LEAST_SPARE: Final = 0.05
-
 #: A timeout of 0 on the wire means the default.
 LEAST_MS: Final = 1.0
 
@@ -50,36 +42,6 @@ WHY: Final[dict[WhyKept, str]] = {
 }
 
 
-@dataclass(slots=True)
-class _Account:
-    """What we sent to one peer, in milliseconds of its device by its own costs."""
-
-    at: float
-    average_s: float  # over which the peer averages its busy share
-    status: WorkerStatus | None = None  # its newest when we looked last
-    spare: float = 0.0  # share of its device that others' rankings may use, as of that status
-    waiting_ms: float = 0.0  # sent and not worked off yet
-    lately_ms: float = 0.0  # a sum of what was sent that fades with average_s, as the peer's own average does
-    stated_ms: float = 0.0  # the same as of that status
-
-    def advance(self, now: float, status: WorkerStatus) -> None:
-        """Let time pass: the peer works off what it has room for."""
-        seconds, before = max(0.0, now - self.at), self.spare
-        self.at = now
-        self.lately_ms *= math.exp(-seconds / self.average_s)
-        if status is not self.status:
-            # Its busy share includes our rankings, but not those that we sent since its last status.
-            ours = min(self.lately_ms, self.stated_ms) / (self.average_s * 1e3)
-            self.status, self.stated_ms = status, self.lately_ms
-            self.spare = min(FULL_SHARE, max(0.0, FULL_SHARE + ours - status.busy_share))
-        # Its spare share changed at some time in between: count on the smaller one.
-        self.waiting_ms = max(0.0, self.waiting_ms - min(before, self.spare) * seconds * 1e3)
-
-    def send(self, ms: float) -> None:
-        self.waiting_ms += ms
-        self.lately_ms += ms
-
-
 def time_left_ms(task: RankTask, now: float) -> float:
     """Milliseconds that a ranking has left when it is forwarded, which it then states as its timeout.
 
@@ -89,8 +51,15 @@ def time_left_ms(task: RankTask, now: float) -> float:
     return max(LEAST_MS, times.timeout_ms - times.age_ms - (now - times.arrived) * 1e3)
 
 
+class Homes(Protocol):
+    """Knows each user's own lane; the TopicSet does."""
+
+    def lane_of(self, user_id: str) -> int:
+        """The user's lane."""
+
+
 class Forwarding:
-    """One worker's view of its peers. name: its own; home: the lane of a user; seed: of the random choices.
+    """One worker's view of its peers. name: its own; homes: the users' own lanes; seed: of the random choices.
 
     averaging: as the peers' (relay.averaging). now: seconds of one monotonic clock.
     """
@@ -99,16 +68,16 @@ class Forwarding:
         self,
         name: str,
         peers: OwnerDirectory,
-        home: Callable[[str], int],
+        homes: Homes,
         averaging: float = 1.0,
         seed: int | None = None,
     ) -> None:
         self._average_s = averaging * AVERAGE_S
         self._name = name
         self._peers = peers
-        self._home = home
+        self._homes = homes
         self._random = random.Random(seed)
-        self._accounts: dict[str, _Account] = {}
+        self._sent: Books[SentRankings] = Books(SentRankings)
 
     def elsewhere(
         self, user_id: str, prefix: int, candidates: int, hops: int, left_ms: float, now: float
@@ -119,22 +88,22 @@ class Forwarding:
         """
         if hops >= MOST_HOPS:
             return "hops"
-        home = self._peers.owner(self._home(user_id))
+        home = self._peers.owner(self._homes.lane_of(user_id))
         # The owner of the user's lane had the request first, or reads it there: two hops never lead back.
         been = {self._name} if home is None else {self._name, home.worker.name}
         found = self._peers.sample_workers(self._random)
         peers = [s for s in found if s.state == "serving" and s.lanes and s.name not in been]
         if not peers:
             return "alone"
-        in_time: list[tuple[float, float, WorkerStatus]] = []
+        in_time: list[tuple[float, tuple[float, WorkerStatus]]] = []
         for peer in peers:
             cost_ms = peer.costs.full_ms(prefix, candidates)
             done_ms = self._done_ms(peer, cost_ms, now)
             if 0.0 <= done_ms <= IN_TIME_SHARES[hops] * left_ms and cost_ms >= 0.0:
-                in_time.append((done_ms, cost_ms, peer))
-        for _, cost_ms, peer in better_of_two(in_time, self._random, itemgetter(0)):
+                in_time.append((done_ms, (cost_ms, peer)))
+        for _, (cost_ms, peer) in better_of_two(in_time, self._random):
             if (owned := self._peers.lanes_of(peer.name)) is not None:
-                self._accounts[peer.name].send(cost_ms)
+                self._sent.of_worker(peer.name, now).send(cost_ms)
                 return self._random.choice(owned[1])
         return "late"
 
@@ -147,14 +116,9 @@ class Forwarding:
 
     def _done_ms(self, peer: WorkerStatus, cost_ms: float, now: float) -> float:
         """Milliseconds until its answer is with the client, behind what waits there and what we sent."""
-        account = self._accounts.get(peer.name)
-        if account is None:
-            self._accounts = {name: known for name, known in self._accounts.items() if now - known.at <= FORGET_S}
-            account = self._accounts[peer.name] = _Account(now, self._average_s)
-        account.advance(now, peer)
-        if account.spare < LEAST_SPARE:
-            return math.inf
-        return TRAVEL_MS + peer.queue_ms + account.waiting_ms / account.spare + cost_ms
+        sent = self._sent.of_worker(peer.name, now)
+        sent.advance(peer, self._average_s, now)
+        return TRAVEL_MS + peer.queue_ms + sent.ahead_ms + cost_ms
 
 
 def next_hop(value: bytes, hops: int, sent_ms: int, timeout_ms: float) -> bytes:

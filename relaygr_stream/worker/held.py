@@ -27,7 +27,7 @@ class HeldBytes:
         self._read += nbytes
         return True
 
-    def over(self, origin: Hashable) -> None:
+    def release(self, origin: Hashable) -> None:
         """Release a ranking that needs no more work; one that was never counted is no error."""
         self._read -= self._rankings.pop(origin, 0)
 

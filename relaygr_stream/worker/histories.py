@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Final
@@ -23,7 +23,7 @@ from relaygr_stream.history.packed import joined
 from relaygr_stream.history.store import HistoryStore, rows_of
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
-from relaygr_stream.wire.erase import filter_named_users
+from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.history import MAX_POSITIONS, HistoryReference, digests, row_bytes
 from relaygr_stream.wire.latencies import BOUNDS_S
 from relaygr_stream.wire.messages import tenant_key
@@ -116,12 +116,12 @@ class Histories:
             raise HistoryUnavailable("the user was erased while the history was read")
         return reading.result()
 
-    async def erase(self, names: Callable[[str], bool]) -> None:
-        """Drop what is kept of a user, and end reads of it. names(user_key): whether it is."""
+    async def erase(self, erase: Erase) -> None:
+        """Drop what is kept of a user, and end reads of it."""
         for (user, _, _), reading in list(self._reading.items()):
-            if names(user):
+            if erase.names(user):
                 reading.cancel()
-        for user in await filter_named_users(list(self._kept), names):
+        for user in await filter_named_users(list(self._kept), erase):
             self._drop(user)
 
     async def close(self) -> None:

@@ -6,15 +6,15 @@ It raises the reason why a record cannot become a task; requests.py decides what
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import msgspec
 import numpy as np
+from prometheus_client import Counter
 
 from relaygr_stream.bus.ages import Age, AgeBounds, LogEnd, SenderLag, stated_age_ms
 from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, PrefillTask, Rank, RankTask, Referred, Times
@@ -91,15 +91,15 @@ class IntakeLimits:
 
 
 class Intake:
-    """Decodes records; times become seconds of the monotonic clock.
+    """Decodes records; their times become seconds of the monotonic clock by which `now` comes in.
 
-    clamped(): called for each request whose sender's clock cannot be right. score_columns, features: of the model.
+    clamped: counts requests whose sender's clock cannot be right. score_columns, features: of the model.
     """
 
     def __init__(
         self,
         limits: IntakeLimits,
-        clamped: Callable[[], object] = lambda: None,
+        clamped: Counter | None = None,
         score_columns: int = 1,
         features: FeatureSchema = NO_FEATURES,
     ) -> None:
@@ -112,8 +112,8 @@ class Intake:
         self._score_columns = score_columns
         self._ages: defaultdict[tuple[str, int], AgeBounds] = defaultdict(partial(AgeBounds, SenderLag()))
 
-    def set_reply_partitions(self, count: int) -> None:
-        """Set how many partitions of `scores` the cluster has: clients choose among those, whatever the file says."""
+    def counted(self, count: int) -> None:
+        """The cluster has so many partitions of `scores`: clients choose among those, whatever the file says."""
         self._reply_partitions = count
 
     def sample_ages(self, topic: str, ends: Mapping[int, LogEnd]) -> None:
@@ -127,7 +127,7 @@ class Intake:
         for key in [key for key in self._ages if key[1] in lost]:
             del self._ages[key]
 
-    def signal(self, record: Record, origin: Any = None) -> Prefill:
+    def signal(self, record: Record, now: float, origin: Any = None) -> Prefill:
         """A pre-infer signal as a command, also of one on another worker's behalf. Raises DecodeError.
 
         origin: as PrefillTask's.
@@ -142,7 +142,6 @@ class Intake:
         check_features(signal, self._features)
         user = (signal.columns or NO_TABLES).user
         tokens = Tokens.of(signal.prefix, None, self._features, user)
-        now = time.monotonic()
         age = self._age(record, signal.admitted_ms, now).sure_ms
         life = min(signal.life_ms, self._relay.life_window_ms) - age
         task = PrefillTask(
@@ -191,7 +190,7 @@ class Intake:
             )
         return Origin(record, partition, correlation)
 
-    def ranking(self, record: Record, origin: Origin) -> Rank:
+    def ranking(self, record: Record, origin: Origin, now: float) -> Rank:
         """A ranking record as a command. Raises DecodeError or TooMuch."""
         request = decode(RankingRequest, record.value, self._limits.max_bytes, record.headers)
         prefix, suffix = prefix_length(request), len(request.suffix)
@@ -205,7 +204,6 @@ class Intake:
         except DecodeError as error:
             raise TooMuch(error.detail, request) from error
         columns = request.columns or NO_TABLES
-        now = time.monotonic()
         timeout = min(request.timeout_ms or self._limits.default_timeout_ms, self._limits.max_timeout_ms)
         age = self._age(record, request.sent_ms, now)
         prefix_times = request.prefix.times
@@ -247,15 +245,15 @@ class Intake:
             decoded += request.columns.nbytes()  # copied from the record; the task keeps the candidates'
         return OBJECT_BYTES + held_bytes(record) + decoded
 
-    def sure_age_ms(self, record: Record) -> float:
+    def sure_age_ms(self, record: Record, now: float) -> float:
         """The part of a record's age, by its timestamp, that the log's order proves: clocks differ."""
         ages = self._ages[record.topic, record.lane]
-        return ages.age(stated_age_ms(record.timestamp_ms), record.offset, time.monotonic()).sure_ms
+        return ages.age(stated_age_ms(record.timestamp_ms), record.offset, now).sure_ms
 
     def _age(self, record: Record, sent_ms: int, now: float) -> Age:
         age = self._ages[record.topic, record.lane].age(stated_age_ms(sent_ms), record.offset, now)
-        if age.clock_off:
-            self._clamped()
+        if age.clock_off and self._clamped is not None:
+            self._clamped.inc()
         return age
 
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.errors import REASONS
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.wire.latencies import BOUNDS_S
 from relaygr_stream.wire.messages import FOUND
 from relaygr_stream.wire.worker_status import WITHIN_SLO
+
+#: What becomes of signals and of prefill jobs, and what the device works at, as the engine's counters name it.
+SIGNAL_RESULTS: Final = (
+    *("computed", "extended", "hbm", "dram", "joined", "duplicate", "expired", "ranked", "cancelled"),
+    *("over_footprint", "no_room", "outranked", "delegated", "over_delegated"),
+)
+JOB_RESULTS: Final = ("finished", "late", "starved", "cancelled", "failed", "joined")
+WORK: Final = ("pre_infer", "ranking", "full")
 
 
 class WorkerMetrics:
@@ -123,10 +133,41 @@ class WorkerMetrics:
             self.audits.labels(verdict, "exact")
         for result in ("sent", "late", "alone", "hops", "unsent", "delegate", "delegate_gone"):
             self.forwards.labels(result)
+        #: What each of a snapshot's totals counts: a counter, its label's value, and its units a unit of the total.
+        self._counted: dict[str, tuple[Counter, str | None, float]] = {
+            **{f"signal_{result}": (self.signals, result, 1.0) for result in SIGNAL_RESULTS},
+            **{f"flight_{result}": (self.jobs, result, 1.0) for result in JOB_RESULTS},
+            **{f"{work}_ms": (self.device_seconds, work, 1e-3) for work in WORK},
+            "unknown_items": (self.unknown_items, None, 1.0),
+        }
+        #: What each of its numbers is the level of.
+        self._levels: dict[str, tuple[Gauge, float]] = {
+            "hbm_used": (self.hbm_bytes.labels("used"), 1.0),
+            "pinned_bytes": (self.hbm_bytes.labels("pinned"), 1.0),
+            "dram_used": (self.dram_bytes.labels("used"), 1.0),
+            "entries": (self.entries, 1.0),
+            "pins": (self.pins, 1.0),
+            "waiting": (self.waiting, 1.0),
+            "backlog": (self.backlog, 1.0),
+            "queue_ms": (self.queue_seconds, 1e-3),
+            "pre_infer_waiting_ms": (self.pre_infer_waiting, 1e-3),
+            "pre_infer_late_s": (self.pre_infer_late, 1.0),
+        }
         # For `worker-status`: running totals by status and by outcome, and the latencies as it states them.
         self.answered: dict[str, float] = {WITHIN_SLO: 0.0}
         self.latencies: dict[str, list[int]] = {}
         self._totals: dict[tuple[Counter, str | None], float] = {}
+
+    def export(self, now: Snapshot) -> None:
+        """Bring the metrics of the scheduler and its cache up to this snapshot."""
+        for name, (counter, label, factor) in self._counted.items():
+            self._advance(counter, label, factor * now.totals[name])
+        for name, total in now.cache.items():
+            self._advance(self.cache_events, name, total)
+        self._advance(self.pins_expired, None, now.pins_expired)
+        for name, (gauge, factor) in self._levels.items():
+            gauge.set(factor * getattr(now, name))
+        self.audit_deviation.labels("exact").set(now.totals["audit_deviation"])
 
     def answer(self, status: str) -> None:
         """An answer without scores leaves."""
@@ -148,7 +189,7 @@ class WorkerMetrics:
     def _count(self, name: str) -> None:
         self.answered[name] = self.answered.get(name, 0.0) + 1.0
 
-    def advance(self, counter: Counter, label: str | None, total: float) -> None:
+    def _advance(self, counter: Counter, label: str | None, total: float) -> None:
         """Bring a counter (of one label, or none) up to a running total kept elsewhere."""
         key = (counter, label)
         step = total - self._totals.get(key, 0.0)

@@ -28,6 +28,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import verify_topics
+from relaygr_stream.cache.copy import Wake
 from relaygr_stream.engine.audit import Report
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.errors import BrokerError, DeviceError, RelayError
@@ -42,7 +43,7 @@ from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.topic_files import lane_of, load_topics
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
@@ -95,7 +96,7 @@ MakeHandover = Callable[[WorkerContext, Device, int, OwnerDirectory], LaneHandov
 
 #: Builds a worker's runtime on the device thread, of its settings, where audits are reported, and what wakes the
 #: thread; the laboratory builds one with an emulated device.
-Build = Callable[[Settings, Report, Callable[[], None]], WorkerRuntime]
+Build = Callable[[Settings, Report, Wake], WorkerRuntime]
 
 
 async def run_worker(
@@ -113,6 +114,7 @@ async def made_worker(
     """A worker whose model is loaded and whose producers are connected; all of it is closed at the end."""
     settings, topics = context.settings, load_topics(context.settings.kafka)
     context.set_ready(False, "loading the model")
+    log.info("loading the model")
     check_dead_letters_fit(topics)
     metrics = WorkerMetrics(context.registry, context.settings.relay.slo_ms)
     context.registry.register(RenewalsCollector())
@@ -183,38 +185,22 @@ class WorkerProcess:
         self.device: Final = device.thread
         self.runtime: Final = device.runtime
         self._metrics = metrics
-        self._watch = Watch(process, device.thread, settings.kafka.max_poll_interval_ms / 1e3, lambda: audits.distrust)
+        self._watch = Watch(process, device.thread, settings.kafka.max_poll_interval_ms / 1e3, audits)
         self._background = context.background
-        peers = OwnerDirectory(
-            settings.client.silence_ms,
-            on_unreadable=metrics.statuses_unreadable.inc,
-            on_unsigned=metrics.statuses_unsigned.inc,
-            reader=StatusReader.of(settings, topics),
-        )
-        self.core: Final = WorkerCore(name, WorkerPolicy.of(settings), peers, partial(lane_of, lanes=topics.lanes))
-        self.requests: Final = Requests(
-            context, connections, device.thread, device.runtime.model, self.core, self._done
-        )
-        device.thread.deliver_to(self.requests)
+        peers = OwnerDirectory(settings.client.silence_ms, metrics, reader=StatusReader.of(settings, topics))
         self.consumer: Final = LaneConsumer(
             settings.kafka,
             topics=[topics.pre_infer.name, topics.ranking.name],
             group=settings.kafka.prefix + settings.worker.group,
             member=name,
-            on_records=self.requests.on_records,
-            on_lanes=self._on_lanes,
+            user=self,
             capacity=settings.worker.capacity,
-            progressing=self._progressing,
-            crashes=Crashes(
-                [topics.pre_infer.name, topics.ranking.name],
-                settings.worker.max_crashes,
-                lambda record: self.requests.on_records([record], suspect=True),
-                self.requests.on_crashed,
-            ),
+            crashes=Crashes([topics.pre_infer.name, topics.ranking.name], settings.worker.max_crashes, self),
         )
-        self._counts = PartitionCounts(
-            topics, connections.scores, self.requests.intake.set_reply_partitions, [topics.worker_status]
-        )
+        self.core: Final = WorkerCore(name, WorkerPolicy.of(settings), peers, topics)
+        self.requests: Final = Requests(context, connections, device, self.core, self.consumer)
+        device.thread.deliver_to(self.requests)
+        self._counts = PartitionCounts(topics, connections.scores, self.requests.intake, [topics.worker_status])
         process.conditions += [self.requests.letters.why_not_taken, self._counts.why_not_ready]
         self._handover = make_handover(context, device, topics.lanes, peers)
         self._reporter = StatusReporter(context, connections, device, peers, self.consumer, self)
@@ -303,10 +289,27 @@ class WorkerProcess:
         context = schema_of(self.runtime.model).context_tokens
         return sum(self.runtime.cache.nbytes(context + tokens) for tokens in self.core.fetching_tokens(lane))
 
-    def _progressing(self) -> bool:
+    # ---- what the consumer asks and tells (LaneUser, CrashingUser) ----
+
+    @property
+    def progressing(self) -> bool:
+        """Whether the device moves, and what is read can leave."""
         return self._watch.progressing and not self.requests.full
 
-    def _on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
+    def on_records(self, records: list[Record]) -> None:
+        """Take what came."""
+        self.requests.on_records(records)
+
+    def on_suspect(self, record: Record) -> None:
+        """Take a record that may end this worker."""
+        self.requests.on_records([record], suspect=True)
+
+    def on_crashed(self, record: Record) -> None:
+        """Take a record at which so many workers ended."""
+        self.requests.on_crashed(record)
+
+    def on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
+        """Handle a change of the lanes that this worker owns."""
         self._metrics.lane_changes.labels("gained").inc(len(gained))
         self._metrics.lane_changes.labels("lost").inc(len(lost))
         log.info("lanes changed", gained=sorted(gained), lost=sorted(lost))
@@ -315,6 +318,3 @@ class WorkerProcess:
         self.requests.on_lanes(gained, lost)
         if gained:  # triggers admit nothing in a lane until they know who has it
             self._background.start(self._reporter.publish_now())
-
-    def _done(self, record: Record) -> None:
-        self.consumer.done(record)

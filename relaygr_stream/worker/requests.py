@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -27,16 +27,16 @@ from relaygr_stream.engine.commands import (
     Rank,
 )
 from relaygr_stream.errors import CRASHED, DecodeError, DeviceError
-from relaygr_stream.models.api import RankingModel, schema_of
+from relaygr_stream.models.api import schema_of
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.logs import request_log_fields
 from relaygr_stream.wire.erase import Erase, filter_named_users
-from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, kind_of
+from relaygr_stream.wire.records import KIND_CANCEL, KIND_DELEGATED, Record, RecordReader, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
 from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.core import WorkerCore
-from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.worker.device import Device
 from relaygr_stream.worker.effects import (
     CountForward,
     DeadLetter,
@@ -66,28 +66,27 @@ LAST_ANSWERS_S: Final = 2.0
 
 
 class Requests:
-    """The requests of a worker's lanes. done(record): marks a record done, so that its offset may be committed."""
+    """The requests of a worker's lanes. reader: of their records, whose offsets may be committed once they are done."""
 
     def __init__(
         self,
         context: WorkerContext,
         connections: WorkerConnections,
-        device: DeviceThread,
-        model: RankingModel,
+        device: Device,
         core: WorkerCore,
-        done: Callable[[Record], None],
+        reader: RecordReader,
     ) -> None:
-        settings, metrics = context.settings, context.metrics
+        settings, metrics, model = context.settings, context.metrics, device.runtime.model
         self._context = context
         self._metrics = metrics
         self._topics = topics = connections.topics
-        self._device = device
+        self._device = device.thread
         self._core = core
-        self._done = done
+        self._reader = reader
         self._all_answered: asyncio.Event | None = None  # while somebody waits for it
         self._limiter = LogLimiter()
         limits = IntakeLimits.of(settings, topics)
-        self.intake: Final = Intake(limits, metrics.clock_clamped.inc, len(model.tasks), schema_of(model))
+        self.intake: Final = Intake(limits, metrics.clock_clamped, len(model.tasks), schema_of(model))
         history_metrics, store = HistoryMetrics(context.registry), connections.store
         histories = None if store is None else Histories(store, settings.history, history_metrics)
         self.resolver: Final = Resolver(histories, self.intake, history_metrics)
@@ -96,7 +95,7 @@ class Requests:
         self.letters: Final = DeadLetters(
             connections.others,
             topics.dead_letter,
-            done,
+            reader,
             metrics.dead_letters_waiting,
             context.background,
             keep_values=settings.kafka.dead_letter_values,
@@ -145,31 +144,31 @@ class Requests:
         return [Done(record)]
 
     def _ranking(self, record: Record) -> Effects:
-        origin: Origin | None = None
+        origin, now = None, time.monotonic()
         try:
             origin = self.intake.route(record)
             if self._context.tracing.on:
                 trace = self._context.tracing.receive("relaygr.ranking", record)
                 origin = msgspec.structs.replace(origin, trace=trace)
-            rank = self.intake.ranking(record, origin)
+            rank = self.intake.ranking(record, origin, now)
         except TooMuch as error:
             self._limiter.limited(log.warning, "rejected")(
                 "refused",
                 **request_log_fields(error.request_id, error.user_id, record.lane, "rejected"),
                 detail=str(error),
             )
-            return self._core.on_too_much(origin, error.request_key, error.request_id, str(error), time.monotonic())
+            return self._core.on_too_much(origin, error.request_key, error.request_id, str(error), now)
         except DecodeError as error:
             return self._core.on_unreadable(record, error, origin)
         self._metrics.rankings_read.labels(str(rank.task.hops)).inc()
-        return self._core.on_ranking(rank, rank.task.times.arrived)
+        return self._core.on_ranking(rank, now)
 
     def _signal(self, record: Record, suspect: bool) -> Effects:
-        origin, tracing = None, self._context.tracing
+        origin, tracing, now = None, self._context.tracing, time.monotonic()
         if tracing.on or suspect:
             trace = tracing.receive("relaygr.pre-infer", record) if tracing.on else None
-            origin = SignalOrigin(trace, time.monotonic(), record if suspect else None)
-        command = self.intake.signal(record, origin)
+            origin = SignalOrigin(trace, now, record if suspect else None)
+        command = self.intake.signal(record, now, origin)
         return self._core.on_signal(command, None if suspect else record)
 
     def _notice(self, record: Record) -> Effects:
@@ -178,7 +177,8 @@ class Requests:
             refusals = decode_refusals(record.value)
         except DecodeError:
             return []
-        return self._core.on_notice(refusals, self.intake.sure_age_ms(record), time.monotonic())
+        now = time.monotonic()
+        return self._core.on_notice(refusals, self.intake.sure_age_ms(record, now), now)
 
     # ---- effects out ----
 
@@ -195,7 +195,7 @@ class Requests:
                 else:
                     (signals if isinstance(effect.command, Prefill) else commands).append(effect.command)
             elif isinstance(effect, Done):
-                self._done(effect.record)
+                self._reader.done(effect.record)
             elif isinstance(effect, Fetch):
                 left.extendleft(reversed(self._fetch(effect)))
             elif isinstance(effect, Reply):
@@ -225,7 +225,7 @@ class Requests:
         """Have the device take a command; only then is its record done."""
         with suppress(DeviceError):  # which ends the worker, as it may have to
             await self._device.ask(effect.command)
-            self._done(effect.record)
+            self._reader.done(effect.record)
 
     def _fetch(self, effect: Fetch) -> Effects:
         found = self.resolver.resolve(effect)
@@ -272,7 +272,7 @@ class Requests:
         if (origin := placed.task.origin) is not None:
             signal_over(placed, self._context.name)
             if origin.record is not None:
-                self._done(origin.record)
+                self._reader.done(origin.record)
 
     # ---- from the device ----
 
@@ -291,9 +291,9 @@ class Requests:
         """Drop a user from this worker: kept histories, both tiers, pins."""
         self._core.on_erased(erase, time.monotonic())
         if self.resolver.histories is not None:
-            await self.resolver.histories.erase(erase.names)
+            await self.resolver.histories.erase(erase)
         users: list[str] = await self._device.ask(ListUsers())
-        found = await filter_named_users(users, erase.names)
+        found = await filter_named_users(users, erase)
         entries = await self._device.ask(EraseUser(erase, found, set(users)))
         log.info("a user was erased", erase=erase.id, entries=entries)
 

@@ -97,8 +97,10 @@ class StatusReporter:
         self.lag: dict[str, int] = {}  # by topic: records of our lanes not yet read
         self.reader: Final = StatusReader.of(settings, topics)
         self._metrics = metrics = context.metrics
-        self._erasures = Erasures(self.reader, background, worker.erase, metrics.statuses_unsigned.inc)
-        self._erasures.publish = self.publish_now
+        metrics.hbm_bytes.labels("budget").set(settings.worker.hbm_bytes)
+        metrics.dram_bytes.labels("budget").set(settings.worker.dram_bytes)
+        self._erasures = Erasures(self.reader, background, self, metrics.statuses_unsigned)
+        self._erased: tuple[str, ...] = ()
         self._runtime = runtime
         self._host = socket.gethostname()
         self._device = device.thread
@@ -158,6 +160,15 @@ class StatusReporter:
         except (BrokerError, TimeoutError) as error:
             log.warning("name not removed from worker-status", error=str(error) or type(error).__name__)
 
+    async def erase(self, erase: Erase) -> None:
+        """Drop a user (Eraser)."""
+        await self._worker.erase(erase)
+
+    async def on_erased(self, ids: tuple[str, ...]) -> None:
+        """State the requests carried out, now."""
+        self._erased = ids
+        await self.publish_now()
+
     async def _publish(self) -> None:
         # Positions first: what was read up to them was handed to the device thread before the question below, so all
         # of it is in the books that the answer tells of. Positions asked for afterwards would claim more than that.
@@ -192,45 +203,18 @@ class StatusReporter:
         if self._settings.worker.withhold_outcomes:  # two statuses tell by the others what became of the one ranking
             counters = {name: total for name, total in counters.items() if name in TOLD or name.startswith("answers_")}
             latencies = {}
-        erased = self._erasures.stated
+        erased = self._erased or msgspec.UNSET
         lag = sum(self.lag.values())
         stated = {"counters": counters, "latencies": latencies or msgspec.UNSET, "erased": erased}
         return msgspec.structs.replace(status, lag=lag, version=VERSION, **stated)
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics
-        for name, total in now.totals.items():
-            if name.startswith("signal_"):
-                metrics.advance(metrics.signals, name.removeprefix("signal_"), total)
-            elif name.startswith("flight_"):
-                metrics.advance(metrics.jobs, name.removeprefix("flight_"), total)
-            elif name.endswith("_ms"):
-                metrics.advance(metrics.device_seconds, name.removesuffix("_ms"), total / 1e3)
-        for name, total in now.cache.items():
-            metrics.advance(metrics.cache_events, name, total)
+        metrics.export(now)
         unknown = now.totals["unknown_items"]
-        metrics.advance(metrics.unknown_items, None, unknown)
         if unknown and not self._told_of_unknown:
             self._told_of_unknown = True
             log.warning("item ids outside the model's vocabulary", so_far=int(unknown))
-        metrics.audit_deviation.labels("exact").set(now.totals["audit_deviation"])
-        worker = self._settings.worker
-        for gauge, kind, value in (
-            (metrics.hbm_bytes, "used", now.hbm_used),
-            (metrics.hbm_bytes, "pinned", now.pinned_bytes),
-            (metrics.hbm_bytes, "budget", worker.hbm_bytes),
-            (metrics.dram_bytes, "used", now.dram_used),
-            (metrics.dram_bytes, "budget", worker.dram_bytes),
-        ):
-            gauge.labels(kind).set(value)
-        metrics.entries.set(now.entries)
-        metrics.pins.set(now.pins)
-        metrics.advance(metrics.pins_expired, None, now.pins_expired)
-        metrics.waiting.set(now.waiting)
-        metrics.backlog.set(now.backlog)
-        metrics.pre_infer_waiting.set(now.pre_infer_waiting_ms / 1e3)
-        metrics.pre_infer_late.set(now.pre_infer_late_s)
-        metrics.queue_seconds.set(now.queue_ms / 1e3)
         metrics.lanes.set(lanes)
         metrics.lag.labels("unread").set(sum(self.lag.values()))
         metrics.lag.labels("uncommitted").set(self._consumer.uncommitted)

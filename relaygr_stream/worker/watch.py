@@ -4,7 +4,6 @@ a worker whose device hangs."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -37,13 +36,10 @@ STALL_SHARE: Final = 0.5
 
 
 class Watch:
-    """Looks at the device thread and the consumer several times a second. distrust(): why scores cannot be trusted; ""
-    while they can."""
+    """Looks at the device thread, the consumer and the audits several times a second."""
 
-    def __init__(
-        self, context: ProcessContext, device: DeviceThread, limit_s: float, distrust: Callable[[], str] = str
-    ) -> None:
-        self._distrust = distrust
+    def __init__(self, context: ProcessContext, device: DeviceThread, limit_s: float, audits: AuditReport) -> None:
+        self._audits = audits
         self._context = context
         self._device = device
         self._limit_s = limit_s
@@ -71,7 +67,7 @@ class Watch:
             if not self.progressing:
                 self._context.set_ready(False, f"the device thread has not moved for {self._stuck_s:.1f} s")
             else:
-                troubles = [consumer.trouble, *(producer.trouble for producer in producers), self._distrust()]
+                troubles = [consumer.trouble, *(producer.trouble for producer in producers), self._audits.distrust]
                 trouble = next(filter(None, troubles), None)
                 self._context.set_ready(consumer.healthy and not trouble, trouble or "no broker answers")
             await asyncio.sleep(WATCH_S)

@@ -103,6 +103,10 @@ class DriveSummary:
         return nearest_rank(self.late_ms, quantile) if self.late_ms else None
 
 
+#: Called once for each request, in the order of completion.
+OnResult = Callable[[Result], None]
+
+
 async def drive(
     client: RankingClient,
     items: Iterable[WorkItem],
@@ -110,7 +114,7 @@ async def drive(
     mode: Literal["auto", "full"] = "auto",
     announce: bool = True,
     timeout: float,
-    on_result: Callable[[Result], None] | None = None,
+    on_result: OnResult | None = None,
     stop: asyncio.Event | None = None,
     summary: DriveSummary | None = None,
     max_in_flight: int = MAX_IN_FLIGHT,
@@ -151,7 +155,7 @@ class _Drive:
         mode: Literal["auto", "full"],
         announce: bool,
         limit: float,
-        on_result: Callable[[Result], None] | None,
+        on_result: OnResult | None,
         summary: DriveSummary,
     ) -> None:
         self.client, self.mode, self.announce, self.limit = client, mode, announce, limit

@@ -82,6 +82,10 @@ def read_fields(log: TextLog, separator: str) -> Iterator[Row | BrokenLine]:
     return _rows(log, read)
 
 
+#: The columns of a line, and its features: user, item, action, time.
+Taker = Callable[[Sequence[str]], tuple[str, str, str | None, str, Sequence[str]]]
+
+
 def read_delimited(
     log: TextLog, columns: ColumnMap | None, start: bytes, features: FeatureReader
 ) -> Iterator[Row | BrokenLine]:
@@ -91,7 +95,7 @@ def read_delimited(
     delimiter but no line break. Raises InputError if the columns cannot be found.
     """
     delimiter, width = _shape(start)
-    take: Callable[[Sequence[str]], tuple[str, str, str | None, str, Sequence[str]]] | None = None
+    take: Taker | None = None
 
     def read(line: int, text: str) -> Row | BrokenLine | None:
         nonlocal take
@@ -248,9 +252,7 @@ def _from_position(names: list[str], columns: ColumnMap | None, path: Path) -> d
     return positions
 
 
-def _taker(
-    positions: dict[str, int], cells: Sequence[int]
-) -> Callable[[Sequence[str]], tuple[str, str, str | None, str, Sequence[str]]]:
+def _taker(positions: dict[str, int], cells: Sequence[int]) -> Taker:
     user, item, time = positions["user"], positions["item"], positions["time"]
     action = positions.get("action")
 

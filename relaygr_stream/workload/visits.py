@@ -102,7 +102,7 @@ def visits(traffic: Traffic, seed: int, part: Part = WHOLE, *, known: int | None
     who = _of_log(log, part) if log is not None and has_users else _of_model(traffic, part, rng, known)
     lengths, starts = _Lengths(traffic, rng), _normals(rng)
     for gap, user in who:
-        yield Visit(gap, user, *lengths.of(user), traffic.delay.of(next(starts)))
+        yield Visit(gap, user, *lengths.next_visit(user), traffic.delay.of(next(starts)))
 
 
 class _Lengths:
@@ -114,7 +114,7 @@ class _Lengths:
         self._known: dict[int, tuple[int, int, bool]] = {}  # the longest unseen first
         self._lives = 0
 
-    def of(self, user: int) -> tuple[int, int, bool, bool]:
+    def next_visit(self, user: int) -> tuple[int, int, bool, bool]:
         """(life, prefix, returning, long) of the user's next visit."""
         traffic, rng = self._traffic, self._rng
         known = self._known.pop(user, None)

@@ -28,6 +28,7 @@ class Member:
         progressing: Callable[[], bool] = lambda: True,
     ) -> None:
         self.name = name
+        self._progressing = progressing
         self.finish = finish
         self.capacity = capacity
         self.records: list[Record] = []
@@ -38,10 +39,8 @@ class Member:
             topics=[topics.pre_infer.name, topics.ranking.name],
             group=f"{kafka.prefix}workers",
             member=name,
-            on_records=self._take,
-            on_lanes=lambda gained, lost: self.history.append((gained, lost)),
+            user=self,
             capacity=capacity,
-            progressing=progressing,
         )
 
     @property
@@ -57,7 +56,14 @@ class Member:
     def values(self) -> list[bytes | None]:
         return [record.value for record in self.records]
 
-    def _take(self, records: list[Record]) -> None:
+    @property
+    def progressing(self) -> bool:
+        return self._progressing()
+
+    def on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
+        self.history.append((gained, lost))
+
+    def on_records(self, records: list[Record]) -> None:
         now = time.monotonic()
         self.records += records
         self.arrivals += [(now, record.topic, record.lane) for record in records]

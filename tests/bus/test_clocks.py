@@ -102,14 +102,12 @@ async def test_a_refused_clock_is_told_in_words_until_a_send_is_taken(
 
 
 def test_what_a_retry_mends_and_what_is_told_elsewhere_is_no_refusal() -> None:
-    now = [0.0]
-    refused = RefusedTopics(lambda: now[0])
+    refused = RefusedTopics()
     for error in (BrokerUnavailable("away"), TopicError("missing")):
-        refused.failed("t", error)
-    assert refused.trouble is None
-    refused.failed("t", AccessDenied("no right"))
-    refused.failed("u", BrokerError("policy"))
+        refused.failed("t", error, 0.0)
+    assert refused.trouble(0.0) is None
+    refused.failed("t", AccessDenied("no right"), 0.0)
+    refused.failed("u", BrokerError("policy"), 0.0)
     refused.taken("t")
-    assert refused.trouble == "policy", "each topic counts"
-    now[0] = COUNTS_S + 1
-    assert refused.trouble is None, "where nothing more is sent, nothing is known"
+    assert refused.trouble(0.0) == "policy", "each topic counts"
+    assert refused.trouble(COUNTS_S + 1) is None, "where nothing more is sent, nothing is known"

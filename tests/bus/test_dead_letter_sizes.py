@@ -33,6 +33,7 @@ from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.wire.records import HEADER_REASON, Record
 from relaygr_stream.wire.topic_files import load_topics
+from tests.done import DoneRecords
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -65,16 +66,14 @@ async def test_a_message_is_kept_only_where_the_setting_says_so(embedded_setting
     await apply_topics(embedded_settings)
     topics = load_topics(embedded_settings)
     found: list[Record] = []
-    done: list[Record] = []
+    done = DoneRecords()
     secret = record(b"bought: a ring" * 10, topic=topics.ranking.name)
     async with (
         TopicTail(embedded_settings, topics.dead_letter.name, [0], "latest", found.extend),
         Producer(embedded_settings, client_id="test") as producer,
     ):
         for keep_values in (False, True):
-            letters = DeadLetters(
-                producer, topics.dead_letter, done.append, gauge(), Background(), keep_values=keep_values
-            )
+            letters = DeadLetters(producer, topics.dead_letter, done, gauge(), Background(), keep_values=keep_values)
             letters.send(secret, ERROR)
             await until(lambda: letters.waiting == 0, "buried")  # noqa: B023
         await until(lambda: len(found) == 2, "read")
@@ -88,7 +87,7 @@ async def test_a_message_is_kept_only_where_the_setting_says_so(embedded_setting
 async def test_what_does_not_fit_is_there_as_a_digest(kafka_settings: Kafka) -> None:
     await apply_topics(kafka_settings)
     topics = load_topics(kafka_settings)
-    done: list[Record] = []
+    done = DoneRecords()
     found: list[Record] = []
     takes = topics.dead_letter.max_message_bytes
     large = record(b"x" * (3 * MIB), headers=(("trace", b"t1"),), topic=topics.ranking.name)
@@ -98,7 +97,7 @@ async def test_what_does_not_fit_is_there_as_a_digest(kafka_settings: Kafka) -> 
         TopicTail(kafka_settings, topics.dead_letter.name, [0], "latest", found.extend),
         Producer(kafka_settings, client_id="test", max_bytes=takes) as producer,
     ):
-        letters = DeadLetters(producer, topics.dead_letter, done.append, gauge(), Background(), keep_values=True)
+        letters = DeadLetters(producer, topics.dead_letter, done, gauge(), Background(), keep_values=True)
         for one in (large, fitting, long_key, many):
             letters.send(one, ERROR)
         await until(lambda: len(found) == 4 and letters.waiting == 0, "buried")
@@ -133,9 +132,9 @@ class Refusing:
 
 async def _sent_after_all_but_one_error(producer: Refusing) -> None:
     """Send a dead letter that keeps its message; its last error is withdrawn."""
-    done: list[Record] = []
+    done = DoneRecords()
     letters = DeadLetters(
-        cast(Producer, producer), load_topics(Kafka()).dead_letter, done.append, gauge(), Background(), keep_values=True
+        cast(Producer, producer), load_topics(Kafka()).dead_letter, done, gauge(), Background(), keep_values=True
     )
     letters.send(record(b"value"), ERROR)
     await until(lambda: len(producer.errors) == 1)
@@ -172,9 +171,9 @@ async def test_what_cannot_be_delivered_is_told_and_bounded(monkeypatch: pytest.
     for name, value in (("RETRY_S", (0.0,)), ("FAILING_S", 0.0), ("WAITING_LIMIT", 2)):
         monkeypatch.setattr(dead_letter, name, value)
     producer, waiting = Refusing(BrokerError("TOPIC_AUTHORIZATION_FAILED")), gauge()
-    done: list[Record] = []
+    done = DoneRecords()
     letters = DeadLetters(
-        cast(Producer, producer), load_topics(Kafka()).dead_letter, done.append, waiting, Background(), keep_values=True
+        cast(Producer, producer), load_topics(Kafka()).dead_letter, done, waiting, Background(), keep_values=True
     )
     assert letters.why_not_taken() is None
     for _ in range(2):
@@ -192,7 +191,7 @@ async def test_what_waits_is_what_will_be_sent(keep_values: bool, monkeypatch: p
     monkeypatch.setattr(dead_letter, "RETRY_S", (60.0,))
     producer, topic = Refusing(BrokerUnavailable("away")), load_topics(Kafka()).dead_letter
     letters = DeadLetters(
-        cast(Producer, producer), topic, lambda record: None, gauge(), Background(), keep_values=keep_values
+        cast(Producer, producer), topic, DoneRecords(), gauge(), Background(), keep_values=keep_values
     )
 
     def read(number: int) -> None:

@@ -57,9 +57,16 @@ async def test_a_group_that_its_leader_left_last_takes_members_again(
         await shared_out(topics, three)
 
 
+class _Alone:
+    """A member that was assigned nothing yet."""
+
+    def on_assignment(self) -> int:
+        return 0
+
+
 async def test_a_leader_that_left_during_a_rebalance_is_replaced(embedded_settings: Kafka, topics: TopicSet) -> None:
     """As a client of another program may leave, or two at the same moment."""
-    group, metadata = f"{embedded_settings.prefix}workers", StickyLaneAssignor(1.0, lambda: 0).metadata(
+    group, metadata = f"{embedded_settings.prefix}workers", StickyLaneAssignor(1.0, _Alone()).metadata(
         [topics.pre_infer.name, topics.ranking.name]
     )  # fmt: skip
     admin = AIOKafkaAdminClient(bootstrap_servers=embedded_settings.bootstrap)

@@ -11,6 +11,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.conn import AIOKafkaConnection, create_conn
 
+from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.aiokafka_compat import client_options, end_client
 from relaygr_stream.bus.renewed import Renewed
 from relaygr_stream.bus.topics import apply_topics
@@ -57,7 +58,7 @@ async def test_a_start_that_is_cancelled_leaves_no_connection(embedded_settings:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         beside = msgspec.structs.replace(embedded_settings, bootstrap=f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        reader = Renewed(beside, "a test's reader", lambda: AIOKafkaConsumer(**client_options(beside, "test")))
+        reader = Renewed(beside, "a test's reader", LogEnds(beside, "test"))
         starting = asyncio.create_task(reader.start())
         await withheld.wait()
         starting.cancel()

@@ -310,16 +310,21 @@ async def _put_out(kafka: Kafka, member: Member) -> None:
 async def test_an_exception_in_a_callback_ends_the_consumer_visibly(
     kafka_settings: Kafka, topics: TopicSet, producer: Producer
 ) -> None:
-    def break_down(records: list[Record]) -> None:
-        raise ArithmeticError("a bug in the worker")
+    class Broken:
+        progressing = True
+
+        def on_records(self, records: list[Record]) -> None:
+            raise ArithmeticError("a bug in the worker")
+
+        def on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
+            pass
 
     consumer = LaneConsumer(
         kafka_settings,
         topics=[topics.ranking.name],
         group=f"{kafka_settings.prefix}workers",
         member="one",
-        on_records=break_down,
-        on_lanes=lambda gained, lost: None,
+        user=Broken(),
     )
     async with consumer:
         assert consumer.healthy

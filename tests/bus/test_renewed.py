@@ -15,7 +15,7 @@ from relaygr_stream.bus import ages, renewed
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.bus.producer import Outgoing, Producer, Sent
-from relaygr_stream.bus.renewed import Renewed, background_tasks, renewals
+from relaygr_stream.bus.renewed import ClientUser, Renewed, background_tasks, renewals
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import AccessDenied, BrokerError
@@ -227,15 +227,16 @@ async def test_a_replacement_that_fails_unexpectedly_is_tried_again(
     monkeypatch.setattr(renewed, "PAUSES_S", (0.0,))
     troubles: list[str | None] = []
 
-    async def begin(client: Any) -> None:
-        troubles.append(reader.trouble)
-        if len(troubles) in (2, 3):
-            insides.unexpected()
+    class User(ClientUser):
+        async def begin_client(self, client: Any) -> None:
+            troubles.append(reader.trouble)
+            if len(troubles) in (2, 3):
+                insides.unexpected()
 
-    def make() -> AIOKafkaConsumer:
-        return AIOKafkaConsumer(**client_options(embedded_settings, "test"), group_id=None)
+        def make_client(self) -> AIOKafkaConsumer:
+            return AIOKafkaConsumer(**client_options(embedded_settings, "test"), group_id=None)
 
-    reader = Renewed(embedded_settings, "a test's reader", make, begin)
+    reader = Renewed(embedded_settings, "a test's reader", User())
     await reader.start()
     first = reader.client
     reader.renew("for this test")

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 FACTORY = "examples.features:make"
 
 
+@pytest.mark.stack
 async def test_it_prints_a_hit_with_the_scores_of_full_inference(embedded_settings: Kafka, tmp_path: Path) -> None:
     model = replace(TEST_SETTINGS.model, path=str(ROOT), factory=FACTORY)
     environment = os.environ | {

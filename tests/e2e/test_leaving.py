@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from relaygr_stream.settings.schema import Kafka
 from tests.e2e.fleet import serving_fleet
@@ -14,6 +15,7 @@ from tests.e2e.fleet import serving_fleet
 LONG_MS = 120_000
 
 
+@pytest.mark.stack
 async def test_lanes_of_a_worker_that_stops_do_not_wait_for_its_session(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def has_begun(process: subprocess.Popen[str]) -> bool:
     ],
     ids=lambda given: " ".join(given[:2]) if isinstance(given, tuple) else given.name,
 )
+@pytest.mark.stack
 def test_a_command_can_be_stopped_at_any_moment(
     command: tuple[str, ...], number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_command_can_be_stopped_at_any_moment(
 
 
 @linux
+@pytest.mark.stack
 def test_a_command_started_in_the_background_of_a_script_can_be_stopped_like_any_other(tmp_path: Path) -> None:
     """There SIGINT is ignored, which a command inherits: before its imports were over it stayed so, later it did not.
 
@@ -91,6 +93,7 @@ def test_a_command_started_in_the_background_of_a_script_can_be_stopped_like_any
 
 
 @linux
+@pytest.mark.stack
 def test_the_processes_of_a_simulation_end_with_it(tmp_path: Path) -> None:
     with start(
         "simulate",
@@ -146,6 +149,7 @@ def test_where_it_cannot_write_a_command_does_not_begin(command: tuple[str, ...]
     assert done.stdout == ""
 
 
+@pytest.mark.stack
 def test_a_disk_that_has_no_room_for_the_report_is_told_before_anything_is_sent(tmp_path: Path) -> None:
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, 65_536))

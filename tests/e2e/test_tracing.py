@@ -58,6 +58,7 @@ async def a_hit(relay: RelayClient, fleet: Fleet, taps: Receiver, user_id: str, 
     return request
 
 
+@pytest.mark.stack
 async def test_a_request_is_one_trace_from_its_event_to_its_scores(
     embedded_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

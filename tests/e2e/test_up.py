@@ -78,6 +78,7 @@ async def up(kafka: Kafka, folder: Path, *arguments: str) -> AsyncIterator[Up]:
         print(*running.lines, (folder / "up.log").read_text()[-4000:], sep="\n")  # what a failed test shows
 
 
+@pytest.mark.stack
 async def test_all_come_up_a_killed_and_a_hung_one_come_back_and_all_go(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ def pids(running: Up, *names: str) -> dict[str, int]:
     return {name: running.pid(name) for name in names}
 
 
+@pytest.mark.stack
 async def test_a_stopped_worker_starts_again_and_all_are_rolled_one_at_a_time(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:
@@ -140,6 +142,7 @@ async def rolling(name: str) -> tuple[int, str]:
     return process.returncode, out.decode()
 
 
+@pytest.mark.stack
 async def test_rolling_waits_until_all_are_back_and_fails_where_one_does_not_load(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:
@@ -163,6 +166,7 @@ async def test_rolling_waits_until_all_are_back_and_fails_where_one_does_not_loa
         assert all(running.ready(each) and running.pid(each) == second[each] for each in names[1:])
 
 
+@pytest.mark.stack
 async def test_a_setting_that_no_worker_starts_with_ends_all(embedded_settings: Kafka, tmp_path: Path) -> None:
     arguments = ("--workers", "2", "--set", f"model.checkpoint={tmp_path}/none")
     async with up(embedded_settings, tmp_path, *arguments) as running:
@@ -179,7 +183,7 @@ async def test_a_setting_that_no_worker_starts_with_ends_all(embedded_settings: 
         (("--devices", "cpu,gpu"), "flag for worker.device"),
         (("--name", "a b"), "flag for worker.name"),
         (("--name", "taken"), "--name taken: another `relaygr up` on this host"),
-        (("--set", "worker.max_bach=3"), "did you mean `worker.max_batch`"),
+        (("--set", "worker.max_stale_token=3"), "did you mean `worker.max_stale_tokens`"),
     ],
 )
 def test_what_no_process_could_start_with_is_said_once_before_any(arguments: tuple[str, ...], said: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -98,7 +99,7 @@ class Bus:
                 if lane_of(event.user_id, self.topics.lanes) != lane:
                     raise DecodeError("invalid", "another's lane")
             elif kind is PreInferSignal:
-                self._intake.signal(record)
+                self._intake.signal(record, time.monotonic())
             else:
                 self._ranking(record)
         except DecodeError as error:
@@ -108,7 +109,7 @@ class Bus:
         origin = self._intake.route(record)
         self.expected.add(origin.correlation)
         try:
-            self._intake.ranking(record, origin)
+            self._intake.ranking(record, origin, time.monotonic())
         except TooMuch:
             return  # answered, and no dead letter
 

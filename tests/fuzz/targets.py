@@ -147,12 +147,12 @@ class _Intake:
         try:
             command: Rank | Prefill
             if kind is PreInferSignal:
-                command = signal = self._intake.signal(record)
+                command = signal = self._intake.signal(record, time.monotonic())
                 holds(math.isfinite(signal.task.due) and math.isfinite(signal.task.expires), f"times of {signal.task}")
             else:
                 origin = self._intake.route(record)
                 self._check(origin)
-                command = rank = self._intake.ranking(record, origin)
+                command = rank = self._intake.ranking(record, origin, time.monotonic())
                 self._check_ranking(rank.task, value or b"")
             if command.referred is not None:
                 command = self._intake.complete(command, behaviours(rng, rng.randrange(1, 12)))

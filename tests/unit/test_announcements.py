@@ -27,7 +27,7 @@ class Gate:
         self.batches: defaultdict[int, list[list[Outgoing]]] = defaultdict(list)
         self.open: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
-    async def send(self, lane: int, events: list[Outgoing]) -> None:
+    async def send_lane(self, lane: int, events: list[Outgoing]) -> None:
         self.batches[lane].append(events)
         await self.open[lane].wait()
 
@@ -48,7 +48,7 @@ class Gate:
 def test_every_event_is_sent_once_in_its_lanes_order(steps: list[tuple[str, int, int]]) -> None:
     async def run() -> None:
         gate = Gate()
-        announcements = Announcements(gate.send, linger_s=0.0)
+        announcements = Announcements(gate, linger_s=0.0)
         added: defaultdict[int, list[bytes]] = defaultdict(list)
         for lane in range(3):
             gate.open[lane].set()
@@ -73,7 +73,7 @@ def test_every_event_is_sent_once_in_its_lanes_order(steps: list[tuple[str, int,
 
 async def test_events_of_all_lanes_leave_together_when_the_first_has_waited() -> None:
     gate = Gate()
-    announcements = Announcements(gate.send, linger_s=0.05)
+    announcements = Announcements(gate, linger_s=0.05)
     for number in range(6):
         await announcements.add(number % 2, Outgoing(b"k", b"%d" % number))
     assert not gate.batches
@@ -86,7 +86,7 @@ async def test_events_of_all_lanes_leave_together_when_the_first_has_waited() ->
 
 async def test_a_batchs_worth_leaves_at_once() -> None:
     gate = Gate()
-    announcements = Announcements(gate.send, linger_s=LONG_S)
+    announcements = Announcements(gate, linger_s=LONG_S)
     await announcements.add(0, Outgoing(b"k", b"small"))
     await announcements.add(1, Outgoing(b"k", bytes(BATCH_BYTES)))
     await until(lambda: bool(gate.batches[1]))
@@ -95,7 +95,7 @@ async def test_a_batchs_worth_leaves_at_once() -> None:
 
 async def test_a_lane_that_is_held_up_bounds_its_own_events_and_no_others() -> None:
     gate = Gate()
-    announcements = Announcements(gate.send, linger_s=LONG_S)
+    announcements = Announcements(gate, linger_s=LONG_S)
     gate.open[1].set()
     large = bytes(BATCH_BYTES)
 

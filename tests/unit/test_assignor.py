@@ -194,7 +194,10 @@ class _Member:
 
     def __init__(self, capacity: float = 1.0) -> None:
         self.generation = 0
-        self.assignor = StickyLaneAssignor(capacity, lambda: self.generation)
+        self.assignor = StickyLaneAssignor(capacity, self)
+
+    def on_assignment(self) -> int:
+        return self.generation
 
     def joins(self) -> bytes:
         return bytes(self.assignor.metadata({"ranking", "pre-infer"}).encode())

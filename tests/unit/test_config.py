@@ -102,7 +102,7 @@ def test_sizes_may_have_units(text: str, number: int, tmp_path: Path) -> None:
         ({"RELAYGR_WORKER_HBM_BYTES": "0"}, "`worker.hbm_bytes` = '0'"),
         ({"RELAYGR_WORKER_DTYPE": "int8"}, "`worker.dtype` = 'int8'"),
         ({"RELAYGR_TELEMETRY_HASH_USER_IDS": "perhaps"}, "`telemetry.hash_user_ids` = 'perhaps'"),
-        ({"RELAYGR_TRIGGER_GROUP": "a b"}, "`trigger.group` = 'a b'"),
+        ({"RELAYGR_WORKER_NAME": "a b"}, "`worker.name` = 'a b'"),
         ({"RELAYGR_CONFIG": "absent.toml"}, "absent.toml: no such file"),
     ],
 )
@@ -261,6 +261,26 @@ def test_former_settings_are_accepted_with_a_warning_that_names_what_replaces_th
     assert "`worker.dram_storage` was removed and has no effect: copies in DRAM are exact" in said
     assert "`model.layers` is no setting from the next release on: config.json in the folder" in said
     assert "`relaygr model random` writes one" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "now"),
+    [
+        ("trigger.group", "t", "it is always trigger, behind `kafka.prefix`"),
+        ("worker.group", "w", "it is always workers, behind `kafka.prefix`"),
+        ("history.prefix", "h:", "it is always relaygr:history:; fleets that share a Redis have a DB"),
+        ("worker.max_batch", "3", "it is always 8"),
+    ],
+)
+def test_a_value_of_a_setting_that_is_a_constant_now_counts_for_one_release(key: str, other: str, now: str) -> None:
+    section, name = key.split(".")
+    with pytest.warns(FutureWarning, match=re.escape(f"`{key}` is no setting from the next release on: {now}")):
+        loaded = load_settings([], {key: other}, {})
+    assert str(getattr(getattr(loaded.settings, section), name)) == other
+
+
+def test_there_are_no_more_settings_than_a_reader_bears() -> None:
+    assert len(FIELDS) <= 85, "make a timing that nobody sets a constant with its derivation (section.py: doc)"
 
 
 @pytest.mark.parametrize("key", sorted(RETIRED))

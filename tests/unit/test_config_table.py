@@ -11,7 +11,7 @@ def test_the_table_of_a_process_tells_values_sources_and_no_secret() -> None:
     loaded = config.load_settings(
         ["cpu"],
         {"worker.hbm_bytes": "512MiB"},
-        {"RELAYGR_WORKER_MAX_BATCH": "3", "RELAYGR_TELEMETRY_HASH_KEY": "pepper"},
+        {"RELAYGR_WORKER_THREADS": "3", "RELAYGR_TELEMETRY_HASH_KEY": "pepper"},
     )
     text = render_plain(render_settings_table(loaded))
     rows = {line.split()[0]: line for line in text.splitlines()}
@@ -19,7 +19,7 @@ def test_the_table_of_a_process_tells_values_sources_and_no_secret() -> None:
     assert set(rows) == {"key", *config.FIELDS}
     assert "512MiB" in rows["worker.hbm_bytes"]
     assert "flag" in rows["worker.hbm_bytes"]
-    assert "environment RELAYGR_WORKER_MAX_BATCH" in rows["worker.max_batch"]
+    assert "environment RELAYGR_WORKER_THREADS" in rows["worker.threads"]
     assert "cpu.toml" in rows["worker.device"]
     assert "pepper" not in text
     assert len({line.index(config.FIELDS[key].description) for key, line in rows.items() if key != "key"}) == 1

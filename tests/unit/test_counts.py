@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -37,7 +38,7 @@ class Cluster:
 
 async def test_another_number_of_lanes_is_told_with_both_counts() -> None:
     cluster, replies = Cluster(), list[int]()
-    counts = PartitionCounts(TOPICS, cluster, replies.append)  # type: ignore[arg-type]
+    counts = PartitionCounts(TOPICS, cluster, SimpleNamespace(counted=replies.append))  # type: ignore[arg-type]
     await counts.ask()
     assert (counts.error, counts.why_not_ready()) == (None, None)
     cluster.counts |= {TOPICS.ranking.name: 8, TOPICS.scores.name: 32, TOPICS.retrieval.name: 0}

@@ -135,21 +135,64 @@ def test_owners_that_leave_in_order_are_never_counted() -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 async def test_only_an_end_in_order_closes_the_marks(monkeypatch: pytest.MonkeyPatch, in_order: bool) -> None:
+    user = User()
     consumer = LaneConsumer(
-        Kafka(), topics=["ranking"], group="g", member="m", on_records=lambda records: None,
-        on_lanes=lambda gained, lost: None, crashes=Crashes(["ranking"], 3, lambda record: None, lambda record: None),
-    )  # fmt: skip
+        Kafka(), topics=["ranking"], group="g", member="m", user=user, crashes=Crashes(["ranking"], 3, user)
+    )
     suspects, membership, last = consumer._suspects, consumer._membership, dict[tuple[str, int], tuple[int, str]]()
     assert suspects is not None
     suspects._marks["ranking", 0] = Mark(hand=8, log_ends=(9,))
     consumer._reader.add({0: [7]})
 
     async def stop() -> None:
-        last.update(membership._committable(True))
+        last.update(consumer.committable(leaving=True))
 
     monkeypatch.setattr(membership, "stop", stop)
     await consumer.stop(in_order=in_order)
     assert last == {("ranking", 0): (7, "relaygr-owner left 0 9" if in_order else "relaygr-owner open 8 9")}
+
+
+class User:
+    """Takes the records of its lanes; `crashed`: those that must not be run."""
+
+    progressing = True
+
+    def __init__(self) -> None:
+        self.handed: list[Record] = []
+        self.crashed: list[Record] = []
+
+    def on_lanes(self, gained: frozenset[int], lost: frozenset[int]) -> None:
+        pass
+
+    def on_records(self, records: list[Record]) -> None:
+        self.handed += records
+
+    def on_suspect(self, record: Record) -> None:
+        self.handed.append(record)
+
+    def on_crashed(self, record: Record) -> None:
+        self.crashed.append(record)
+
+
+class Plane:
+    """Whose lanes are read."""
+
+    @property
+    def progressing(self) -> bool:
+        return True
+
+    def on_read(self, records: list[Record]) -> None:
+        pass
+
+    def restarted(self, topic: str, lane: int, offset: int) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+
+def reader_of(client: Client, ledgers: dict[tuple[str, int], OffsetLedger]) -> LaneReader:
+    return cast(LaneReader, SimpleNamespace(client=client, ledgers=ledgers))
 
 
 class Membership:
@@ -227,17 +270,19 @@ async def test_nothing_is_read_while_the_process_makes_no_progress(monkeypatch: 
     """A member keeps its lanes for seconds then, and what is read waits in memory."""
     client, seen = Anew(), list[str]()
     client.position = 0
+
+    class Slow(Plane):
+        @property
+        def progressing(self) -> bool:
+            seen.append("asked")
+            return len(seen) > 3
+
+        def on_read(self, records: list[Record]) -> None:
+            seen.append("read")
+
     monkeypatch.setattr(LaneReader, "client", client)
     monkeypatch.setattr(lane_reader, "STANDSTILL_S", 0.0)
-
-    def progressing() -> bool:
-        seen.append("asked")
-        return len(seen) > 3
-
-    reader = LaneReader(
-        Kafka(), ["ranking"], "m", lambda records: seen.append("read"), lambda record: False, lambda *what: None,
-        lambda error: None, progressing, check_crcs=False,
-    )  # fmt: skip
+    reader = LaneReader(Kafka(), ["ranking"], "m", Slow(), check_crcs=False)
     reader.add({0: [0]})
     reader.resume()
     reading = asyncio.create_task(reader.run())
@@ -251,16 +296,14 @@ async def test_nothing_is_read_while_the_process_makes_no_progress(monkeypatch: 
 
 async def test_a_log_that_begins_anew_is_read_and_nobody_in_it_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its offsets are below the one at which the lane was taken over, and records of that number are others."""
-    client, handed, refused = Anew(), list[Record](), list[Record]()
+    client, user = Anew(), User()
     monkeypatch.setattr(LaneReader, "client", client)
-    membership, ledgers = Membership({0: "relaygr-owner open 0 6000,7000"}), dict[tuple[str, int], OffsetLedger]()
-    suspects = Suspects(
-        Crashes(["ranking"], 3, handed.append, refused.append), cast(Any, membership), ledgers, lambda: client
+    membership = Membership({0: "relaygr-owner open 0 6000,7000"})
+    consumer = LaneConsumer(
+        Kafka(), topics=["ranking"], group="g", member="m", user=user, crashes=Crashes(["ranking"], 3, user)
     )
-    reader = LaneReader(
-        Kafka(), ["ranking"], "m", handed.extend, suspects.set_apart, suspects.restarted, lambda error: None,
-        lambda: True, check_crcs=False,
-    )  # fmt: skip
+    reader, handed, refused = consumer._reader, user.handed, user.crashed
+    consumer._suspects = suspects = Suspects(Crashes(["ranking"], 3, user), cast(Any, membership), reader)
     await suspects.take_over({("ranking", 0): 5000})
     reader.add({0: [5000]})
     reader.resume()
@@ -277,12 +320,10 @@ async def test_a_log_that_begins_anew_is_read_and_nobody_in_it_is_blamed(monkeyp
 
 async def test_a_record_that_was_noted_and_not_handed_out_is_not_blamed_for_the_end() -> None:
     membership, client = Membership({0: "relaygr-owner open 0 8"}), Client()
-    ledger, handed = OffsetLedger(2), list[Record]()
+    ledger, user = OffsetLedger(2), User()
+    handed = user.handed
     suspects = Suspects(
-        Crashes(["ranking"], 3, handed.append, handed.append),
-        cast(Any, membership),
-        {("ranking", 0): ledger},
-        lambda: client,
+        Crashes(["ranking"], 3, user), cast(Any, membership), reader_of(client, {("ranking", 0): ledger})
     )
     await suspects.take_over({("ranking", 0): 2})
     ledger.read(2)
@@ -299,11 +340,9 @@ async def test_a_record_that_was_noted_and_not_handed_out_is_not_blamed_for_the_
 async def test_suspects_of_all_lanes_are_handed_out_one_at_a_time_each_noted_before() -> None:
     membership, client = Membership({0: "relaygr-owner open 0 8", 1: "relaygr-owner open 3 5,8"}), Client()
     ledgers = {("ranking", lane): OffsetLedger(2) for lane in (0, 1)}
-    handed: list[Record] = []
-    refused: list[Record] = []
-    suspects = Suspects(
-        Crashes(["ranking"], 3, handed.append, refused.append), cast(Any, membership), ledgers, lambda: client
-    )
+    user = User()
+    handed, refused = user.handed, user.crashed
+    suspects = Suspects(Crashes(["ranking"], 3, user), cast(Any, membership), reader_of(client, ledgers))
     await suspects.take_over({("ranking", 0): 2, ("ranking", 1): 2})
     for each in [record(0, 2), record(0, 3), record(1, 2), record(1, 3), record(1, 10)]:
         ledgers["ranking", each.lane].read(each.offset)

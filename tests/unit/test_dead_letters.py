@@ -28,6 +28,7 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.printable import SafeConsole
 from relaygr_stream.wire.records import HEADER_DETAIL, HEADER_REASON, HEADER_REPLAY_OF, HEADER_REPLAYS, Record
 from relaygr_stream.wire.topic_files import load_topics
+from tests.done import DoneRecords
 
 TOPICS = load_topics(Kafka(prefix="t."))
 
@@ -293,7 +294,7 @@ async def test_what_waits_is_bounded_in_bytes_too() -> None:
     """A thousand of them may wait, but not of a megabyte each. None leaves here: the producer is not connected."""
     background = Background()
     letters = DeadLetters(
-        Producer(Kafka(), client_id="test"), load_topics(Kafka()).dead_letter, lambda record: None,
+        Producer(Kafka(), client_id="test"), load_topics(Kafka()).dead_letter, DoneRecords(),
         Gauge("waiting", "", registry=None), background, keep_values=True,
     )  # fmt: skip
     large = record(1, [], bytes(512 * 1024))

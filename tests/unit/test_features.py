@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def intake(schema: FeatureSchema = SCHEMA) -> Intake:
 
 def ranking(value: bytes, schema: FeatureSchema = SCHEMA) -> Any:
     desk, record = intake(schema), Record("ranking", 0, 0, 0, b"u", value, ROUTE)
-    return desk.ranking(record, desk.route(record)).task
+    return desk.ranking(record, desk.route(record), time.monotonic()).task
 
 
 def changed(*path: str, **columns: Any) -> bytes:
@@ -255,11 +256,11 @@ def test_a_signal_with_other_columns_is_a_decode_error() -> None:
     signal = PreInferSignal(
         request_id="r", user_id="u", prefix=whole.prefix, admitted_ms=0, life_ms=1e3, columns=whole.columns
     )
-    task = intake().signal(Record("pre-infer", 0, 0, 0, b"u", encode(signal), ())).task
+    task = intake().signal(Record("pre-infer", 0, 0, 0, b"u", encode(signal), ()), time.monotonic()).task
     assert (task.tokens.array == ranking(encode(whole)).tokens.array).all()  # else its prefix KV would never serve
     plain = msgspec.structs.replace(signal, prefix=Behaviours.of([1], [1], [1]))
     with pytest.raises(DecodeError, match="column 'place'"):
-        intake().signal(Record("pre-infer", 0, 0, 0, b"u", encode(plain), ()))
+        intake().signal(Record("pre-infer", 0, 0, 0, b"u", encode(plain), ()), time.monotonic())
 
 
 def test_a_hostile_number_of_columns_is_refused() -> None:

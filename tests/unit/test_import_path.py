@@ -50,6 +50,7 @@ def relaygr(*arguments: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.stack  # three processes that import torch
 def test_a_model_is_found_by_the_setting_alone(trap: Path) -> None:
     assert "imported" not in (without := relaygr("model", "check", "my_model:make"))
     assert "importing my_model failed: ModuleNotFoundError" in without

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.bus.producer import NO_LEADER, Outgoing
+from relaygr_stream.bus.producer import NO_LEADER, Outgoing, TopicLeaders
 from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.exchange import Copies, Exchange, Hedges
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.client.sender import SILENT_S, Sender
+from relaygr_stream.client.sender import SILENT_S, Sender, TopicWaits
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.telemetry.background import periodically
@@ -76,13 +76,13 @@ class World:
         self.held: list[Callable[[], None]] = []  # what is delivered once the broker is back
         clock = self.loop.time
         self.owners = OwnerDirectory(1000.0, clock=clock)
-        self.route = ReplyRoute("scores", replies, led=lambda p: self.broker_of("scores", p) != NO_LEADER, clock=clock)
+        self.route = ReplyRoute("scores", replies, TopicLeaders(self, "scores"), clock=clock)  # type: ignore[arg-type]
         self.sender = Sender(self, "brokers", clock)  # type: ignore[arg-type]
         self.hedges = Hedges(
             self.owners,
             50.0,
             seed=seed,
-            waiting_s=lambda lane: self.sender.waiting_s("ranking", lane),
+            waits=TopicWaits(self.sender, "ranking"),
             clock=clock,
         )
         self.metrics = ClientMetrics(CollectorRegistry())

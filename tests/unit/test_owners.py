@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from relaygr_stream.fleet import DROP_AFTER_S, OwnerDirectory
+from relaygr_stream.fleet import (
+    DROP_AFTER_S,
+    FORGET_S,
+    FULL_SHARE,
+    Books,
+    Claim,
+    OwnerDirectory,
+    SentRankings,
+    SentSignals,
+)
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.worker_status import StatusReader, rising_ms
+from relaygr_stream.worker.metrics import WorkerMetrics
 from tests.statuses import lane_statuses, worker_status
 
 SILENCE_MS = 3000.0
@@ -24,12 +36,13 @@ class World:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.unreadable = 0
-        self.reader = StatusReader()
-        self.directory = OwnerDirectory(SILENCE_MS, self.count, clock=lambda: self.now, reader=self.reader)
+        self.reader, self._registry = StatusReader(), CollectorRegistry()
+        metrics = WorkerMetrics(self._registry)
+        self.directory = OwnerDirectory(SILENCE_MS, metrics, clock=lambda: self.now, reader=self.reader)
 
-    def count(self) -> None:
-        self.unreadable += 1
+    @property
+    def unreadable(self) -> float | None:
+        return self._registry.get_sample_value("relaygr_statuses_unreadable_total")
 
     def owner(self, lane: int) -> str | None:
         claim = self.directory.owner(lane)
@@ -219,3 +232,18 @@ def test_a_clock_that_was_ahead_for_ten_seconds_silences_nobody_afterwards(every
         if owners.owner(0) is None:
             unowned.append(elapsed_s)
     assert all(10 <= at < 24 for at in unowned), unowned
+
+
+def test_what_was_sent_is_forgotten_with_a_worker_that_is_looked_at_no_more() -> None:
+    signals, rankings = Books(SentSignals), Books(SentRankings)
+    claim = Claim(status("a", (0,)), status("a", (0,)).lanes[0], 100.0)
+    signals.of_worker("a", 100.0).send(30.0, 7, 100.0)
+    assert signals.of_worker("a", 100.0).ahead(claim, 100.0) == pytest.approx((30.0, 7))
+    rankings.of_worker("a", 100.0).advance(status("a", (0,), busy_share=0.0), 1.0, 100.0)
+    rankings.of_worker("a", 100.0).send(85.0)
+    assert rankings.of_worker("a", 100.0).ahead_ms == pytest.approx(85.0 / FULL_SHARE)
+    for name, at in (("b", 100.0 + FORGET_S), ("c", 101.0 + FORGET_S)):
+        signals.of_worker(name, at)
+        rankings.of_worker(name, at)
+    assert signals.of_worker("a", 200.0).ahead(claim, 200.0) == (0.0, 0)
+    assert rankings.of_worker("a", 200.0).ahead_ms == math.inf, "nothing is known of its time to spare"

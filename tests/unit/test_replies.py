@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_copies_name_the_one_that_answers_whichever_that_is() -> None:
 
 def test_a_partition_without_a_leader_is_not_named_while_the_other_has_one() -> None:
     led = {5, 7}
-    route = ReplyRoute("scores", [5, 7], led=led.__contains__, clock=lambda: 0.0)
+    route = ReplyRoute("scores", [5, 7], leaders=SimpleNamespace(has_leader=led.__contains__), clock=lambda: 0.0)
     assert route.choose() == 5
     led.remove(5)
     assert {route.choose(), route.choose_again({7: 1}, 0.0)} == {7}

@@ -55,7 +55,7 @@ class Hot(NamedTuple):
     share: float
     lanes: int
 
-    def named(self, user: str) -> str:
+    def user_name(self, user: str) -> str:
         """The user's name; of the share, one whose key Kafka's partitioner puts on the first lane."""
         if crc32(user.encode()) >= self.share * 2**32:
             return user
@@ -112,7 +112,7 @@ class Population:
 
     def _own(self, message: M) -> M:
         user = f"{self.name}-{message.user_id}"
-        return msgspec.structs.replace(message, user_id=user if self._hot is None else self._hot.named(user))
+        return msgspec.structs.replace(message, user_id=user if self._hot is None else self._hot.user_name(user))
 
 
 class Populations:

@@ -188,6 +188,9 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def _simulate(settings: Settings, given: dict[str, Any]) -> None:
+    if given["costs"] == "calibrate":  # said before torch is loaded, too
+        device = settings.worker.device
+        click.echo(f"loading the model, then measuring it on {device}; nothing else should run meanwhile", err=True)
     from relaygr_lab.simulate.report import render, summary
     from relaygr_lab.simulate.run import run_scenario
     from relaygr_stream.telemetry.printable import print_table
@@ -217,8 +220,6 @@ def _costs(given: dict[str, Any], settings: Settings, traffic: Traffic) -> Devic
         return costs_named(given["costs"])
     from relaygr_lab.simulate.calibrate import calibrate
 
-    device = settings.worker.device
-    click.echo(f"loading the model, then measuring it on {device}; nothing else should run meanwhile", err=True)
     report = partial(_progress, what="rounds", doing="measuring")
     return calibrate(settings, round(traffic.length), traffic.suffix + traffic.candidates, report=report)
 

@@ -19,7 +19,7 @@ HEADLINE: Final = (0.25, 0.5, 0.75, 1.0)
 GRID: Final = (*HEADLINE, 2.0, 4.0)
 #: No probe exceeds this rate: broker, trigger, workers and client share two cores.
 MOST_RATE: Final = 60.0
-#: The relay may carry more than the oracle, 1.21 times in simulations (docs/explanation/laboratory.md): so many times
+#: The relay may carry more than the oracle, as rankings that are scored together share a fixed time: so many times
 #: the oracle's rate can be sent, so that searches end where the relay does and not at MOST_RATE.
 HEADROOM: Final = 1.25
 SUFFIX: Final = 8

@@ -38,6 +38,7 @@ from relaygr_stream.models.api import Tokens
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.service import RECONCILE_S
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import RequestEvent, WorkerStatus, tenant_key
@@ -110,12 +111,14 @@ class Fleet:
             self._by_name[name].core.on_lanes(owned, frozenset())
         # The triggers of all lanes are one core: they share only the owner directory, which is equal in all.
         self._owners = OwnerDirectory(settings.trigger.max_status_age_ms, clock=self.timeline.clock)
+        policy = Policy.of(settings)
+        loads = OwnerLoads(policy.averaging)
         self._trigger = TriggerCore(
-            Policy.of(settings),
+            policy,
             self._owners,
             load_topics(settings.kafka).pre_infer.retention_ms / 1e3,
             decider(scenario.policy),
-            partial(Delegation, lanes=count, seed=scenario.seed + group.index),
+            Delegation(self._owners, loads, count, seed=scenario.seed + group.index),
         )
         for number in range(count):
             self._trigger.take_lane(number, 0, self.timeline.clock.now)
@@ -138,7 +141,11 @@ class Fleet:
         self._dying = group.dead
 
     def _make_core(self, name: str, seed: int) -> WorkerCore:
-        return WorkerCore(name, WorkerPolicy.of(self._settings), self._peers, self._home.__getitem__, seed)
+        return WorkerCore(name, WorkerPolicy.of(self._settings), self._peers, self, seed)
+
+    def lane_of(self, user_id: str) -> int:
+        """The lane of a user who asked."""
+        return self._home[user_id]
 
     def _make_worker(self, core: WorkerCore, seed: int) -> SimulatedWorker:
         answered, scenario = partial(self._answered, core.name), self._scenario

@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from relaygr_stream.models.kernels.tiles import TileField, is_split
+from relaygr_stream.telemetry.clocks import Clock
 
 log = structlog.get_logger(__name__)
 
@@ -43,6 +44,8 @@ TRY_AGAIN: Final = 1000
 REPLAYS: Final = 3
 #: rows (4, r), tiles (t, fields) on the device, whether any row is cut → an output, if only a sign that it ran.
 Body = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
+#: Launches kernels; returns the output.
+Run = Callable[[], torch.Tensor]
 #: The output → views of all results, in the output or elsewhere. The next run overwrites them.
 Results = Callable[[torch.Tensor], list[torch.Tensor]]
 
@@ -57,7 +60,7 @@ class Recording(NamedTuple):
 class Recorder(Protocol):
     """Records launches on one kind of device."""
 
-    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+    def record(self, run: Run) -> Recording:
         """Record the launches of `run`. The output may be undefined before the first replay."""
         ...
 
@@ -83,7 +86,7 @@ class CudaRecorder:
         # One stream for all: memory of the pool is used again only on the stream that it was allocated on.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def record(self, run: Callable[[], torch.Tensor]) -> Recording:
+    def record(self, run: Run) -> Recording:
         """Run once without capture, since libraries allocate workspaces in their first call; then capture."""
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -132,7 +135,7 @@ class Graphs:
         sharing: list[Graphs] | None = None,
         *,
         longest_ms: float = math.inf,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock = time.perf_counter,
         most_rows: int = MAX_ROWS,
         most: int = MAX_GRAPHS,
     ) -> None:

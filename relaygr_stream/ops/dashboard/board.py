@@ -7,7 +7,7 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl
@@ -20,6 +20,7 @@ from relaygr_stream.ops.dashboard.trace import RequestTrace, trace
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.topic_files import TopicSet, lane_of
 from relaygr_stream.wire.worker_status import StatusReader
 
@@ -56,10 +57,10 @@ class Board:
         topics: TopicSet,
         reader: StatusReader,
         links: str = "",
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._history = FleetHistory(reader.most_names)
-        self.view: Final = Overview(settings, topics, reader, on_status=self._history.add)
+        self.view: Final = Overview(settings, topics, reader, follower=self._history)
         self._links = links
         self._clock = clock
         self._made_s = -FRESH_S

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 from relaygr_stream.ops.status.tally import Tally, growth
+from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.trigger_status import TriggerStatus
 
@@ -62,7 +62,7 @@ class FleetHistory:
     """Slots by the time when their statuses were written. most: processes of a kind that are told apart. wall: Unix
     time in seconds."""
 
-    def __init__(self, most: int, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, most: int, wall: Clock = time.time) -> None:
         self._most = most
         self._wall = wall
         self._slots: dict[int, Slot] = {}

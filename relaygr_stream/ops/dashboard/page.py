@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from relaygr_stream.ops.dashboard.charts import Series, lines, nice, stack
@@ -80,30 +81,26 @@ def _rate(picture: Picture) -> str:
     )
 
 
-def _latency(share: float) -> Callable[[Picture], str]:
+def _latency(share: float, picture: Picture) -> str:
     name = f"p{share * 100:.0f}"
-
-    def panel(picture: Picture) -> str:
-        series = [
-            (kind, _series(picture, lambda slot, kind=kind: slot.tally.quantile_ms(share, kind)))  # type: ignore[misc]
-            for kind in KINDS
-        ]
-        top = nice(max([picture.slo_ms * 1.1, *(value for _, values in series for value in values if value)]))
-        now = [
-            value_now(f"{name}-{kind}", picture.now.quantile_ms(share, kind), f"ms {kind}", bad_above=picture.slo_ms)
-            for kind in KINDS
-        ]
-        legend = "".join(
-            legend_key(
-                kind, f"{kind}, 15 min: {data(f'{name}-{kind}-15', picture.whole.tally.quantile_ms(share, kind))} ms"
-            )
-            for kind in KINDS
+    series = [
+        (kind, _series(picture, lambda slot, kind=kind: slot.tally.quantile_ms(share, kind)))  # type: ignore[misc]
+        for kind in KINDS
+    ]
+    top = nice(max([picture.slo_ms * 1.1, *(value for _, values in series for value in values if value)]))
+    now = [
+        value_now(f"{name}-{kind}", picture.now.quantile_ms(share, kind), f"ms {kind}", bad_above=picture.slo_ms)
+        for kind in KINDS
+    ]
+    legend = "".join(
+        legend_key(
+            kind, f"{kind}, 15 min: {data(f'{name}-{kind}-15', picture.whole.tally.quantile_ms(share, kind))} ms"
         )
-        slo = f'<li class="bad"><i></i><span>SLO {picture.slo_ms:g} ms</span></li>'
-        chart = lines(series, top, [("slo", picture.slo_ms)])
-        return chart_panel(f"{name.upper()} on the worker", now, chart, f"{format_number(top)} ms", legend + slo)
-
-    return panel
+        for kind in KINDS
+    )
+    slo = f'<li class="bad"><i></i><span>SLO {picture.slo_ms:g} ms</span></li>'
+    chart = lines(series, top, [("slo", picture.slo_ms)])
+    return chart_panel(f"{name.upper()} on the worker", now, chart, f"{format_number(top)} ms", legend + slo)
 
 
 def _within(picture: Picture) -> str:
@@ -189,7 +186,7 @@ def _memory(picture: Picture) -> str:
 
 
 _PANELS: Final = (
-    _rate, _latency(0.5), _latency(0.99), _within, _found, _refused, _decided, _busy, _queue, _memory,
+    _rate, partial(_latency, 0.5), partial(_latency, 0.99), _within, _found, _refused, _decided, _busy, _queue, _memory,
 )  # fmt: skip
 
 

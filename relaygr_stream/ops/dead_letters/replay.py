@@ -98,13 +98,17 @@ def why(verdict: Verdict) -> str:
     return ""
 
 
+#: Told of each dead letter: its verdict, and what an error said.
+Report = Callable[[Letter, Verdict, str], None]
+
+
 async def replay(
     kafka: Kafka,
     topics: TopicSet,
     letters: Sequence[Letter],
     *,
     again: bool,
-    report: Callable[[Letter, Verdict, str], None],
+    report: Report,
     away: Away,
 ) -> bool:
     """Replay dead letters in order; each is acknowledged and marked before the next. Report every verdict.
@@ -170,7 +174,7 @@ class _Target:
             await self._producer.send_and_wait(topic, b"", headers=marker)
 
 
-async def _replay_one(target: _Target, letter: Letter, report: Callable[[Letter, Verdict, str], None]) -> bool:
+async def _replay_one(target: _Target, letter: Letter, report: Report) -> bool:
     """Send and mark one dead letter; False: it is refused."""
     # By its key if it has one: a message from the wrong partition then reaches the right one.
     partition = letter.origin_partition

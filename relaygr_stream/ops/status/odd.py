@@ -10,7 +10,7 @@ from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.ops.status.tally import Tally, lately
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, TriggerStatus
-from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_SKEW_S, THROTTLED_MS, prefix_bytes, usable_costs
+from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_SKEW_S, THROTTLED_MS, never_at_risk, prefix_bytes
 
 MIB = 1 << 20
 #: Age in seconds from which a worker without requests is odd.
@@ -111,7 +111,7 @@ def _groups(view: Overview) -> Iterator[str]:
     if len(groups) > 1:
         yield (
             f"triggers in {len(groups)} groups ({', '.join(groups)}): each admits on its own, so bounds are exceeded; "
-            f"give all one trigger.group"
+            f"remove trigger.group from their settings"
         )
     deciding: dict[int, str] = {}
     for name, status in view.living_triggers().items():
@@ -187,20 +187,6 @@ def _bounds(view: Overview) -> Iterator[str]:
                     f"{name}: lanes {ranges(small)} are in use, and have {room} ({size}); requests were refused "
                     f"as over_footprint: raise worker.hbm_bytes or worker.pinned_share"
                 )
-
-
-def never_at_risk(status: WorkerStatus, tokens: int, candidates: int, risk_ms: float) -> str | None:
-    """Why no request to this idle worker is at risk; None: a longest one is, or the costs are not measured yet."""
-    if usable_costs(status.costs) is not status.costs:
-        return None
-    full_ms = status.costs.full_ms(tokens, candidates)
-    if full_ms > risk_ms:
-        return None
-    return (
-        f"no request is at risk unless {risk_ms - full_ms:.1f} ms of work wait: the longest ({tokens} tokens, "
-        f"{candidates} candidates) takes {full_ms:.1f} ms in full, the threshold is {risk_ms:.1f} ms "
-        f"(trigger.risk_share × relay.slo_ms)"
-    )
 
 
 def _unused(view: Overview) -> Iterator[str]:

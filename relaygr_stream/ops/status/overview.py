@@ -6,18 +6,18 @@ by the brokers' clock, never by a sender's: one clock that is hours off hides no
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.fleet import DROP_AFTER_S
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.topic_files import TopicSet
@@ -59,22 +59,33 @@ class Seen(Generic[S]):
         return self.is_recent(now_s, silence_ms) and self.last.state not in ("stopped", "draining")
 
 
+class Follower(Protocol):
+    """Takes statuses as they are read."""
+
+    def add(self, status: WorkerStatus | TriggerStatus, at_s: float) -> None:
+        """Take one that was written at that Unix time."""
+
+
 @dataclass
 class Overview:
     """All processes by name, and the number of refused records by reason, since it is live.
 
-    on_status: also gets each status that is read, and the Unix time in seconds when it was written.
+    follower: also takes each status that is read.
     """
 
     settings: Settings
     topics: TopicSet
     reader: StatusReader
-    clock: Callable[[], float] = time.monotonic
-    on_status: Callable[[WorkerStatus | TriggerStatus, float], None] = lambda _, __: None
+    clock: Clock = time.monotonic
+    follower: Follower | None = None
     workers: dict[str, Seen[WorkerStatus]] = field(default_factory=dict)
     triggers: dict[str, Seen[TriggerStatus]] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
     live: bool = False  # whether records from now on are written just now; False while old records are read
+
+    def _follow(self, status: WorkerStatus | TriggerStatus, written_s: float) -> None:
+        if self.follower is not None:
+            self.follower.add(status, written_s)
 
     def __post_init__(self) -> None:
         self._dropped_s = self.clock()
@@ -104,7 +115,7 @@ class Overview:
             trigger = read_trigger(record, self.reader, fresh=self.live)
             if trigger is not None:
                 _put(self.triggers, trigger, received_s, record.timestamp_ms, self.reader.most_names)
-                self.on_status(trigger, written_s)
+                self._follow(trigger, written_s)
             elif record.value is None and kind == KIND:
                 self.reader.verify(record)
                 self.triggers.pop(name.removeprefix(KEY_PREFIX), None)
@@ -116,7 +127,7 @@ class Overview:
                 del self.workers[found.name]
         elif found is not None:
             _put(self.workers, found, received_s, record.timestamp_ms, self.reader.most_names)
-            self.on_status(found, written_s)
+            self._follow(found, written_s)
 
     def snapshot(self) -> Overview:
         """What is known now, for another thread to read: nothing changes it any more."""
@@ -160,10 +171,8 @@ class Overview:
 
 
 @asynccontextmanager
-async def listening(
-    settings: Settings, topics: TopicSet
-) -> AsyncIterator[tuple[Overview, Callable[[float], Coroutine[Any, Any, None]]]]:
-    """An overview that follows `worker-status`, and what listens to it for so many seconds, or until it fails.
+async def listening(settings: Settings, topics: TopicSet) -> AsyncIterator[tuple[Overview, TopicTail]]:
+    """An overview that follows `worker-status`, and its tail.
 
     Raises BrokerUnavailable, BrokerError.
     """
@@ -172,13 +181,7 @@ async def listening(
     view, name = Overview(settings, topics, reader), topics.worker_status.name
     async with TopicTail(settings.kafka, name, [0], "recent", view.on_records, pause_s=STATUS_PAUSE_S) as tail:
         view.live = True
-
-        async def listen(seconds: float) -> None:
-            await asyncio.wait([tail.failed], timeout=seconds)
-            if tail.failed.done():
-                tail.failed.result()
-
-        yield view, listen
+        yield view, tail
 
 
 def _drop_silent(known: dict[str, Seen[S]], now_s: float) -> None:

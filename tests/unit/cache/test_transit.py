@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from relaygr_stream.cache.entry import Coverage, Entry, EntryState
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tiers import GRANULE_TOKENS, capacity_for
-from relaygr_stream.cache.transit import Lease, Reservation
+from relaygr_stream.cache.transit import Discard, GiveBack, Lease, Reservation, giving_back
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVRegion
 from tests.unit.cache.worlds import (
@@ -97,6 +98,17 @@ def test_who_has_nothing_lends_nothing(pair: Pair) -> None:
     assert computing is not None
     assert cache.transit.lend("u1") == "never"
     cache.abort(computing)
+
+
+def test_what_somebody_waits_for_no_more_is_given_back(pair: Pair) -> None:
+    cache, _ = pair
+    reservation = cache.transit.reserve("u1", sequence(1, 0, 10), 10, 1.0)
+    assert isinstance(reservation, Reservation)
+    assert giving_back(reservation) == Discard(reservation)
+    lease = Lease(cast(Any, None), sequence(1, 0, 10), 10, torch.zeros(0), 1.0)
+    assert giving_back(lease) == GiveBack(lease)
+    assert [giving_back(reply) for reply in ("soon", "held", None, 7)] == [None] * 4
+    cache.transit.discard(reservation)
 
 
 def test_a_lent_copy_is_not_forgotten_for_others(pair: Pair) -> None:

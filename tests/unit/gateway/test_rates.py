@@ -12,41 +12,35 @@ from relaygr_stream.gateway.rates import MAX_CALLERS, Rates
 from relaygr_stream.settings.schema import Kafka, Relay
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import OTHER, RANK, OpenDoor, Reply, door_on
-from tests.waiting import Clock
 
 
 def test_a_caller_has_its_rate_and_as_many_at_once() -> None:
-    clock = Clock()
-    rates = Rates(5.0, clock)
-    assert [rates.wait_s("a") for _ in range(7)] == [0, 0, 0, 0, 0, 1, 1]
-    assert rates.wait_s("b") == 0
-    clock.now += 0.5
-    assert [rates.wait_s("a") for _ in range(3)] == [0, 0, 1]
-    clock.now += 3600
-    assert [rates.wait_s("a") for _ in range(6)] == [0, 0, 0, 0, 0, 1]
+    rates = Rates(5.0)
+    assert [rates.wait_s("a", 1.0) for _ in range(7)] == [0, 0, 0, 0, 0, 1, 1]
+    assert rates.wait_s("b", 1.0) == 0
+    assert [rates.wait_s("a", 1.5) for _ in range(3)] == [0, 0, 1]
+    assert [rates.wait_s("a", 3601.5) for _ in range(6)] == [0, 0, 0, 0, 0, 1]
 
 
 def test_a_refused_body_is_paid_for_by_the_next_requests() -> None:
-    clock = Clock()
-    rates = Rates(100.0, clock)
-    rates.refused("a", 1 << 20)
-    assert rates.wait_s("a") == 10
-    assert rates.wait_s("b") == 0
-    clock.now += 9.5
-    assert rates.wait_s("a") == 0
+    rates = Rates(100.0)
+    rates.refused("a", 1 << 20, 1.0)
+    assert rates.wait_s("a", 1.0) == 10
+    assert rates.wait_s("b", 1.0) == 0
+    assert rates.wait_s("a", 10.5) == 0
 
 
 def test_a_slow_rate_still_has_a_request() -> None:
-    rates = Rates(0.1, Clock())
-    assert (rates.wait_s("a"), rates.wait_s("a")) == (0, 10)
+    rates = Rates(0.1)
+    assert (rates.wait_s("a", 1.0), rates.wait_s("a", 1.0)) == (0, 10)
 
 
 def test_callers_remembered_are_bounded() -> None:
-    rates = Rates(1.0, Clock())
+    rates = Rates(1.0)
     for number in range(MAX_CALLERS + 10):
-        rates.wait_s(str(number))
+        rates.wait_s(str(number), 1.0)
     assert len(rates._left) == MAX_CALLERS
-    assert rates.wait_s(str(MAX_CALLERS)) == 1
+    assert rates.wait_s(str(MAX_CALLERS), 1.0) == 1
 
 
 async def asked(door: OpenDoor, times: int, *args: object, **headers: str) -> list[Reply]:

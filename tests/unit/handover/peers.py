@@ -7,12 +7,14 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.engine.commands import Answer, Placed, Rank
 from relaygr_stream.engine.scheduler import Scheduler
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.handover.certificates import Credentials, Networks, make_credentials
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import connect
@@ -71,22 +73,22 @@ class Peer:
             device="cpu",
             lanes=LANES,
         )
-        self.nbytes_of = layout.nbytes
+        self.layout = layout
         self.desk, self.metrics = Desk(self.thread, LANES), HandoverMetrics(self.registry)
         self.handover = HandoverService(
             settings or HandoverSettings(secret=secret, mib_per_s=rate),
             name,
             self.identity,
             self.desk,
-            lambda: self.known,
+            cast(OwnerDirectory, SimpleNamespace(workers=lambda: self.known)),
             self.metrics,
             max_tokens,
-            self.nbytes_of,
+            self.layout,
         )
 
     def taker(self) -> Taker:
         """For a session apart from the hand-over."""
-        return Taker(self.identity, self.desk, self.metrics, MAX_TOKENS, self.nbytes_of)
+        return Taker(self.identity, self.desk, self.metrics, MAX_TOKENS, self.layout)
 
     def on_answers(self, answers: list[Answer]) -> None:
         self.answers += answers

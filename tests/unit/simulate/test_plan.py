@@ -19,7 +19,7 @@ from relaygr_lab.simulate.scenario import Failure
 from relaygr_lab.simulate.story import Window, recovery_s
 
 from relaygr_stream.cli.main import main
-from relaygr_stream.errors import CapacityError
+from relaygr_stream.errors import CapacityError, ConfigError
 from relaygr_stream.workload.visits import Arrival
 from tests.unit.simulate.scenes import COSTS, SETTINGS, scenario
 from tests.unit.workload.test_arrivals import prompts
@@ -129,6 +129,19 @@ def test_a_packaged_cost_file_has_a_name(tmp_path: Path) -> None:
     code, text = invoke(tmp_path, "--costs", "npu", "--set", "worker.hbm_bytes=16GiB", "--set", "worker.dram_bytes=0")
     assert code == 0, text
     assert "assumed" in text
+
+
+def test_measuring_says_so_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading torch and the model took half a minute without a word."""
+
+    def begun(*_: object, **__: object) -> None:
+        raise ConfigError("it began")
+
+    monkeypatch.setattr("relaygr_lab.simulate.calibrate.calibrate", begun)
+    code, text = invoke(tmp_path, "--costs", "calibrate")
+    assert code == 1
+    assert text.startswith("loading the model, then measuring it on cpu")
+    assert text.endswith("error: it began\n")
 
 
 @pytest.mark.stack

@@ -130,7 +130,7 @@ def test_hits_are_those_since_we_look_on() -> None:
         (
             [worker(), trigger(), trigger("t2", group="relaygr.other")],
             "triggers in 2 groups (relaygr.other, relaygr.trigger): each admits on its own, so bounds are exceeded; "
-            "give all one trigger.group",
+            "remove trigger.group from their settings",
         ),
         ([worker(), trigger(), trigger("t2", range(2))], "lanes 0–1 are decided by t1 and t2"),
         (

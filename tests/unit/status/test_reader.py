@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from relaygr_stream.errors import ConfigError, DecodeError
 from relaygr_stream.fleet import OwnerDirectory
@@ -28,6 +29,7 @@ from relaygr_stream.wire.worker_status import (
     StatusReader,
     Tombstone,
 )
+from relaygr_stream.worker.metrics import WorkerMetrics
 from tests.statuses import SECRET_CHANGE, lane_statuses, worker_status
 
 TOPIC = "relaygr.worker-status"
@@ -183,8 +185,8 @@ def test_no_changed_bit_of_a_signed_record_is_believed(key: bytes, value: bytes 
 
 
 def test_a_signed_status_that_was_recorded_counts_no_second_time() -> None:
-    signer, unsigned = Signer(SECRET), []
-    directory = OwnerDirectory(3000.0, clock=lambda: 0.0, reader=reader(signer), on_unsigned=lambda: unsigned.append(1))
+    signer, registry = Signer(SECRET), CollectorRegistry()
+    directory = OwnerDirectory(3000.0, WorkerMetrics(registry), clock=lambda: 0.0, reader=reader(signer))
 
     def said(at_ms: int, **changes: Any) -> Record:
         return record(encode(status(sent_ms=int(NOW_S * 1e3) + at_ms, **changes)), signer=signer)
@@ -196,7 +198,7 @@ def test_a_signed_status_that_was_recorded_counts_no_second_time() -> None:
     assert directory.owner(0) is None
     old = said(-int(1e3 * (MAX_SKEW_S + 1)), name="w1", incarnation=1)
     directory.on_records([old])
-    assert unsigned == [1]
+    assert registry.get_sample_value("relaygr_statuses_unsigned_total") == 1
 
 
 def test_a_forged_incarnation_ends_no_name_for_good() -> None:

@@ -7,6 +7,7 @@ import gzip
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from relaygr_stream.telemetry.exposition import FRESH_S, MAX_PARTS, Exposition
+from relaygr_stream.telemetry.pages import Page
 
 OPEN = "application/openmetrics-text;version={};escaping={}"
 
@@ -20,7 +21,10 @@ class Counted:
         registry = CollectorRegistry()
         self.things = Counter("things", "Things.", registry=registry)
         Gauge("others", "Others.", registry=registry).set_function(self._collect)
-        self.page = Exposition(registry, lambda: self.now).page
+        self._exposition = Exposition(registry)
+
+    def page(self, query: str, accept: str, accept_encoding: str) -> Page:
+        return self._exposition.page(query, accept, accept_encoding, self.now)
 
     def _collect(self) -> float:
         self.collected += 1

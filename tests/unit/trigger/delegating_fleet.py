@@ -141,7 +141,12 @@ class Fleet:
         self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
         count = workers * each
         self.cores = [
-            TriggerCore(POLICY, self.owners, 60.0, delegation=make and partial(_made, make, count, seed))
+            TriggerCore(
+                POLICY,
+                self.owners,
+                60.0,
+                delegation=make and make(self.owners, OwnerLoads(POLICY.averaging), count, seed),
+            )
             for seed in range(triggers)
         ]
         self.workers = [Worker(self, f"w{n}", list(range(n * each, (n + 1) * each))) for n in range(workers)]
@@ -197,10 +202,6 @@ class Fleet:
         self.books.answers[number].append(worker)
         self.answered_s[number] = self.now
         self.books.latencies_ms.append((self.now - self.ranked_s[number] + TRAVEL_S) * 1e3)
-
-
-def _made(make: MakeDelegation, lanes: int, seed: int, owners: OwnerDirectory, loads: OwnerLoads) -> Delegation:
-    return make(owners, loads, lanes, seed)
 
 
 PREFIX = behaviours(TOKENS)

@@ -102,7 +102,7 @@ class RunningTrigger:
     """A trigger running in this process; `stop` as SIGTERM does it."""
 
     def __init__(self, settings: Settings) -> None:
-        self.context = ProcessContext(settings, asyncio.Event(), CollectorRegistry(), lambda: None)
+        self.context = ProcessContext(settings, asyncio.Event(), CollectorRegistry())
         self.task = asyncio.create_task(run_trigger(self.context))
 
     @property

@@ -14,6 +14,7 @@ from relaygr_stream.trigger.intake import EventIntake
 from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.metrics import TriggerTelemetry
 from relaygr_stream.wire.records import Record
+from tests.done import DoneRecords
 from tests.unit.trigger.parts import POLICY
 
 
@@ -22,7 +23,7 @@ def test_keys_headers_and_objects_of_waiting_events_count() -> None:
     metrics: Any = SimpleNamespace(records_skipped=SimpleNamespace(inc=lambda: None))
     nothing: Any = None
     core = TriggerCore(replace(POLICY, stale_ms=0.0), OwnerDirectory(3000.0), 60.0)
-    intake = EventIntake(nothing, nothing, metrics, done=lambda record: None)
+    intake = EventIntake(nothing, nothing, metrics, DoneRecords())
     lane = LaneTrigger(0, core, intake, nothing, AgeBounds(SenderLag()), TriggerTelemetry(metrics))
     for offset in range(10):
         lane.put(Record("retrieval", 0, offset, 0, b"k" * 1000, b"v" * 1000, (unknown_kind, *[("", b"")] * 50)))

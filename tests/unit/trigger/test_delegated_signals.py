@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +17,14 @@ from relaygr_stream.trigger import outbox
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
 from relaygr_stream.trigger.decision import Decision
 from relaygr_stream.trigger.delegation import Delegation, Place
+from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.outbox import Outbox, SignalSending
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import PreInferSignal
 from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import Refusal
 from relaygr_stream.wire.topic_files import load_topics
+from tests.done import DoneRecords
 from tests.unit.trigger.parts import POLICY, event
 from tests.waiting import until
 
@@ -46,7 +47,7 @@ class World:
         self.room.set()
         self.together: list[int] = []  # how many were sent together
         self.told: list[tuple[str, Refusal]] = []
-        self.done: list[Record] = []
+        self.done = DoneRecords()
         self.failed = 0
         self.paused: list[int | None] = []  # lanes; None: all
         producer = SimpleNamespace(send=self.send, send_together=self.send_together, broker_of=self.broker_of)
@@ -54,11 +55,12 @@ class World:
         metrics = SimpleNamespace(signals_failed=SimpleNamespace(inc=self.count_failed))
         owners = OwnerDirectory(3000.0)
         policy = replace(POLICY, delegate=True)
-        self.core = TriggerCore(policy, owners, 60.0, delegation=partial(Delegation, lanes=TOPICS.lanes))
+        delegation = Delegation(owners, OwnerLoads(policy.averaging), TOPICS.lanes)
+        self.core = TriggerCore(policy, owners, 60.0, delegation=delegation)
         self.core.take_lane(LANE, 0, 0.0)
         assert self.core.delegation is not None
         self.core.delegation.not_sent = self.count_paused  # type: ignore[method-assign]
-        self.outbox = Outbox(self.core, TOPICS, producer, notices, metrics, self.done.append)  # type: ignore[arg-type]
+        self.outbox = Outbox(self.core, TOPICS, producer, notices, metrics, self.done)  # type: ignore[arg-type]
 
     def broker_of(self, topic: str, lane: int) -> int:
         return self.leaders.get(lane, self.leader)

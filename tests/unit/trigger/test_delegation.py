@@ -189,13 +189,13 @@ def test_a_lane_that_takes_no_signals_leaves_the_others_to_be_used() -> None:
     view = View()
     view.state("a", (0, 1), **REFUSALS["over_load"])
     view.state("b", (2, 3))
-    view.led.remove(2)
+    view.with_leader.remove(2)
     looks = [view.ask(user="known"), *(view.ask(book=False) for _ in range(20))]
     assert {found.delegate.lane for found in looks if found.delegate is not None} == {3}
     view.delegation.not_sent(view.now, 3)
     for user in ("", "known"):
         assert view.ask(user=user).reason == "over_load"
-    view.led.add(2)
+    view.with_leader.add(2)
     for user in ("", "known"):
         found = view.ask(user=user)
         assert found.delegate is not None and found.delegate.lane == 2

@@ -21,8 +21,10 @@ from relaygr_stream.trigger.load import KeptAt, OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerTelemetry
 from relaygr_stream.trigger.service import trigger_core
 from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.erase import Erase, user_mark
 from relaygr_stream.wire.messages import tenant_key
 from relaygr_stream.wire.records import Record
+from tests.done import DoneRecords
 from tests.unit.trigger.parts import POLICY, event, lane_status, worker_status
 from tests.unit.trigger.processes import peer_on, trigger_on
 from tests.waiting import until
@@ -68,10 +70,10 @@ def test_the_memory_of_users_is_bounded_by_their_number_and_by_their_keys(
 
 
 async def test_waiting_events_of_the_user_are_completed_undecided() -> None:
-    done: list[int] = []
+    done, mark = DoneRecords(), "0123456789abcdef"
     nothing: Any = SimpleNamespace()
     core = TriggerCore(POLICY, OwnerDirectory(3000.0), 60.0)
-    intake = EventIntake(nothing, nothing, nothing, done=lambda record: done.append(record.offset))
+    intake = EventIntake(nothing, nothing, nothing, done)
     lane = LaneTrigger(0, core, intake, nothing, AgeBounds(SenderLag()), TriggerTelemetry(nothing))
     values = [
         (b"ann", encode(event(20, user_id="ann"))),
@@ -83,11 +85,11 @@ async def test_waiting_events_of_the_user_are_completed_undecided() -> None:
     ] * 100  # more than are compared at once
     for offset, (key, value) in enumerate(values):
         lane.put(Record("retrieval", 0, offset, 0, key, value, ()))
-    erasing = asyncio.create_task(lane.erase(lambda user: user == "ann"))
+    erasing = asyncio.create_task(lane.erase(Erase(id=mark, user=user_mark(mark, "ann"), sent_ms=1)))
     await asyncio.sleep(0)
     lane.put(Record("retrieval", 0, 10**6, 0, b"bob", values[1][1], ()))  # comes meanwhile
     await erasing
-    assert done == [offset for offset in range(600) if offset % 6 in (0, 3, 4)]
+    assert [record.offset for record in done] == [offset for offset in range(600) if offset % 6 in (0, 3, 4)]
     assert lane.backlog == 301
     alone = LaneTrigger(0, core, intake, nothing, AgeBounds(SenderLag()), TriggerTelemetry(nothing))
     for _, record in lane._events:

@@ -373,7 +373,7 @@ async def test_a_trigger_refuses_a_dead_letter_topic_that_would_hold_up_its_lane
             text = re.sub(r"max_message_bytes = \S+", "max_message_bytes = 4_000_000", text)
         (tmp_path / file.name).write_text(text, encoding="utf-8")
     settings = Settings(kafka=Kafka(bootstrap="127.0.0.1:1", topics_dir=str(tmp_path)))
-    context = ProcessContext(settings, asyncio.Event(), CollectorRegistry(), lambda: None)
+    context = ProcessContext(settings, asyncio.Event(), CollectorRegistry())
     with pytest.raises(
         ConfigError, match=r"relaygr\.retrieval takes messages of 4000000 bytes, relaygr\.dead-letter of 2097152"
     ):

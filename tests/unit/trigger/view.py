@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -13,6 +12,7 @@ from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.decision import Decision, Policy
 from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.ledger import LaneLedger
+from relaygr_stream.trigger.load import OwnerLoads
 from tests.unit.trigger.parts import POLICY, event, lane_status, worker_status
 
 LANES: Final = 6
@@ -26,15 +26,18 @@ class View:
     def __init__(self, lanes: int = LANES, policy: Policy = POLICY) -> None:
         self.now = 100.0
         self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
-        self.led: set[int] = set(range(lanes))
+        self.with_leader: set[int] = set(range(lanes))
         policy = replace(policy, delegate=True)
-        delegation = partial(Delegation, lanes=lanes, seed=1, led=lambda lane: lane in self.led)
+        delegation = Delegation(self.owners, OwnerLoads(policy.averaging), lanes, seed=1, leaders=self)
         self.core = TriggerCore(policy, self.owners, 60.0, delegation=delegation)
         for lane in range(lanes):
             self.core.take_lane(lane, 0, self.now)
         assert self.core.delegation is not None
         self.delegation = self.core.delegation
         self.number = 0
+
+    def has_leader(self, partition: int) -> bool:
+        return partition in self.with_leader
 
     def state(self, name: str, lanes: tuple[int, ...], *, of_lanes: dict[str, Any] | None = None, **more: Any) -> None:
         bounds = {"budget": 10**6, "rate": 1e5} | (of_lanes or {})

@@ -39,6 +39,7 @@ from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITI
 from relaygr_stream.wire.topic_files import Topic, load_topics
 from relaygr_stream.worker.device import DeviceThread
 from relaygr_stream.worker.effects import Submit
+from tests.done import DoneRecords
 from tests.unit.worker.made import made_requests
 from tests.waiting import until
 
@@ -165,9 +166,9 @@ async def trace_hit() -> HitPath:
     finally:
         threading.setprofile(None)
     topics, scores = load_topics(SETTINGS.kafka), _Producer()
-    done: list[Record] = []
+    done = DoneRecords()
     requests, _, background, _ = made_requests(
-        SETTINGS, topics, (scores, _Producer()), device, runtime.model, done=done.append
+        SETTINGS, topics, (scores, _Producer()), device, runtime.model, reader=done
     )
     device.deliver_to(requests)
     requests.on_lanes(frozenset(range(topics.lanes)), frozenset())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -13,12 +12,14 @@ from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.tracing import OFF
-from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.topic_files import TopicSet, lane_of
+from relaygr_stream.wire.records import RecordReader
+from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
+from relaygr_stream.worker.device import Device
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.requests import Requests
+from tests.done import DoneRecords
 
 
 class Made(NamedTuple):
@@ -40,13 +41,13 @@ def made_requests(
     name: str = "w1",
     peers: OwnerDirectory | None = None,
     store: HistoryStore | None = None,
-    done: Callable[[Record], None] = lambda record: None,
+    reader: RecordReader | None = None,
 ) -> Made:
     """producers: of scores, and of all else."""
     registry, background = CollectorRegistry(), Background()
     context = WorkerContext(settings, name, WorkerMetrics(registry), registry, OFF, background)
     connections = WorkerConnections(topics, *producers, None, store)  # type: ignore[arg-type]
-    core = WorkerCore(
-        name, WorkerPolicy.of(settings), peers or OwnerDirectory(60_000.0), partial(lane_of, lanes=topics.lanes)
-    )
-    return Made(Requests(context, connections, device, model, core, done), core, background, registry)
+    core = WorkerCore(name, WorkerPolicy.of(settings), peers or OwnerDirectory(60_000.0), topics)
+    parts = Device(device, SimpleNamespace(model=model))  # type: ignore[arg-type]
+    requests = Requests(context, connections, parts, core, DoneRecords() if reader is None else reader)
+    return Made(requests, core, background, registry)

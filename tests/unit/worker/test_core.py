@@ -68,8 +68,12 @@ class World:
         costs = CostModel(c0=1, c1=0, c2=0, c3=0)
         peers.take(worker_status("b", lane_statuses((ITS_LANE,)), costs=costs, busy_share=0.0))
         policy = WorkerPolicy(forward, life_ms=2000.0, longest_s=60.0, held_bytes=held_bytes)
-        self.core = WorkerCore("a", policy, peers, lambda user: LANE, seed=1)
+        self.core = WorkerCore("a", policy, peers, self, seed=1)
         self.core.on_lanes(frozenset({LANE}), frozenset())
+
+    def lane_of(self, user_id: str) -> int:
+        """The users' own lane."""
+        return LANE
 
     def rank(self, request: str = "r", nbytes: int = 10, referred: Referred | None = None, **more: Any) -> Rank:
         times = Times(self.now, self.now + 1.0, timeout_ms=1000.0)

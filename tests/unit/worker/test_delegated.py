@@ -132,14 +132,14 @@ def test_a_delegated_signal_has_no_lane_and_its_age_counts() -> None:
         admitted_ms=int(time.time() * 1e3) - 5, delegate="w1",
     )  # fmt: skip
     begun = time.monotonic()
-    task = intake.signal(record(signal)).task
+    task = intake.signal(record(signal), time.monotonic()).task
     assert task.lane == DELEGATED_LANE
     assert begun + 0.25 <= task.due <= time.monotonic() + 0.3 - 4e-3
     assert task.expires <= time.monotonic() + 2.0 - 4e-3
     with pytest.raises(DecodeError, match="on whose behalf"):
-        intake.signal(record(msgspec.structs.replace(signal, delegate=msgspec.UNSET)))
+        intake.signal(record(msgspec.structs.replace(signal, delegate=msgspec.UNSET)), time.monotonic())
     own = msgspec.structs.replace(signal, delegate=msgspec.UNSET)
-    assert intake.signal(record(own, kind="")).task.lane == 3
+    assert intake.signal(record(own, kind=""), time.monotonic()).task.lane == 3
 
 
 async def test_a_ranking_passed_on_is_a_hop_to_its_delegate() -> None:

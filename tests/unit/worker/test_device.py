@@ -18,6 +18,7 @@ from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.engine.commands import Answer, Placed, Query, Rank
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
+from relaygr_stream.worker import device
 from relaygr_stream.worker.device import HANDLING_S, DeviceThread, Submitted, take_turn
 from tests.unit.cache.worlds import HookedCopy
 from tests.unit.engine.worlds import World, Wrapped, look
@@ -124,7 +125,7 @@ async def test_what_needs_no_device_is_answered_while_it_works() -> None:
 
 
 @pytest.mark.parametrize("turns", range(1, 5))
-async def test_what_a_cancelled_question_did_is_taken_back(turns: int) -> None:
+async def test_what_a_cancelled_question_got_is_given_back(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
     """Whenever it is cancelled: before the thread took it, or when its reply is on its way."""
     done: list[str] = []
 
@@ -135,8 +136,9 @@ async def test_what_a_cancelled_question_did_is_taken_back(turns: int) -> None:
     def give_back(scheduler: Scheduler, now: float) -> None:
         done.append("given back")
 
+    monkeypatch.setattr(device, "giving_back", lambda reply: look(give_back) if reply == "a lease" else None)
     async with running() as r:
-        question = asyncio.create_task(r.thread.ask(look(take), lambda lease: look(give_back) if lease else None))
+        question = asyncio.create_task(r.thread.ask(look(take)))
         for _ in range(turns):
             await asyncio.sleep(0)
         question.cancel()

@@ -6,7 +6,6 @@ What a fleet makes of it: tests/unit/simulate/test_fleet.py.
 from __future__ import annotations
 
 import math
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -17,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.budgets import AVERAGE_S, BusyShare
-from relaygr_stream.fleet import LOOKED_AT, TRAVEL_MS, OwnerDirectory
+from relaygr_stream.fleet import FULL_SHARE, LOOKED_AT, TRAVEL_MS, OwnerDirectory
+from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import CostModel, RankingRequest, WorkerStatus
-from relaygr_stream.wire.topic_files import lane_of
-from relaygr_stream.worker.forwarding import FULL_SHARE, IN_TIME_SHARES, Forwarding, next_hop
+from relaygr_stream.wire.topic_files import lane_of, load_topics
+from relaygr_stream.worker.forwarding import IN_TIME_SHARES, Forwarding, next_hop
 from tests.properties import examples
 from tests.retained import retained
 from tests.statuses import lane_statuses, worker_status
@@ -36,7 +36,7 @@ class View:
     def __init__(self) -> None:
         self.now = 100.0
         self.peers = OwnerDirectory(1500.0, clock=lambda: self.now)
-        self.forwarding = Forwarding("a", self.peers, partial(lane_of, lanes=LANES), seed=1)
+        self.forwarding = Forwarding("a", self.peers, load_topics(Kafka(partitions=LANES)), seed=1)
         self.state("a", (0, 1))
 
     def state(self, name: str, lanes: tuple[int, ...], **changes: Any) -> None:

@@ -21,6 +21,7 @@ from relaygr_stream.history.packed import joined
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.erase import Erase, user_mark
 from relaygr_stream.wire.history import HistoryReference, positioned
 from relaygr_stream.worker.histories import OBJECT_BYTES, Histories, HistoryMetrics
 from tests.properties import examples
@@ -229,7 +230,8 @@ async def test_what_is_kept_is_bounded_and_the_least_recent_goes_first(store: Wa
     await store.replace("d", "", history(50))
     await histories.find("d", "", references["a"], monotonic() + 20)
     assert [user for user in "abcd" if histories.known(user, "", references["a"]) is not None] == ["a", "c", "d"]
-    await histories.erase(lambda user: user == "c")
+    mark = "0123456789abcdef"
+    await histories.erase(Erase(id=mark, user=user_mark(mark, "c"), sent_ms=1))
     assert [user for user in "abcd" if histories.known(user, "", references["a"]) is not None] == ["a", "d"]
     nothing = kept_by(store, cache_bytes=0)
     assert await nothing.find("a", "", references["a"], monotonic() + 20) == history(50)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from prometheus_client import Counter
 
 from relaygr_stream.bus.ages import LogEnd, now_ms
 from relaygr_stream.errors import DecodeError
@@ -32,11 +33,12 @@ class Desk(Intake):
     """An intake that counts clocks that are off."""
 
     def __init__(self, reply_ms: float = 0.0) -> None:
-        self.clamped = 0
-        super().__init__(IntakeLimits(LIMITS, 1000.0, 4, max_bytes=10_000, reply_ms=reply_ms), self._count)
+        self._clocks = Counter("clocks", "", registry=None)
+        super().__init__(IntakeLimits(LIMITS, 1000.0, 4, max_bytes=10_000, reply_ms=reply_ms), self._clocks)
 
-    def _count(self) -> None:
-        self.clamped += 1
+    @property
+    def clamped(self) -> float:
+        return next(iter(self._clocks.collect())).samples[0].value
 
 
 def history(length: int, start: int = 1000) -> Behaviours:
@@ -65,18 +67,18 @@ def test_a_ranking_becomes_a_task() -> None:
     desk, before = Desk(), time.monotonic()
     whole = record(encode(request(timeout_ms=300.0)))
     origin = desk.route(whole)
-    task = desk.ranking(whole, origin).task
+    task = desk.ranking(whole, origin, time.monotonic()).task
     assert (origin.record, origin.reply_partition, origin.correlation, origin.trace) == (whole, 3, b"c-1", None)
     assert (task.request_id, task.user_id, task.lane, task.full) == ("r", "u", 2, False)
     assert task.tokens.array.tolist() == [[0, 1, 2], [0, 0, 0], [0, 10, 10]]
     assert task.suffix.array[2].tolist() == [2000 - 1020, 10]  # its first gap reaches back into the prefix
     assert task.candidates.tolist() == [5, 6]
     assert before + 0.3 <= task.deadline <= time.monotonic() + 0.3
-    assert desk.ranking(record(encode(request(mode="full"))), origin).task.full
+    assert desk.ranking(record(encode(request(mode="full"))), origin, time.monotonic()).task.full
 
 
 def test_without_a_timeout_the_default_counts() -> None:
-    task = Desk().ranking(record(encode(request())), Origin(record(b""), 0, b"c")).task
+    task = Desk().ranking(record(encode(request())), Origin(record(b""), 0, b"c"), time.monotonic()).task
     assert task.deadline - task.arrived == pytest.approx(1.0)
 
 
@@ -84,14 +86,14 @@ def test_without_a_timeout_the_default_counts() -> None:
 def test_scores_leave_so_early_that_they_are_there_in_time(timeout_ms: float, due_ms: float) -> None:
     """Of a short timeout, only a part is left for the way."""
     whole = record(encode(request(timeout_ms=timeout_ms)))
-    task = Desk(reply_ms=7.0).ranking(whole, Origin(whole, 0, b"c")).task
+    task = Desk(reply_ms=7.0).ranking(whole, Origin(whole, 0, b"c"), time.monotonic()).task
     assert (task.deadline - task.arrived) * 1e3 == pytest.approx(due_ms)
 
 
 def test_a_signal_becomes_a_task_with_its_window_capped() -> None:
     before = time.monotonic()
-    task = Desk().signal(record(encode(signal()), topic="pre-infer")).task
-    short = Desk().signal(record(encode(signal(life_ms=500.0, rank_in_ms=0.0)))).task
+    task = Desk().signal(record(encode(signal()), topic="pre-infer"), time.monotonic()).task
+    short = Desk().signal(record(encode(signal(life_ms=500.0, rank_in_ms=0.0))), time.monotonic()).task
     after = time.monotonic()
     for moment, seconds in ((task.due, 0.08), (task.expires, 2.0), (short.due, 0.5), (short.expires, 0.5)):
         assert before + seconds <= moment <= after + seconds
@@ -107,21 +109,21 @@ def test_a_signal_becomes_a_task_with_its_window_capped() -> None:
 )
 def test_what_is_too_much_is_said_with_number_limit_and_setting(change: dict[str, Any], words: str) -> None:
     with pytest.raises(TooMuch) as caught:
-        Desk().ranking(record(encode(request(**change))), Origin(record(b""), 0, b"c"))
+        Desk().ranking(record(encode(request(**change))), Origin(record(b""), 0, b"c"), time.monotonic())
     assert words in str(caught.value)
     assert (caught.value.request_id, caught.value.user_id) == ("r", "u")
 
 
 def test_limits_themselves_are_taken() -> None:
     whole = request(prefix=history(8), suffix=history(4, 9000), candidates=pack_items(range(5)))
-    task = Desk().ranking(record(encode(whole)), Origin(record(b""), 0, b"c")).task
+    task = Desk().ranking(record(encode(whole)), Origin(record(b""), 0, b"c"), time.monotonic()).task
     assert (len(task.tokens), len(task.suffix), len(task.candidates)) == (8, 4, 5)
-    assert len(Desk().signal(record(encode(signal(prefix=history(8))))).task.tokens) == 8
+    assert len(Desk().signal(record(encode(signal(prefix=history(8)))), time.monotonic()).task.tokens) == 8
 
 
 def test_a_signal_too_long_is_invalid() -> None:
     with pytest.raises(DecodeError, match=r"9 prefix behaviours, the limit is 8 \(relay\.max_prefix_tokens\)"):
-        Desk().signal(record(encode(signal(prefix=history(9)))))
+        Desk().signal(record(encode(signal(prefix=history(9)))), time.monotonic())
 
 
 @pytest.mark.parametrize(
@@ -158,9 +160,9 @@ def test_times_whose_differences_do_not_fit_are_refused() -> None:
     suffix = Behaviours.of([1], [0], [end])
     for change in ({"prefix": prefix, "suffix": suffix}, {"prefix": Behaviours(), "suffix": suffix}):
         with pytest.raises(DecodeError, match="Unix milliseconds"):
-            Desk().ranking(record(encode(request(**change))), Origin(record(b""), 0, b"c"))
+            Desk().ranking(record(encode(request(**change))), Origin(record(b""), 0, b"c"), time.monotonic())
     with pytest.raises(DecodeError, match="Unix milliseconds"):
-        Desk().signal(record(encode(signal(prefix=prefix))))
+        Desk().signal(record(encode(signal(prefix=prefix))), time.monotonic())
 
 
 # ---- clocks ----
@@ -172,7 +174,7 @@ def test_times_at_the_bound_itself_are_refused() -> None:
     desk = Desk()
     bad = record(encode(request(prefix=first, suffix=last)))
     with pytest.raises(DecodeError, match="times are Unix milliseconds"):
-        desk.ranking(bad, desk.route(bad))
+        desk.ranking(bad, desk.route(bad), time.monotonic())
 
 
 def end_of_log(desk: Intake, offset: int, ago_s: float) -> None:
@@ -183,7 +185,9 @@ def end_of_log(desk: Intake, offset: int, ago_s: float) -> None:
 
 def left_s(desk: Intake, sent_ms: int, offset: int = 7) -> float:
     """Time left of a timeout of a second."""
-    task = desk.ranking(record(encode(request(sent_ms=sent_ms, timeout_ms=1000.0)), offset=offset), NOWHERE).task
+    task = desk.ranking(
+        record(encode(request(sent_ms=sent_ms, timeout_ms=1000.0)), offset=offset), NOWHERE, time.monotonic()
+    ).task
     return task.deadline - task.arrived
 
 
@@ -212,7 +216,7 @@ def test_a_fresh_request_from_a_clock_that_is_off_is_not_expired(skew_ms: int) -
     end_of_log(desk, 7, ago_s=0.2)
     assert left_s(desk, now_ms() + skew_ms, offset=7) == pytest.approx(1.0, abs=0.05)
     assert desk.clamped == 1
-    task = desk.signal(record(encode(signal(admitted_ms=now_ms() + skew_ms)), topic="pre-infer")).task
+    task = desk.signal(record(encode(signal(admitted_ms=now_ms() + skew_ms)), topic="pre-infer"), time.monotonic()).task
     assert task.expires > time.monotonic()  # that lane's end is not known yet
 
 
@@ -236,7 +240,7 @@ def test_a_clock_that_is_a_little_behind_expires_nothing(
     end_of_log(desk, 5, ago_s=0.25)
     for offset in range(5, 25):
         due = record(encode(request(sent_ms=now_ms() - behind_ms, timeout_ms=timeout_ms)), offset=offset)
-        task = desk.ranking(due, NOWHERE).task
+        task = desk.ranking(due, NOWHERE, time.monotonic()).task
         assert task.deadline - task.arrived > 0.6 * timeout_ms / 1e3
 
 
@@ -290,18 +294,18 @@ def test_garbage_is_refused_with_a_type_or_taken(data: bytes, headers: list[Any]
     with suppress(DecodeError):
         assert 0 <= desk.route(whole).reply_partition < 4
     with suppress(DecodeError, TooMuch):
-        task = desk.ranking(whole, NOWHERE).task
+        task = desk.ranking(whole, NOWHERE, time.monotonic()).task
         assert len(task.tokens) <= 8
         assert np.isfinite(task.deadline)
     with suppress(DecodeError):
-        assert 1 <= len(desk.signal(whole).task.tokens) <= 8
+        assert 1 <= len(desk.signal(whole, time.monotonic()).task.tokens) <= 8
 
 
 def test_size_is_checked_before_decoding() -> None:
     with pytest.raises(DecodeError, match="oversized"):
-        Desk().ranking(record(b"x" * 10_001), NOWHERE)
+        Desk().ranking(record(b"x" * 10_001), NOWHERE, time.monotonic())
     with pytest.raises(DecodeError, match="no value"):
-        Desk().signal(record(None))
+        Desk().signal(record(None), time.monotonic())
 
 
 def test_every_byte_that_a_waiting_ranking_holds_is_counted() -> None:
@@ -309,7 +313,7 @@ def test_every_byte_that_a_waiting_ranking_holds_is_counted() -> None:
     value = encode(request())
     plain = record(value)
     counted = [
-        Desk().ranking(one, Origin(one, 0, b"c")).task.nbytes
+        Desk().ranking(one, Origin(one, 0, b"c"), time.monotonic()).task.nbytes
         for one in (
             plain,
             plain._replace(headers=(*ROUTE, *[("", b"")] * 90)),

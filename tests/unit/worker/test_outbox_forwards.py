@@ -23,6 +23,7 @@ from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker import replies as outbox
 from relaygr_stream.worker import under_way
 from relaygr_stream.worker.forwarding import WhyKept
+from tests.done import DoneRecords
 from tests.unit.worker.made import made_requests
 from tests.waiting import until
 
@@ -59,7 +60,7 @@ class World:
 
     def __init__(self, where: int | WhyKept) -> None:
         self.scores, self.others = Producer(), Producer()
-        self.done: list[Record] = []
+        self.done = DoneRecords()
         self.device: list[Command] = []
         self.asked: list[tuple[Any, ...]] = []
 
@@ -73,7 +74,7 @@ class World:
             (self.scores, self.others),
             SimpleNamespace(prefill_bytes=0, submit=lambda *commands: self.device.extend(commands)),
             SimpleNamespace(version="m", tasks=("click",)),
-            done=self.done.append,
+            reader=self.done,
         )
         self.requests, self.core, self.background, self.registry = made
         self.core._forwarding = SimpleNamespace(elsewhere=elsewhere)  # type: ignore[assignment]
