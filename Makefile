@@ -51,10 +51,10 @@ $(STAMP): pyproject.toml relaygr_lab/pyproject.toml constraints.txt docker/setup
 demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER")
 	$(BIN)/relaygr demo $(ARGS)
 
-test: $(STAMP) ## unit tests, the bus on the embedded broker, end to end with real processes (8 to 10 minutes on two cores)
+test: $(STAMP) ## unit tests, the bus on the embedded broker, one relay of real processes
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
 
-test-stack: $(STAMP) ## what make test leaves out: the wheel, on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), GPU kernels compiled and interpreted, the longest unit tests, broken workers that the ledger must find, the SLO bench
+test-stack: $(STAMP) ## what make test leaves out: the wheel, real processes, on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), GPU kernels compiled and interpreted, the longest unit tests, broken workers that the ledger must find, the SLO bench
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "(kafka or stack) and not long and not faults" $(ARGS)
 
 test-repeat: $(STAMP) ## make test N times beside BUSY busy loops, and what failed (N=20 BUSY=0; Ctrl-C lists what there is)

@@ -42,6 +42,7 @@ async def test_lanes_of_a_member_that_leaves_do_not_wait_for_its_session(
     await members[0].consumer.stop()
 
 
+@pytest.mark.stack
 async def test_a_group_that_its_leader_left_last_takes_members_again(
     embedded_settings: Kafka, topics: TopicSet
 ) -> None:
@@ -64,6 +65,7 @@ class _Alone:
         return 0
 
 
+@pytest.mark.stack
 async def test_a_leader_that_left_during_a_rebalance_is_replaced(embedded_settings: Kafka, topics: TopicSet) -> None:
     """As a client of another program may leave, or two at the same moment."""
     group, metadata = f"{embedded_settings.prefix}workers", StickyLaneAssignor(1.0, _Alone()).metadata(

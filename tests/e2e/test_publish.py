@@ -28,6 +28,7 @@ def write_u_data(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.stack
 async def test_u_data_runs_from_file_to_hit_rate(embedded_settings: Kafka, tmp_path: Path) -> None:
     events, report = tmp_path / "u.data", tmp_path / "report.json"
     write_u_data(events)

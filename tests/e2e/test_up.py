@@ -187,8 +187,9 @@ async def test_a_setting_that_no_worker_starts_with_ends_all(embedded_settings: 
     ],
 )
 def test_what_no_process_could_start_with_is_said_once_before_any(arguments: tuple[str, ...], said: str) -> None:
-    nowhere = Settings(kafka=Kafka(bootstrap="127.0.0.1:1"))
-    given = ["--workers", "2", "--bootstrap", nowhere.kafka.bootstrap, "--set", "model.checkpoint=", *arguments]
+    nowhere = Settings(kafka=Kafka(bootstrap="127.0.0.1:1", prefix=f"up-{os.getpid()}."))  # others run this test, too
+    given = ["--workers", "2", "--bootstrap", nowhere.kafka.bootstrap, "--set", "model.checkpoint="]
+    given += ["--set", f"kafka.prefix={nowhere.kafka.prefix}", *arguments]
     with reserved_name("taken", nowhere):
         done = CliRunner().invoke(main, ["up", *given])
     assert done.exit_code == 1

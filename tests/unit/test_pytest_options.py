@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.stack  # each runs a pytest of its own
+
 ROOT = Path(__file__).parents[2]
 #: Stands for a folder where another program still writes: no system gives this error on demand.
 STUCK = """

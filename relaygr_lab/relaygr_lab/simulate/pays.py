@@ -15,7 +15,7 @@ from relaygr_lab.charts import Axis, Point, Series, line_file
 from relaygr_lab.drawing import BLUE, GREEN, RED
 from relaygr_lab.simulate.plan import Probe, request_ms
 from relaygr_lab.simulate.planned import Planned, headroom_text
-from relaygr_lab.simulate.report import render_bytes, render_ms
+from relaygr_lab.simulate.report import render_bytes, render_ms, render_share
 from relaygr_lab.simulate.scenario import GROUP, Scenario
 from relaygr_lab.simulate.story import hit_share, late_share, latencies, p99, percentile
 
@@ -88,8 +88,8 @@ def rows(planned: Planned) -> list[tuple[str, str, str]]:
         _row("requests/s a worker", full, relay, lambda one: f"{planned.rate / one.scenario.workers:,.1f}"),
         _row("P50", full, relay, lambda one: render_ms(percentile(latencies(one.story), 0.5))),
         _row("P99", full, relay, lambda one: render_ms(p99(one.story).value)),
-        _row("late", full, relay, lambda one: f"{late_share(one.story, _slo_ms(one)).value:.2%}"),
-        _row("hits", full, relay, lambda one: f"{hit_share(one.story).value:.1%}"),
+        _row("late", full, relay, lambda one: render_share(late_share(one.story, _slo_ms(one)).value, 2)),
+        _row("hits", full, relay, lambda one: render_share(hit_share(one.story).value)),
         _row("device busy", full, relay, lambda one: f"{one.story.busy.mean():.0%}"),
         ("HBM a worker, for prefix KV", render_bytes(largest), render_bytes(needed.hbm)),
         ("DRAM a worker, for prefix KV", "none", render_bytes(needed.reuse)),
@@ -102,11 +102,14 @@ def rows(planned: Planned) -> list[tuple[str, str, str]]:
 
 
 def chart(probes: Sequence[Probe], slo_ms: float) -> str:
-    """P99 by the number of workers of every fleet that was tried, as an SVG file. Raises ImportError without
-    matplotlib."""
+    """P99 by the number of workers of every fleet that was tried with the configured memory, as an SVG file.
+
+    probes: in the order in which they were tried. Raises ImportError without matplotlib.
+    """
+    first = {(one.scenario.mode, one.scenario.workers): one for one in reversed(probes)}  # later: with less memory
     series = []
     for mode, colour in COLOURS.items():
-        found = [(one, p99(one.story).value) for one in probes if one.scenario.mode == mode]
+        found = [(one, p99(one.story).value) for (of, _), one in first.items() if of == mode]
         points = [Point(one.scenario.workers, ms, hollow=not one.holds) for one, ms in found if math.isfinite(ms)]
         if points:
             series.append(Series(f"{mode} (hollow: the SLO is not kept)", colour, points))

@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 
 from relaygr_lab.simulate.plan import Memory, Probe, Simulate, search, size
-from relaygr_lab.simulate.report import render, render_bytes, render_ms, summary, table
+from relaygr_lab.simulate.report import render, render_bytes, render_ms, render_share, summary, table
 from relaygr_lab.simulate.scenario import SURVIVORS_AND_DEAD, Failure, Scenario
 from relaygr_lab.simulate.story import Story, hit_share, late_share, p99
 from relaygr_stream.errors import CapacityError
@@ -120,8 +120,8 @@ def render_probe(probe: Probe) -> str:
     late = late_share(story, scenario.settings.relay.slo_ms)
     return (
         f"{scenario.workers:>9,} workers, {scenario.mode}, {render_bytes(scenario.settings.worker.hbm_bytes):>9} HBM: "
-        f"P99 {render_ms(p99(story).value):>9}, {late.value:6.2%} late, device {story.busy.mean():4.0%} busy: "
-        f"{'holds' if probe.holds else 'fails'}"
+        f"P99 {render_ms(p99(story).value):>9}, {render_share(late.value, 2):>6} late, "
+        f"device {story.busy.mean():4.0%} busy: {'holds' if probe.holds else 'fails'}"
     )
 
 
@@ -166,7 +166,7 @@ def render_plan(planned: Planned) -> RenderableType:
         ("a prefix", f"{of(needed.entry)}"),
         ("pinned a worker", f"{of(needed.pinned)} at most, {of(needed.little)} on average by Little's law"),
         ("HBM a worker", f"{of(needed.hbm)}: doubled from the least that the cache takes {until}"),
-        ("DRAM a worker", f"{by_reuse}; simulated: {hits.value:.1%}"),
+        ("DRAM a worker", f"{by_reuse}; simulated: {render_share(hits.value)}"),
         ("fleet", f"{of(scenario.workers * needed.hbm)} HBM, {of(scenario.workers * needed.reuse)} DRAM"),
     ]
     failing = ["When a rack fails:", render(*planned.failing)] if planned.failing else [ONE_WORKER]

@@ -106,7 +106,7 @@ def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Tab
         ("P50", f"{render_ms(percentile(latencies(story), 0.5))}"),
         ("P99", f"{render_ms(p99(story).value)}{_ms_error(p99(story))}"),
         *_kinds(scenario, story),
-        (f"later than {slo_ms:g} ms", f"{late.value:.2%}{_percent_error(late)}: the SLO {verdict}"),
+        (f"later than {slo_ms:g} ms", f"{render_share(late.value, 2)}{_percent_error(late)}: the SLO {verdict}"),
         ("hits", f"{_percent(hit_share(story))}; returning users {_percent(hit_share(story, returning=True))}"),
         ("scored from", _shares(counts(story.outcome[story.outcome >= 0], OUTCOMES))),
         ("answers", _shares(counts(story.status, STATUSES))),
@@ -148,7 +148,8 @@ def _failure(scenario: Scenario, story: Story) -> list[Row]:
 
 def _window(window: Window) -> str:
     return (
-        f"{window.at:4.0f}  {window.requests:6,}  {render_ms(window.p99_ms):>9}  {window.late:6.1%}  {window.hits:6.1%}"
+        f"{window.at:4.0f}  {window.requests:6,}  {render_ms(window.p99_ms):>9}  {render_share(window.late):>6}  "
+        f"{render_share(window.hits):>6}"
     )
 
 
@@ -200,7 +201,7 @@ def _shares(found: dict[str, int]) -> str:
 
 
 def _percent(estimate: Estimate) -> str:
-    return "none" if math.isnan(estimate.value) else f"{estimate.value:.1%}{_percent_error(estimate)}"
+    return f"{render_share(estimate.value)}{_percent_error(estimate)}"
 
 
 def _percent_error(estimate: Estimate) -> str:
@@ -216,6 +217,11 @@ def render_ms(value: float) -> str:
     if math.isnan(value):
         return "none"
     return "no answer" if math.isinf(value) else f"{value:.1f} ms"
+
+
+def render_share(value: float, digits: int = 1) -> str:
+    """A percentage; "none" of no requests."""
+    return "none" if math.isnan(value) else f"{value:.{digits}%}"
 
 
 def render_bytes(value: float) -> str:

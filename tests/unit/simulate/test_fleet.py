@@ -37,6 +37,7 @@ def test_a_seed_gives_the_same_story_and_another_seed_another() -> None:
     assert first != other
 
 
+@pytest.mark.stack  # its processes import torch anew
 def test_the_number_of_processes_changes_nothing() -> None:
     scene = scenario(workers=40, sample=22, rate=100.0, seconds=1.0, warm_s=0.5)
     assert len(scene.groups) == 2
@@ -64,7 +65,7 @@ def test_an_answer_takes_at_least_its_work() -> None:
 @pytest.mark.parametrize("rate", [60.0, 900.0])
 def test_budgets_hold_at_every_statement(rate: float) -> None:
     """Idle or far beyond what the devices can do."""
-    scene = scenario(rate=rate)
+    scene = scenario(rate=rate, seconds=1.5, warm_s=0.5)
     fleet = fleet_of(scene)
     worker = scene.settings.worker
     seen = []
@@ -85,7 +86,7 @@ def test_budgets_hold_at_every_statement(rate: float) -> None:
 
 
 def test_under_overload_every_request_is_answered_once_be_it_late_or_refused() -> None:
-    scene = scenario(rate=2000.0, seconds=1.5)
+    scene = scenario(rate=2000.0, seconds=0.6, warm_s=0.6)
     fleet = ran(fleet_of(scene))
     assert Counter(request.answers for request in fleet.requests) == {1: len(fleet.requests)}
     reasons = Counter(request.reason for request in fleet.requests)

@@ -15,9 +15,10 @@ from relaygr_lab.drawing import can_draw
 from relaygr_lab.simulate.pays import answer, chart, render_pays, with_own_rate
 from relaygr_lab.simulate.plan import TOLERANCE, Probe, request_ms
 from relaygr_lab.simulate.planned import Planned, plan, render_plan, render_probe
+from relaygr_lab.simulate.report import render
 from relaygr_lab.simulate.run import run_group
-from relaygr_lab.simulate.scenario import Scenario
-from relaygr_lab.simulate.story import STATUSES, Story
+from relaygr_lab.simulate.scenario import Failure, Scenario
+from relaygr_lab.simulate.story import PER_REQUEST, STATUSES, Story
 
 from relaygr_stream.telemetry.printable import render_plain
 from tests.unit.simulate.scenes import scenario
@@ -71,6 +72,18 @@ def test_whether_it_pays_is_said_first_and_in_one_table(story: Story, relay: flo
         assert not re.search(r"\b(inf|nan)\b", shown), shown
 
 
+def test_no_request_is_told_in_words_and_not_as_a_number_that_is_none(story: Story) -> None:
+    """Nor is a second after a failure in which nobody asked."""
+    lone = {name: getattr(story, name)[:1] for name in PER_REQUEST}
+    late = replace(story, **{**lone, "worker": story.worker[:1], "at": np.array([1.5])})
+    scene = scenario(seconds=3.0, failure=Failure(share=0.5, at=0.5))
+    none = replace(story, **{name: values[:0] for name, values in lone.items()}, worker=story.worker[:0])
+    for shown in (render_plain(render(scene, late), 400), render_plain(render(scene, none), 400)):
+        assert not re.search(r"\b(inf|nan)\b", shown), shown
+        assert "none" in shown
+    assert not re.search(r"\b(inf|nan)\b", render_probe(Probe(scene, none)))
+
+
 def test_headroom_plans_for_more_than_the_traffic(story: Story) -> None:
     found, _ = planned(carried(story, relay=10.0, full=4.0), headroom=0.5)
     figures = found.figures()
@@ -94,6 +107,9 @@ def test_the_chart_has_both_modes_and_leaves_out_who_never_answered(story: Story
     assert all(words in drawn for words in ("full (hollow", "relay (hollow", "SLO", "workers", "P99, ms"))
     assert "nan" not in drawn.lower().replace("dominant", "")
     assert chart([one for one in probes if not one.holds], 40.0)
+    searched = [one for one in probes if one.scenario.settings.worker == probes[0].scenario.settings.worker]
+    assert len(searched) < len(probes)
+    assert chart(searched, 40.0) == drawn, "fleets with less memory would stand above each other"
 
 
 def test_the_command_says_it_with_real_fleets(tmp_path: Path) -> None:
