@@ -37,9 +37,9 @@ class Restarted(Fleet):
 
 
 async def test_killed_it_serves_returning_users_from_dram_but_not_those_erased(
-    embedded_settings: Kafka, tmp_path: Path
+    kafka_settings: Kafka, tmp_path: Path
 ) -> None:
-    async with Restarted(embedded_settings, tmp_path) as fleet:
+    async with Restarted(kafka_settings, tmp_path) as fleet:
         await fleet.worker()
         assert [await fleet.asked(user) for user in ("ann", "bob", "eve")] == ["full"] * 3
         await fleet.written(3)
