@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs docs-serve format lock clean soak fuzz example-movielens demo-checkpoint
-.PHONY: bench-cache bench-delegation bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tracing bench-trigger bench-vllm
+.PHONY: bench-cache bench-change bench-delegation bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -110,6 +110,9 @@ format: $(STAMP) ## let ruff rewrite what it can
 
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/cache.py
+
+bench-change: $(STAMP) ## hits after a worker's kill and a rolling restart, with and without a tier's file (6 minutes; CHECK=1 judges; ARGS=--quick)
+	$(BIN)/python relaygr_lab/benchmarks/change.py $(ARGS)
 
 bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (5 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/delegation.py $(ARGS)

@@ -171,6 +171,13 @@ class Arena:
         self._hold(extent)
         return extent
 
+    def hold(self, extent: Extent) -> None:
+        """Hold this extent, of an aligned place and size. Raises CacheCorruption, and changes nothing, if it is not all
+        in one hole."""
+        self._holes.remove(extent.offset, extent.size)
+        self._open.remove(extent.offset, extent.size)
+        self._hold(extent)
+
     def free(self, extent: Extent) -> None:
         """Turn the extent into a hole and merge it with its neighbours. Raises ValueError if it is not held."""
         self.set_evictable(extent, True)

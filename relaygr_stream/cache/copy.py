@@ -1,7 +1,8 @@
 """Copies whole extents between tiers in background threads, byte for byte.
 
 There are two copy lanes with one thread each. Reloads, which a ranking request may wait for, never queue behind spills,
-and an accelerator's two copy directions run at once. On an accelerator each lane has its own stream.
+and an accelerator's two copy directions run at once. On an accelerator each lane has its own stream. A third thread
+computes digests, for a tier that keeps its copies in a file.
 """
 
 from __future__ import annotations
@@ -137,6 +138,9 @@ class CopyEngine:
 
     def __init__(self, device: torch.device, wake: Wake = lambda: None) -> None:
         self._device = device
+        self._wake = wake
+        self._closed = False
+        self._digests: _CopyLane | None = None
         self._lanes = {urgent: _CopyLane(name, device, wake) for urgent, name in ((True, "reload"), (False, "spill"))}
 
     def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
@@ -162,14 +166,25 @@ class CopyEngine:
         self._lanes[urgent].submit(ticket)
         return ticket
 
+    def compute(self, ticket: CopyTicket) -> CopyTicket:
+        """Have the thread for digests run this ticket, after those that it has."""
+        if self._digests is None:
+            self._digests = _CopyLane("digest", torch.device("cpu"), self._wake)
+            if self._closed:
+                self._digests.close()
+        self._digests.submit(ticket)
+        return ticket
+
     def close(self) -> None:
         """Finish the copies in progress; waiting copies fail with DeviceError. A second call is harmless.
 
         Raises DeviceError if a copy does not finish within CLOSE_TIMEOUT_S; its thread then ends with the process.
         """
-        for lane in self._lanes.values():
+        self._closed = True
+        lanes = [*self._lanes.values(), *([self._digests] if self._digests else [])]
+        for lane in lanes:
             lane.close()
-        for lane in self._lanes.values():
+        for lane in lanes:
             if not lane.join(CLOSE_TIMEOUT_S):
                 raise DeviceError(
                     f"a copy between tiers on {self._device} has not finished {CLOSE_TIMEOUT_S:g} s after close"

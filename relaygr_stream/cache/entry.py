@@ -47,18 +47,22 @@ class Source(enum.IntEnum):
 
 @dataclass(slots=True)
 class StoredCopy:
-    """A copy in the DRAM tier of an entry's first `length` tokens, in a region of `capacity` tokens."""
+    """A copy in the DRAM tier of an entry's first `length` tokens, in a region of `capacity` tokens.
+
+    unverified: of a copy that an earlier process made: the digest that its bytes must have before it serves.
+    """
 
     extent: Extent
     capacity: int
     length: int
+    unverified: bytes | None = None
 
 
 class Entry:
     """The prefix KV of one user's sequence under one model version."""
 
     __slots__ = (
-        "computing", "extent", "failed", "leases", "load", "pins", "region", "retired", "source", "spill",
+        "computing", "erased", "extent", "failed", "leases", "load", "pins", "region", "retired", "source", "spill",
         "stored", "tokens", "unspillable", "user_id",
     )  # fmt: skip
 
@@ -76,6 +80,7 @@ class Entry:
         self.spill: CopyTicket | None = None
         self.failed = False  # its contents are invalid; a failed entry is also retired
         self.retired = False  # replaced by a newer sequence of the user: freed when it has no holder
+        self.erased = False  # its user was erased: nothing of it stays in the tier's file
         self.unspillable = False  # a copy to DRAM failed; it is not tried again
 
     def __str__(self) -> str:

@@ -38,6 +38,8 @@ class CacheCounters:
     forgotten: int = 0  # evicted from DRAM to make room there
     erased: int = 0  # evicted from both tiers because their user was erased
     copy_failures: int = 0
+    restored: int = 0  # found again in the tier's file after a restart
+    damaged: int = 0  # of those, evicted because their bytes have another digest
     no_room: int = 0  # HBM allocations that failed even after eviction
 
     def as_dict(self) -> dict[str, int]:
@@ -94,12 +96,12 @@ class EntryTable:
         self._replace(entry)
         return entry
 
-    def add_stored(self, copy: StoredCopy, user_id: str, tokens: Tokens) -> Entry:
+    def add_stored(self, copy: StoredCopy, user_id: str, tokens: Tokens, source: Source = Source.SIGNAL) -> Entry:
         """Add a new entry of the user that is in DRAM, and retire the user's former entry.
 
-        It comes from another worker, which serves what signals asked for: no ranking alone replaces it.
+        From another worker, which serves what signals asked for, it comes as theirs: no ranking alone replaces it.
         """
-        entry = Entry(user_id, tokens, Source.SIGNAL)
+        entry = Entry(user_id, tokens, source)
         entry.stored = copy
         self._replace(entry)
         return entry
@@ -116,6 +118,8 @@ class EntryTable:
             del self.by_user[entry.user_id]
         entry.retired = True
         self._retired.add(entry)
+        if self.dram is not None and self.dram.kept is not None and entry.stored is not None:
+            self.dram.kept.file.disown(entry.stored.extent, lasting=entry.erased)
         self.note(entry)
         self.free_if_retired(entry)
 
@@ -156,7 +160,7 @@ class EntryTable:
         assert self.dram is not None and entry.stored is not None
         copy, entry.stored = entry.stored, None
         self.note(entry)
-        self.dram.free(copy.extent)
+        self.dram.free(copy, erased=entry.erased)
 
     def hand_over_copy(self, old: Entry, new: Entry) -> None:
         """Move the old entry's DRAM copy to the new entry, whose longer sequence begins with the old one."""
@@ -164,6 +168,8 @@ class EntryTable:
             new.stored, old.stored = old.stored, None
             self.note(old)
             self.note(new)
+            if self.dram is not None and self.dram.kept is not None:
+                self.dram.kept.file.own_again(new.stored.extent)
 
     def pins(self) -> dict[Entry, int]:
         """The pinned entries and their numbers of pins."""

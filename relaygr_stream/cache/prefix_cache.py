@@ -7,7 +7,7 @@ microseconds at 24 bytes a token (docs/explanation/decisions.md).
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Final
 
@@ -16,8 +16,10 @@ from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.entry import Coverage, Entry, Found, Source
 from relaygr_stream.cache.entry_table import CacheCounters, EntryTable, PredictMs
 from relaygr_stream.cache.fading import CostAwarePolicy
+from relaygr_stream.cache.kept import Restored
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.moves import Moves
+from relaygr_stream.cache.restart import restore
 from relaygr_stream.cache.scratch import Scratch
 from relaygr_stream.cache.tiers import MakePolicy, capacity_for
 from relaygr_stream.cache.transit import Transit
@@ -68,7 +70,8 @@ class PrefixCache:
         self._moves = Moves(self._table, copier, self.counters, self._scratch_bytes)
         #: Completes finished copies and starts write-backs; returns the entries loaded, or `failed` to load.
         self.poll: Final = self._moves.poll
-        self.transit = Transit(self._table, predict_ms, self._moves.copy_out)
+        self.transit = Transit(self._table, predict_ms, self._moves.copy_out, self._moves.keep)
+        self._most_capacity = capacity
         reserved = self._hbm.allocate(capacity)
         if reserved is None or self._hbm.size < 2 * self._scratch_bytes:
             raise CapacityError(
@@ -216,9 +219,11 @@ class PrefixCache:
     def erase_users(self, users: Set[str]) -> list[Entry]:
         """Remove the entries of these users from both tiers, and return them, those included that newer ones replaced.
         Those in use are freed by their last holder, whose requests they still serve."""
+        self.transit.erase(users)
         found = [entry for entry in self._table.everyone() if entry.user_id in users]
         for entry in found:
             self.counters.erased += 1
+            entry.erased = True
             self._table.retire(entry)
         return found
 
@@ -256,6 +261,27 @@ class PrefixCache:
     def load(self, entry: Entry) -> bool:
         """in DRAM → loading, before write-backs. Returns False and changes nothing if HBM has no room."""
         return self._moves.load(entry)
+
+    # ---- restarting ----
+
+    @property
+    def waits_for_restore(self) -> bool:
+        """Whether the DRAM tier's file holds copies of an earlier process that are not found again yet."""
+        return self._dram is not None and self._dram.kept is not None and self._dram.kept.waits
+
+    def restore(self, erased: Callable[[str], bool] = lambda _: False, *, drop: str = "") -> Restored:
+        """Find the copies of an earlier process again, in the DRAM tier's file. erased: whether a user was, since.
+        drop: why nothing is taken; "": what fits is.
+
+        Call it before anything else is in DRAM. Each is verified by its digest before it serves.
+        """
+        if self._dram is None or self._dram.kept is None:
+            return Restored()
+        if drop:
+            self._dram.kept.file.drop(drop)
+        restored = restore(self._table, self._dram, self._dram.kept, self._most_capacity, erased)
+        self.counters.restored += restored.entries
+        return restored
 
     # ---- closing and checking ----
 

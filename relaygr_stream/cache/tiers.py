@@ -8,6 +8,7 @@ victims, but do not change entries; entry_table.py evicts them.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -16,6 +17,7 @@ from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Entry, StoredCopy
 from relaygr_stream.cache.eviction import Evictor
 from relaygr_stream.cache.fading import CostAwarePolicy
+from relaygr_stream.cache.kept import KeptCopies
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.errors import CacheCorruption
 from relaygr_stream.models.kv import KVLayout, KVRegion
@@ -93,6 +95,7 @@ class HbmTier(_Tier):
         self._bytes = dict.fromkeys(Residency, 0)
         self._idle: dict[str, Entry] = {}
         self.dirtied = 0  # how often an entry became DIRTY
+        self.fresh: deque[Entry] | None = None  # those that did lately; None: not wanted
 
     @property
     def held_bytes(self) -> int:
@@ -153,7 +156,10 @@ class HbmTier(_Tier):
         if now is not None:
             self._bytes[now[0]] += now[1].size
             self._noted[entry] = now
-            self.dirtied += now[0] is Residency.DIRTY
+            if now[0] is Residency.DIRTY:
+                self.dirtied += 1
+                if self.fresh is not None:
+                    self.fresh.append(entry)
             if is_idle:
                 (self._evictor.add if used else self._evictor.hold)(entry.user_id, now[1], self._cost_ms(entry))
                 self._idle[entry.user_id] = entry
@@ -197,7 +203,7 @@ class DramTier(_Tier):
     """Copies of regions in host memory, byte for byte.
 
     cost_ms(entry): the cost of its next use if the copy is evicted. full: the last allocation failed, and nothing has
-    changed since.
+    changed since. kept: what is written of copies into the tier's file; None: it has none.
     """
 
     def __init__(
@@ -209,21 +215,36 @@ class DramTier(_Tier):
     ) -> None:
         super().__init__(memory, cost_ms, policy)
         self._layout = layout
+        self.kept = None if memory.file is None else KeptCopies(memory.file, layout.nbytes)
+        self._nbytes = layout.nbytes if self.kept is None else self.kept.nbytes
         self.full = False
         self._evictable: dict[str, Entry] = {}
 
     def size_of(self, capacity: int) -> int:
         """Bytes of a copy of a region for `capacity` tokens, rounded up to the alignment."""
-        return self._memory.arena.round_up(self._layout.nbytes(capacity))
+        return self._memory.arena.round_up(self._nbytes(capacity))
 
     def allocate(self, capacity: int) -> Extent | None:
         """Allocate memory for a copy of a region for `capacity` tokens; None if no hole is large enough."""
-        return self._memory.arena.allocate(self._layout.nbytes(capacity))
+        extent = self._memory.arena.allocate(self._nbytes(capacity))
+        if extent is not None and self.kept is not None:
+            self.kept.file.begin(extent)
+        return extent
 
-    def free(self, extent: Extent) -> None:
-        """Free an allocated extent. Its entry must have been noted without it."""
+    def has_hole(self, capacity: int) -> bool:
+        """Whether `allocate` would find room."""
+        return self._memory.arena.largest_hole >= self.size_of(capacity)
+
+    def hold(self, copy: StoredCopy) -> None:
+        """Hold the extent of a copy that an earlier process made. Raises CacheCorruption where another holds it."""
+        self._memory.arena.hold(copy.extent)
+
+    def free(self, copy: StoredCopy, *, erased: bool = False) -> None:
+        """Free a copy's extent. Its entry must have been noted without it. erased: its user was."""
         self.full = False
-        self._memory.arena.free(extent)
+        if self.kept is not None:
+            self.kept.freed(copy, erased=erased)
+        self._memory.arena.free(copy.extent)
 
     def view(self, copy: StoredCopy) -> torch.Tensor:
         """The bytes of a copy."""

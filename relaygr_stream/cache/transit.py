@@ -7,7 +7,7 @@ and a returning user's entry is reloaded from DRAM during retrieval.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -43,6 +43,7 @@ class Reservation:
     copy: StoredCopy
     data: torch.Tensor
     filled: bool = False  # the copy became the user's entry
+    erased: bool = False  # its user was erased meanwhile: it becomes nothing
 
 
 class ListUsers(NamedTuple):
@@ -105,10 +106,17 @@ class Transit:
     """Leases and reservations of one cache.
 
     predict_ms(n): predicted device time of recomputing n tokens. copy_out(entry): start a DRAM copy of an entry in HBM;
-    it returns False if DRAM has no room.
+    it returns False if DRAM has no room. keep(entry): write its DRAM copy down, or verify one that was.
     """
 
-    def __init__(self, table: EntryTable, predict_ms: PredictMs, copy_out: Callable[[Entry], bool]) -> None:
+    def __init__(
+        self,
+        table: EntryTable,
+        predict_ms: PredictMs,
+        copy_out: Callable[[Entry], bool],
+        keep: Callable[[Entry], None],
+    ) -> None:
+        self._keep = keep
         self._table = table
         self._predict_ms = predict_ms
         self._copy_out = copy_out
@@ -141,8 +149,8 @@ class Transit:
     # ---- copies that leave ----
 
     def users(self) -> list[str]:
-        """The ids of the users who have entries, in no order."""
-        return self._table.users()
+        """The ids of the users who have entries, or copies that arrive, in no order."""
+        return list({*self._table.users(), *(reservation.user_id for reservation in self._reserved)})
 
     def worth(self, users: Sequence[str], max_tokens: int = 0) -> dict[str, float]:
         """By user, the value of a token of the entry: faded uses × recompute cost (ms) / tokens.
@@ -168,6 +176,9 @@ class Transit:
             return "soon"
         if entry.stored is None or (entry.ready and not entry.clean and not entry.leases):
             return "soon" if self._may_copy_out(entry, dram) and self._copy_out(entry) else "never"
+        if entry.stored.unverified is not None:
+            self._keep(entry)
+            return "soon"
         entry.leases += 1
         self._table.note(entry)
         stored = entry.stored
@@ -208,20 +219,26 @@ class Transit:
     def fill(self, reservation: Reservation) -> bool:
         """Make the complete copy the user's entry.
 
-        Returns False, and discards the copy, if the user's present entry is as good by now.
+        Returns False, and discards the copy, if the user's present entry is as good by now, or the user erased.
         """
-        if not self._is_better(reservation.user_id, reservation.tokens):
+        if reservation.erased or not self._is_better(reservation.user_id, reservation.tokens):
             self.discard(reservation)
             return False
         del self._reserved[reservation]
         reservation.filled = True
-        self._table.add_stored(reservation.copy, reservation.user_id, reservation.tokens)
+        self._keep(self._table.add_stored(reservation.copy, reservation.user_id, reservation.tokens))
         return True
 
     def discard(self, reservation: Reservation) -> None:
         """Free the reservation: the copy does not arrive."""
         assert self._table.dram is not None
-        self._table.dram.free(self._reserved.pop(reservation))
+        del self._reserved[reservation]
+        self._table.dram.free(reservation.copy, erased=reservation.erased)
+
+    def erase(self, users: Set[str]) -> None:
+        """Copies of these users that arrive become nothing."""
+        for reservation in self._reserved:
+            reservation.erased = reservation.erased or reservation.user_id in users
 
     def _is_better(self, user_id: str, tokens: Tokens) -> bool:
         """Whether this prefix is better than the user's present entry.

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import structlog
 import torch
 
 from relaygr_stream.cache.copy import CopyEngine, Wake
 from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.tier_file import TierFile
 from relaygr_stream.cache.tiers import GRANULE_TOKENS, MakePolicy
 from relaygr_stream.engine.audit import Auditor, Report
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.scheduler import Limits, Scheduler
+from relaygr_stream.engine.tier_file import tier_file_of
 from relaygr_stream.errors import CapacityError
 from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.models.devices import select_device
@@ -22,6 +25,8 @@ from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Worker as WorkerSettings
 from relaygr_stream.wire.worker_status import counted_bytes
+
+log = structlog.get_logger(__name__)
 
 #: Share of worker.max_waiting_bytes for rankings inside the scheduler, where the client with the most gives way to
 #: others. The rest is for commands that the device thread has not taken and for answers on their way.
@@ -37,7 +42,7 @@ class WorkerRuntime:
     """What the process may read of a built worker; only the device thread calls into it.
 
     delegated_bytes: may be pinned on other workers' behalf, beside worker.pinned_share; not reserved.
-    longest_bytes: of a prefix of relay.max_prefix_tokens.
+    longest_bytes: of a prefix of relay.max_prefix_tokens. tier_file: of the DRAM tier; None: it is in memory.
     """
 
     scheduler: Scheduler
@@ -49,6 +54,7 @@ class WorkerRuntime:
     alloc_bytes: int
     delegated_bytes: int
     longest_bytes: int
+    tier_file: TierFile | None = None
 
 
 def load_executor(settings: Settings) -> Executor:
@@ -75,8 +81,10 @@ def build(
     hbm = TierMemory(worker.hbm_bytes, device, setting="worker.hbm_bytes")
     dram = None
     if worker.dram_bytes:
-        pinned = device.type != "cpu"
-        dram = TierMemory(worker.dram_bytes, host, pinned=pinned, setting="worker.dram_bytes")
+        pinned, file = device.type != "cpu", tier_file_of(settings, executor.model, device)
+        dram = TierMemory(worker.dram_bytes, host, pinned=pinned, setting="worker.dram_bytes", file=file)
+        if pinned and not dram.pinned:
+            log.info("the DRAM tier's file cannot be pinned: copies take a way round")
     copier = CopyEngine(device, wake)
     runtime = assemble(settings, executor, hbm, dram, copier, report_audit)
     scratch = runtime.cache.scratch.borrow()
@@ -144,6 +152,7 @@ def assemble(
         alloc_bytes,
         delegated_bytes,
         longest_bytes,
+        None if dram is None else dram.file,
     )
 
 

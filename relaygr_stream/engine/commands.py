@@ -6,7 +6,7 @@ Times are seconds of one monotonic clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import filterfalse
 from typing import Any, Final, NamedTuple
@@ -227,6 +227,17 @@ class EraseUser(NamedTuple):
         return [*self.found, *filter(self.erase.names, filterfalse(self.known.__contains__, users))]
 
 
+class Restore(NamedTuple):
+    """Find the prefix KV again that an earlier process left in the DRAM tier's file; returns kept.Restored.
+
+    erases: of users who were erased meanwhile. drop: why nothing is taken; "": what fits is. Nothing else may be in
+    DRAM yet.
+    """
+
+    erases: Sequence[Erase] = ()
+    drop: str = ""
+
+
 class LanesLost(NamedTuple):
     """Other workers own these lanes now: what is pinned for their requests is released."""
 
@@ -240,4 +251,4 @@ class Query(NamedTuple):
 
 
 #: What Scheduler.handle takes.
-Command = Rank | Prefill | Cancel | EraseUser | LanesLost | Query | TransitCommand
+Command = Rank | Prefill | Cancel | EraseUser | Restore | LanesLost | Query | TransitCommand

@@ -34,6 +34,7 @@ from relaygr_stream.engine.commands import (
     PrefillTask,
     Query,
     Rank,
+    Restore,
 )
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.prefill import PrefillJobs
@@ -44,6 +45,7 @@ from relaygr_stream.engine.residents import Residents
 from relaygr_stream.engine.signals import Signals
 from relaygr_stream.errors import CacheCorruption, DeviceError
 from relaygr_stream.models.api import unknown_items
+from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import MISSES
 
 log = structlog.get_logger(__name__)
@@ -123,6 +125,7 @@ class Scheduler:
         self._placed: list[Placed] = []
         self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms, self._placed)
         self._probe_after = GIVE_UP_AFTER
+        self._erased_early: list[Erase] = []  # before the tier's file was read
         self.time = DeviceTime()
         self.demand = Demand(limits.averaging)
         self._residents = residents = Residents(executor, cache, self._jobs, self._queue, self._waiters, auditor)
@@ -136,9 +139,9 @@ class Scheduler:
         )
 
     def handle(self, command: Command, now: float) -> object:
-        """Take a command. Returns what it asks for: a Snapshot for a Query, the number of entries for an EraseUser, for
-        the cache's transit what Transit.handle says; None for the others. Rankings that are refused at once
-        are answered here."""
+        """Take a command. Returns what it asks for: a Snapshot for a Query, the number of entries for an EraseUser,
+        what a Restore has found, for the cache's transit what Transit.handle says; None for the others. Rankings that
+        are refused at once are answered here."""
         if isinstance(command, Rank):
             task = command.task
             if not task.hops:  # others come on any lane of the worker
@@ -150,6 +153,9 @@ class Scheduler:
             self._cancel(command.request_key, now)
         elif isinstance(command, EraseUser):
             return self._erase(command)
+        elif isinstance(command, Restore):
+            erases = [*command.erases, *self._erased_early]
+            return self.cache.restore(lambda user: any(erase.names(user) for erase in erases), drop=command.drop)
         elif isinstance(command, LanesLost):
             self.pins.release_lanes(command.lanes)
             self.demand.lanes_lost(command.lanes)
@@ -338,6 +344,8 @@ class Scheduler:
     def _erase(self, erase: EraseUser) -> int:
         """Drop the users' entries and pins. Rankings in progress keep what they hold until they are answered, and leave
         nothing."""
+        if self.cache.waits_for_restore:
+            self._erased_early.append(erase.erase)
         known = {*self.cache.transit.users(), *self.rankings.users(), *self.auditor.users()}
         users = set(erase.among(known))
         self.rankings.leave_nothing(users)

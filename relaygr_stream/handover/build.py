@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from relaygr_stream.engine.build import WorkerRuntime, longest_sequence
+from relaygr_stream.engine.tier_file import computed_by
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.service import HandoverService
 from relaygr_stream.handover.wire import PrefixIdentity, token_bytes
 from relaygr_stream.models.api import schema_of
-from relaygr_stream.models.loading import BuiltIn
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.worker.context import WorkerContext
 from relaygr_stream.worker.device import Device
@@ -51,14 +51,8 @@ def handover_for(context: WorkerContext, device: Device, lanes: int, peers: Owne
 
 
 def identity_of(runtime: WorkerRuntime, lanes: int) -> PrefixIdentity:
-    """The origin and shape of this worker's prefix KV.
-
-    The kind of device and the kernels are part of it: with others, the same weights give K and V that differ in their
-    last bits.
-    """
-    layout, device = runtime.model.layout, runtime.device.type
-    if isinstance(runtime.model, BuiltIn):
-        device = f"{device}/{runtime.model.kernels}"
+    """The origin and shape of this worker's prefix KV."""
+    layout = runtime.model.layout
     return PrefixIdentity(
         model_version=runtime.model.version,
         layers=layout.layers,
@@ -66,7 +60,7 @@ def identity_of(runtime: WorkerRuntime, lanes: int) -> PrefixIdentity:
         dqk=layout.dqk,
         dv=layout.dv,
         dtype=str(layout.dtype).removeprefix("torch."),
-        device=device,
+        device=computed_by(runtime.model, runtime.device),
         lanes=lanes,
         state=layout.state,
     )

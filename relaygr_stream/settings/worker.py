@@ -42,6 +42,13 @@ class Worker(Section, frozen=True, kw_only=True):
             "pinned, which takes the next power of two"
         ),
     ] = 2 << 30
+    dram_path: Annotated[
+        str,
+        doc(
+            "folder, in memory (/dev/shm) or on a disk, for the file that holds the DRAM tier: a restarted worker of "
+            "this worker.name finds its prefix KV again; empty: no file"
+        ),
+    ] = ""
     pinned_share: Annotated[Share, doc("share of hbm_bytes for requests that are admitted and not yet ranked")] = 0.5
     pre_infer_share: Annotated[Share, doc("share of device time that pre-inference may use")] = 0.7
     max_ranking_delay_ms: Annotated[

@@ -3,7 +3,7 @@
 The user is named by a keyed hash: the topic is compacted, and must not keep whom it forgets. Where the fleet has a
 secret, the hash is keyed with it, so that readers of the topic cannot try user ids; else its key stands in the record.
 A worker or trigger states in its status which of these it has carried out. The command that asked then removes the
-record with a tombstone.
+record with a tombstone; the log keeps both for KEPT_MS, for workers that are away and come back with what they kept.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ MARK_BYTES: Final = 16
 KEYED_VERSION: Final = 3
 #: What the key of that hash is made for (signature.purpose_key).
 PURPOSE: Final = "erase 1"
+#: For so long `worker-status` keeps every request (min_compaction_lag_ms), though its tombstone came: a worker that
+#: keeps prefix KV in a file may be away for AWAY_MS, with 5 minutes for a clock that is off, and MARGIN_MS.
+KEPT_MS: Final = 1_200_000
+AWAY_MS: Final = 600_000
+#: A request that was read so long before the worker ended has been carried out.
+MARGIN_MS: Final = 60_000
 #: Users compared with one to erase before the loop goes on: a hash of each, 0.3 ms.
 NAMES_AT_ONCE: Final = 256
 
@@ -85,8 +91,8 @@ def encode_erase(erase: Erase) -> bytes:
     return _encoder.encode(erase)
 
 
-def read_erase(record: Record, reader: StatusReader) -> Erase | None:
-    """What a record asks for; None: it is of another kind, or a tombstone.
+def read_erase(record: Record, reader: StatusReader, *, fresh: bool = True) -> Erase | None:
+    """What a record asks for; None: it is of another kind, or a tombstone. fresh: it must be of just now.
 
     Raises DecodeError, `unsigned` without a valid signature where the fleet has a secret, or for an old time; `invalid`
     for a user named with a secret that this process has not.
@@ -94,7 +100,8 @@ def read_erase(record: Record, reader: StatusReader) -> Erase | None:
     erase = reader.other(record, KIND, _decoder)
     if erase is None:
         return None
-    reader.check_fresh(erase.sent_ms)
+    if fresh:
+        reader.check_fresh(erase.sent_ms)
     if erase.v < KEYED_VERSION:
         return erase
     if reader.signer is None:

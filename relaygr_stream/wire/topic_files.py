@@ -45,6 +45,8 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cleanup_policy: CleanupPolicy = "delete"
     #: Kafka deletes only whole, closed segments: a record is kept for the retention plus at most this.
     segment_ms: Annotated[int, Meta(ge=1)] | None = None
+    #: A compacted topic keeps every record so long.
+    min_compaction_lag_ms: Annotated[int, Meta(ge=0)] | None = None
     #: uncompressed: the broker unpacks compressed batches and checks max_message_bytes against the unpacked size.
     #: Otherwise 300 MB of zeros pass a limit of 1 MiB as 0.3 MB of gzip, and the reader unpacks them.
     compression_type: Compression = "uncompressed"
@@ -60,6 +62,7 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "cleanup.policy": self.cleanup_policy,
             "retention.ms": self.retention_ms,
             "segment.ms": self.segment_ms,
+            "min.compaction.lag.ms": self.min_compaction_lag_ms,
             "max.message.bytes": self.max_message_bytes,
             "compression.type": self.compression_type,
             "min.insync.replicas": self.min_insync_replicas,

@@ -51,6 +51,7 @@ from relaygr_stream.worker.device import Device, DeviceThread
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.replies import check_answers_fit
 from relaygr_stream.worker.requests import Requests
+from relaygr_stream.worker.restart import find_again
 from relaygr_stream.worker.status import StatusReporter
 from relaygr_stream.worker.watch import AuditReport, Watch
 
@@ -214,6 +215,7 @@ class WorkerProcess:
                 background.watch(self._handover.failed)
                 stack.push_async_callback(self._handover.stop)
             await stack.enter_async_context(reporter)
+            await find_again(self._settings.kafka, reporter.reader, Device(self.device, self.runtime))
             await consumer.start()
             context.started = True
             background.watch(self.device.failed, consumer.failed)

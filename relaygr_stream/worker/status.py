@@ -95,12 +95,13 @@ class StatusReporter:
         self._before_us = 0  # the latest incarnation among them
         self._sent_ms = 0
         self.lag: dict[str, int] = {}  # by topic: records of our lanes not yet read
-        self._reader = StatusReader.of(settings, topics)
+        self.reader: Final = StatusReader.of(settings, topics)
         self._metrics = metrics = context.metrics
         metrics.hbm_bytes.labels("budget").set(settings.worker.hbm_bytes)
         metrics.dram_bytes.labels("budget").set(settings.worker.dram_bytes)
-        self._erasures = Erasures(self._reader, background, self, metrics.statuses_unsigned)
+        self._erasures = Erasures(self.reader, background, self, metrics.statuses_unsigned)
         self._erased: tuple[str, ...] = ()
+        self._runtime = runtime
         self._host = socket.gethostname()
         self._device = device.thread
         self._producer = connections.others
@@ -113,7 +114,7 @@ class StatusReporter:
         self._tail = TopicTail(settings.kafka, topic, [0], "recent", take, pause_s=STATUS_PAUSE_S)
 
     async def __aenter__(self) -> Self:
-        await self._reader.prepare()
+        await self.reader.prepare()
         await self._tail.start()
         # Without the tail we would not notice that we are superseded.
         self._background.watch(self._tail.failed, self._publishing.failed)
@@ -187,7 +188,7 @@ class StatusReporter:
         await self._send(encode(status))
 
     async def _send(self, value: bytes | None, headers: list[tuple[str, bytes]] | None = None) -> None:
-        topic, key, signer = self._topics.worker_status.name, self._name.encode(), self._reader.signer
+        topic, key, signer = self._topics.worker_status.name, self._name.encode(), self.reader.signer
         headers = headers or []
         if signer is not None:
             headers = signer.sign(topic, key, value, headers)
@@ -223,11 +224,14 @@ class StatusReporter:
         if self._incarnation:  # what was there before us may be of any age
             self._peers.on_records(records)
             self._erasures.on_records(records)
+            file = self._runtime.tier_file
+            if file is not None and not self._runtime.cache.waits_for_restore:
+                file.until_ms = records[-1].timestamp_ms
         for record in records:
             if record.key != self._name.encode():
                 continue
             try:
-                other = self._reader.read(record, fresh=self._incarnation > 0)
+                other = self.reader.read(record, fresh=self._incarnation > 0)
             except DecodeError:
                 continue  # not ours to judge; triggers count it
             if not isinstance(other, WorkerStatus):

@@ -11,6 +11,7 @@ import torch
 
 from relaygr_stream.cache.entry import Coverage, Entry, EntryState
 from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.tier_file import TierFile
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.cache.transit import Lease, Reservation
 from relaygr_stream.models.api import Tokens
@@ -31,9 +32,10 @@ class Play:
         *,
         incremental: bool = True,
         layout: KVLayout = LAYOUT,
+        file: TierFile | None = None,
     ) -> None:
         self.copier = copier
-        self.cache: PrefixCache = make(hbm, dram, copier, incremental=incremental, layout=layout)
+        self.cache: PrefixCache = make(hbm, dram, copier, incremental=incremental, layout=layout, file=file)
         self._layout = layout
         self.readers: list[tuple[Entry, KVRegion, Tokens]] = []
         self.leases: list[Lease] = []

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from relaygr_stream.cache import memory
+from relaygr_stream.cache import host
 from relaygr_stream.cache.host import available_host_bytes
 from relaygr_stream.cache.memory import ALIGNMENT, TierMemory
 from relaygr_stream.errors import CapacityError
@@ -64,7 +64,7 @@ def test_more_than_the_host_has_is_refused_before_it_is_touched() -> None:
 
 
 def test_pinned_memory_counts_as_the_power_of_two_that_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_host_bytes", lambda: 200 * ALIGNMENT)
+    monkeypatch.setattr(host, "available_host_bytes", lambda: 200 * ALIGNMENT)
     TierMemory(129 * ALIGNMENT, CPU)
     with pytest.raises(
         CapacityError,
@@ -74,7 +74,7 @@ def test_pinned_memory_counts_as_the_power_of_two_that_is_pinned(monkeypatch: py
 
 
 def test_what_the_allocator_refuses_is_a_capacity_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_host_bytes", lambda: None)  # a host that does not say
+    monkeypatch.setattr(host, "available_host_bytes", lambda: None)  # a host that does not say
     with pytest.raises(CapacityError, match=r"worker\.dram_bytes = 1152921504606846976 bytes: cpu refused"):
         TierMemory(1 << 60, CPU, setting="worker.dram_bytes")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,8 +14,10 @@ from relaygr_stream.cache.copy import CopyEngine, CopyTicket
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.entry_table import EntryTable
 from relaygr_stream.cache.fading import CostAwarePolicy
-from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.cache.kept import kept_bytes
+from relaygr_stream.cache.memory import ALIGNMENT, TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.tier_file import FileShape, TierFile, open_tier_file
 from relaygr_stream.cache.tiers import GRANULE_TOKENS, MakePolicy
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVLayout, KVRegion
@@ -25,6 +28,7 @@ LAYOUT = KVLayout(layers=2, heads=2, dqk=4, dv=4, dtype=torch.float32)
 #: The same bytes for a granule: half of them are a state that does not grow.
 WITH_STATE = KVLayout(layers=1, heads=2, dqk=4, dv=4, dtype=torch.float32, state=1024)
 GRANULE_BYTES = GRANULE_TOKENS * LAYOUT.bytes_per_token  # 8 KiB: two pages
+TOKEN_BYTES = 24
 MOST = 3 * GRANULE_TOKENS  # the longest sequence
 
 
@@ -124,7 +128,15 @@ class Copies(CopyEngine):
 
 
 class Flaky(Copies):
-    """Copies are made when the test says so, in its thread."""
+    """Copies are made, and digests computed, when the test says so, in its thread."""
+
+    def enqueue(self, ticket: CopyTicket, *, urgent: bool) -> CopyTicket:
+        self.waiting.append(ticket)
+        return ticket
+
+    def compute(self, ticket: CopyTicket) -> CopyTicket:
+        self.waiting.append(ticket)
+        return ticket
 
     def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
         self.waiting.append(HookedCopy(dst, src, self._next_hook()))
@@ -173,18 +185,28 @@ def make(
     incremental: bool = True,
     layout: KVLayout = LAYOUT,
     policy: MakePolicy = CostAwarePolicy,
+    file: TierFile | None = None,
 ) -> PrefixCache:
-    """A cache of so many granules of HBM, three of which are the scratch region, and of DRAM."""
+    """A cache of so many granules of HBM, three of which are the scratch region, and of DRAM, perhaps in a file."""
     return PrefixCache(
         layout,
         TierMemory(hbm * GRANULE_BYTES, CPU),
-        None if dram is None else TierMemory(dram * GRANULE_BYTES, CPU),
+        None if dram is None else TierMemory(dram * GRANULE_BYTES, CPU, file=file),
         copier or Flaky(),
         lambda tokens: 0.1 + 0.01 * tokens,
         scratch_tokens=MOST,
         incremental=incremental,
         policy=policy,
     )
+
+
+def file_of(path: Path, dram: int, layout: KVLayout = LAYOUT, identity: str = "toy", unit: int = 0) -> TierFile:
+    """A tier's file of so many granules."""
+    least = kept_bytes(layout.nbytes(GRANULE_TOKENS), GRANULE_TOKENS, TOKEN_BYTES)
+    unit = unit or -(-least // ALIGNMENT) * ALIGNMENT
+    file = open_tier_file(path, FileShape(dram * GRANULE_BYTES, unit, TOKEN_BYTES, identity), lock_s=0)
+    assert file is not None
+    return file
 
 
 def table_of(cache: PrefixCache) -> EntryTable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.cache.prefix_cache import PrefixCache
+from relaygr_stream.cache.tier_file import TierFile
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, PrefillTask
 from relaygr_stream.engine.executor import Executor
-from relaygr_stream.errors import CapacityError
+from relaygr_stream.errors import CapacityError, ConfigError
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.schema import Relay, Settings
@@ -152,3 +154,28 @@ def test_costs_are_fitted_neither_to_first_uses_nor_to_an_interruption() -> None
     for interrupted in range(0, readings, 3):
         *found, _ = warmed_up(lambda reading, at=interrupted: 0.5 if reading == at else 0.0)  # type: ignore[misc]
         assert found == pytest.approx(costs), interrupted
+
+
+def file_of(settings: Settings) -> TierFile:
+    """The file of the DRAM tier of a worker that is built and ends."""
+    file = built(settings).tier_file
+    assert file is not None
+    file.close()
+    return file
+
+
+def test_the_tiers_file_is_taken_by_a_worker_of_the_same_name_model_and_type(tmp_path: Path) -> None:
+    settings = settings_of(name="w", dram_path=str(tmp_path))
+    assert (file_of(settings).holds, file_of(settings).holds) == (False, True)
+    model = msgspec.structs.replace(settings.model, seed=settings.model.seed + 1)
+    changed = file_of(msgspec.structs.replace(settings, model=model))
+    assert not changed.holds
+    assert "it is of model" in changed.dropped
+    assert not file_of(settings_of(name="w", dram_path=str(tmp_path), dtype="bfloat16")).holds
+    assert not file_of(settings_of(name="w", dram_path=str(tmp_path), dram_bytes=9 * GRANULE_BYTES)).holds
+    assert not file_of(settings_of(name="v", dram_path=str(tmp_path))).holds
+
+
+def test_without_a_name_no_file_is_found_again(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs `worker\.name`"):
+        built(settings_of(dram_path=str(tmp_path)))

@@ -29,6 +29,7 @@ from tests.unit.paper.test_judge import PROBE, grid, outcome
 PLACES_AT_80: list[tuple[Where, float, float]] = [("fleet", 18.6, 0.985), ("simulated", 7.4, 1.0)]
 
 
+@pytest.mark.stack  # draws all charts
 def test_a_report_can_be_read_again_and_its_page_stands_alone() -> None:
     outcomes = [*grid(300.0, 50.0), outcome("full-lane", None, 0.0, share=4.0), outcome("relay", 20.0, share=4.0)]
     planned = curves(quick=False)

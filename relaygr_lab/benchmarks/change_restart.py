@@ -1,0 +1,206 @@
+"""Warm restart: returning users' hits after a kill of a worker and after a rolling restart, with and without a file.
+
+Two workers of one fleet, random weights, half of the rankings by returning users, none announced. Each run plays one
+event in one fleet, and counts until WINDOW_S after the kill, or after the rolling restart's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.client import RelayClient
+from relaygr_stream.errors import RelayError
+from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
+from relaygr_stream.ops.children import Child, stop_all, write_settings
+from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
+from relaygr_stream.settings.worker import Worker
+from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.messages import HITS, RankingRequest, WorkerStatus
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.worker_status import worker_statuses
+
+MIB: Final = 1 << 20
+LANES: Final = 16
+TOKENS: Final = 512  # 2 MiB of float32 K and V with the built-in model's default shape
+CANDIDATES: Final = 50
+WINDOW_S: Final = 30.0
+TIMEOUT_S: Final = 20.0
+#: Of the misses without a file. What is left is of users who are ranked elsewhere while their worker is away.
+MOST_MISSED: Final = 0.5
+
+Event = Literal["kill", "rolling"]
+
+
+@dataclass
+class Run:
+    """One event, as its users saw it. returns: the outcome of each ranking by a returning user."""
+
+    away_s: float = 0.0  # from the event until the restarted workers own lanes again
+    returns: list[str] = field(default_factory=list)
+    failed: int = 0
+
+    @property
+    def hits(self) -> float:
+        """Share of hits among all rankings by returning users."""
+        return 1 - self.missed / len(self.returns) if self.returns else 0.0
+
+    @property
+    def missed(self) -> int:
+        """Rankings by returning users that were no hits."""
+        return sum(outcome not in HITS for outcome in self.returns)
+
+
+class Fleet:
+    """Two workers that are restarted under load."""
+
+    def __init__(self, kafka: Kafka, folder: Path, name: str, users: int, rate: float, *, file: bool) -> None:
+        worker = Worker(
+            hbm_bytes=256 * MIB, dram_bytes=512 * MIB, audit_share=0.0, dram_path=str(folder) if file else ""
+        )
+        self.settings = Settings(
+            kafka=msgspec.structs.replace(kafka, prefix=f"change-{name}.", partitions=LANES, replication=1),
+            relay=Relay(max_prefix_tokens=TOKENS, max_suffix_tokens=16, max_candidates=CANDIDATES),
+            worker=worker,
+            client=Client(hedge_ms=0.0),  # on a busy machine both workers would soon know every user
+        )
+        self._name, self._folder, self._users, self._rate = name, folder, users, rate
+        self._statuses: dict[str, WorkerStatus] = {}
+        self._children: dict[str, Child] = {}
+        self._strangers = users
+        self._since = float("inf")
+        self.run = Run()
+
+    async def play(self, event: Event) -> Run:
+        """Warm up, play the event under load, watch the window."""
+        await apply_topics(self.settings.kafka)
+        topics = load_topics(self.settings.kafka)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(lambda: stop_all(list(self._children.values())))
+            tail = TopicTail(self.settings.kafka, topics.worker_status.name, [0], "earliest", self._on_statuses)
+            await stack.enter_async_context(tail)
+            for name in ("w1", "w2"):
+                await self._start(name)
+            await self._settled()
+            client = await stack.enter_async_context(RelayClient(settings=self.settings))
+            for user in range(self._users):
+                await self._rank(client, user)
+            load = asyncio.create_task(self._load(client))
+            stack.callback(load.cancel)
+            await asyncio.sleep(2)
+            at = self._since = until = time.monotonic()
+            if event == "kill":
+                self._children["w1"].kill()
+                await self._again("w1")
+            else:
+                for name in ("w1", "w2"):
+                    self._children[name].terminate()
+                    await self._children[name].wait()
+                    await self._again(name)
+                until = time.monotonic()
+            self.run.away_s = time.monotonic() - at
+            await asyncio.sleep(max(0.0, until + WINDOW_S - time.monotonic()))
+            load.cancel()
+        return self.run
+
+    async def _again(self, name: str) -> None:
+        self._statuses.clear()
+        await self._start(name)
+        await self._settled()
+
+    async def _start(self, name: str) -> None:
+        config = write_settings(self._folder / f"{self._name}.toml", self.settings)
+        arguments = ["worker", "--config", config, "--set", f"worker.name={name}"]
+        self._children[name] = Child(f"{self._name}-{name}", arguments, self._folder)
+        await self._children[name].wait_ready()
+
+    async def _settled(self) -> None:
+        """Until both own half of the lanes."""
+        async with asyncio.timeout(90):
+            while [len(each.lanes) for each in self._statuses.values()] != [LANES // 2] * 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)  # the tail fills it
+
+    async def _load(self, client: RelayClient) -> None:
+        """Open loop: a returning user and a stranger in turns, at the rate, however slow the answers are."""
+        start, number, rng = time.monotonic(), 0, np.random.default_rng(1)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                user = int(rng.integers(self._users))
+                if number % 2:
+                    user = self._strangers = self._strangers + 1
+                group.create_task(self._rank(client, user))
+                number += 1
+                await asyncio.sleep(start + number / self._rate - time.monotonic())
+
+    async def _rank(self, client: RelayClient, user: int) -> None:
+        at = time.monotonic()
+        request = RankingRequest(
+            request_id=f"{self._name}-{user}-{at}",
+            user_id=f"user-{user}",
+            prefix=_history(user),
+            candidates=pack_items(np.arange(CANDIDATES)),
+        )
+        try:
+            ranking = await client.rank(request, timeout=TIMEOUT_S)
+        except RelayError:
+            self.run.failed += 1
+            return
+        if user < self._users and at >= self._since:
+            self.run.returns.append(ranking.outcome)
+
+    def _on_statuses(self, records: list[Record]) -> None:
+        for status in worker_statuses(records):
+            if status.state == "serving":
+                self._statuses[status.name] = status
+
+
+def _history(user: int) -> Behaviours:
+    rng = np.random.default_rng(user)
+    times = np.cumsum(rng.integers(1, 10**6, TOKENS))
+    return Behaviours.of(rng.integers(0, 50_000, TOKENS), rng.integers(1, 4, TOKENS), times)
+
+
+def memory_folder() -> str | None:
+    """A folder in memory, if this system has one."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+async def restarts(parent: str | None, *, quick: bool) -> list[str]:
+    """Play each event without and with a file, below this folder; prints the table and returns the targets missed."""
+    users, rate = (24, 4.0) if quick else (60, 8.0)
+    kind = broker_at_hand()
+    print(f"warm restart: {users} users of {TOKENS} tokens, {rate:g} rankings a second, half by them; broker: {kind}")
+    print(f"{'event':<10} {'file':<6} {'away s':>8} {'returns':>8} {'missed':>8} {'hits':>8} {'failed':>7}")
+    missed = []
+    events: tuple[Event, ...] = ("kill", "rolling")
+    with tempfile.TemporaryDirectory(dir=parent) as name:
+        folder = Path(name)
+        async with local_broker(kind, folder=folder) as broker:
+            for event in events:
+                runs = {}
+                for file in (False, True):
+                    label = f"{event}-{'with' if file else 'without'}"
+                    fleet = Fleet(broker.kafka_settings(Kafka()), folder, label, users, rate, file=file)
+                    run = runs[file] = await fleet.play(event)
+                    print(
+                        f"{event:<10} {'yes' if file else 'no':<6} {run.away_s:>8.1f} {len(run.returns):>8} "
+                        f"{run.missed:>8} {run.hits:>8.0%} {run.failed:>7}"
+                    )
+                if runs[True].missed > MOST_MISSED * runs[False].missed:
+                    missed.append(f"{event}: {runs[True].missed} misses with a file, {runs[False].missed} without")
+                if runs[True].failed > runs[False].failed:
+                    missed.append(
+                        f"{event}: {runs[True].failed} rankings failed with a file, {runs[False].failed} without"
+                    )
+    return missed

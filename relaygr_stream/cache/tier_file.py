@@ -1,0 +1,371 @@
+"""A DRAM tier's memory as a mapped file, with a slot for each copy, so that a restarted process finds its copies again.
+
+    header page | slots of SLOT_BYTES | data: the tier's arena
+
+A copy's slot follows from its place: copies take at least `unit` bytes, so no two begin in one unit of the data. Each
+prefix of the writes is safe: a slot is BUSY before the bytes of its extent are written, and VALID, with a checksum and
+the bytes' digest, after them. A process that is killed loses no write: the pages are the kernel's. After the host's
+crash, checksums and digests tell what is whole.
+
+The file is one process's (a lock), one user's (mode 0600), and holds no other bytes than this module wrote: of any
+other, nothing is taken.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from relaygr_stream.cache.arena import Extent
+from relaygr_stream.cache.host import check_host, is_memory
+from relaygr_stream.errors import CapacityError, ConfigError
+
+#: Extents begin at pages of this size (memory.ALIGNMENT); those of a processor may be larger.
+PAGE: Final = 4096
+MAGIC: Final = b"RGRTIER1"
+SLOT_BYTES: Final = 512
+CHECKSUM_BYTES: Final = 16
+#: Behind magic and checksum: bytes of data, unit, slots, bytes of a token, nonce, bytes of the identity.
+HEADER: Final = struct.Struct("<QQQQ16sQ")
+HEADER_AT: Final = len(MAGIC) + CHECKSUM_BYTES
+#: The last word of the header page, outside the checksum: when the process had carried out every erasure.
+UNTIL_AT: Final = PAGE - 8
+MAX_IDENTITY: Final = UNTIL_AT - HEADER_AT - HEADER.size
+#: State, offset and size of the extent, checksum of all the others.
+PLACE: Final = struct.Struct(f"<QQQ{CHECKSUM_BYTES}s")
+#: Digest, capacity, length, uses, source, bytes of the user's key, which follow.
+BODY: Final = struct.Struct("<20sQQdQQ")
+MAX_KEY: Final = SLOT_BYTES - PLACE.size - BODY.size
+#: A killed process of 64 GiB takes seconds to end, and its lock with it.
+LOCK_S: Final = 5.0
+
+
+class SlotState(enum.IntEnum):
+    """BUSY: the bytes of its extent are incomplete, or of no one; they are overwritten at the next start."""
+
+    FREE = 0
+    BUSY = 0x4245494E4757524E
+    VALID = 0x434F4D504C455445
+
+
+class SlotRecord(NamedTuple):
+    """One copy as its slot describes it. uses: as the tier counts them; source: Source's value."""
+
+    extent: Extent
+    user_id: str
+    digest: bytes
+    capacity: int
+    length: int
+    uses: float
+    source: int
+
+
+class FileShape(NamedTuple):
+    """data_bytes: of the arena, whole pages. unit: least bytes of an extent. token_bytes: of a token of a sequence.
+    identity: what the copies are of; copies of another are dropped."""
+
+    data_bytes: int
+    unit: int
+    token_bytes: int
+    identity: str
+
+    @property
+    def slots(self) -> int:
+        """One for each unit, a last shorter one included."""
+        return -(-self.data_bytes // self.unit)
+
+    @property
+    def data_at(self) -> int:
+        """Where the data begin in the file."""
+        return PAGE + -(-self.slots * SLOT_BYTES // PAGE) * PAGE
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the whole file."""
+        return self.data_at + self.data_bytes
+
+
+class TierFile:
+    """An open file, locked for this process. Made by `open_tier_file`.
+
+    holds: whether what it held before is there. dropped: why not; "": there was nothing. data: the arena's bytes.
+    One thread changes slots; `until_ms` may be set by another.
+    """
+
+    def __init__(self, path: Path, fd: int, shape: FileShape, dropped: str = "") -> None:
+        self.path = path
+        self.shape = shape
+        self.in_memory: Final = is_memory(os.fstat(fd).st_dev)
+        self._fd = fd
+        self._map = mmap.mmap(fd, shape.file_bytes)
+        whole = np.frombuffer(self._map, np.uint8)
+        self._words: npt.NDArray[np.uint64] = whole[:PAGE].view(np.uint64)
+        slots = whole[PAGE : PAGE + shape.slots * SLOT_BYTES]
+        self._states: npt.NDArray[np.uint64] = slots.view(np.uint64)[:: SLOT_BYTES // 8]  # a store of a word is one
+        self.data: npt.NDArray[np.uint8] = whole[shape.data_at :]
+        why = dropped or self._why_not_ours()
+        self.holds = why is None
+        self.dropped = why or ""
+        self._nonce: bytes = HEADER.unpack_from(self._map, HEADER_AT)[4]
+        if why is not None:
+            self._make_anew()
+
+    @property
+    def until_ms(self) -> int:
+        """The broker's time, in Unix ms, up to which every erasure was carried out; 0: not known."""
+        return int(self._words[UNTIL_AT // 8])
+
+    @until_ms.setter
+    def until_ms(self, value: int) -> None:
+        self._words[UNTIL_AT // 8] = value
+
+    # ---- slots ----
+
+    def begin(self, extent: Extent) -> None:
+        """The extent's bytes are about to be written."""
+        at = self._at(extent)
+        PLACE.pack_into(self._map, at, SlotState.FREE, extent.offset, extent.size, bytes(CHECKSUM_BYTES))
+        self._set(extent, SlotState.BUSY)
+
+    def commit(self, record: SlotRecord) -> bool:
+        """The copy is whole. False, and it stays BUSY, for a user's key of more than MAX_KEY bytes."""
+        key = record.user_id.encode()
+        if len(key) > MAX_KEY:
+            return False
+        at, extent = self._at(record.extent), record.extent
+        self.begin(extent)
+        BODY.pack_into(
+            self._map,
+            at + PLACE.size,
+            record.digest,
+            record.capacity,
+            record.length,
+            record.uses,
+            record.source,
+            len(key),
+        )
+        body = at + PLACE.size
+        self._map[body + BODY.size : body + BODY.size + len(key)] = key
+        PLACE.pack_into(
+            self._map, at, SlotState.BUSY, extent.offset, extent.size, self._checksum(at, BODY.size + len(key))
+        )
+        self._set(extent, SlotState.VALID)
+        return True
+
+    def disown(self, extent: Extent, *, lasting: bool = False) -> None:
+        """The copy is no user's entry from now on. lasting: whatever happens to the host."""
+        self._set(extent, SlotState.BUSY)
+        if lasting:
+            self._flush(self._at(extent), SLOT_BYTES)
+
+    def own_again(self, extent: Extent) -> None:
+        """Take `disown` back, of a copy that was committed."""
+        if any(PLACE.unpack_from(self._map, self._at(extent))[3]):
+            self._set(extent, SlotState.VALID)
+
+    def clear(self, extent: Extent, wiped: slice | None) -> None:
+        """The extent is free. wiped: the part of its bytes to overwrite with zeros; None: all, and on the disk, too."""
+        self.disown(extent, lasting=wiped is None)
+        part = self.data[extent.offset : extent.end]
+        part[wiped or slice(None)] = 0
+        if wiped is None:
+            self._flush(self.shape.data_at + extent.offset, extent.size)
+        self._clear_slot(extent.offset // self.shape.unit)
+
+    def forget(self, extent: Extent) -> None:
+        """Clear the slot alone: its bytes may be another copy's."""
+        self._clear_slot(extent.offset // self.shape.unit)
+
+    def records(self) -> Iterator[SlotRecord | str]:
+        """The valid records, or why one is none. Slots without a valid one are cleared, extents of BUSY ones wiped."""
+        for index in np.flatnonzero(self._states).tolist():
+            at = PAGE + index * SLOT_BYTES
+            state, offset, size, checksum = PLACE.unpack_from(self._map, at)
+            extent = Extent(offset, size)
+            if not self._in_place(index, extent):
+                self._clear_slot(index)
+                yield "damaged"
+            elif state != SlotState.VALID:
+                self.clear(extent, slice(None))
+                yield "incomplete"
+            elif (record := self._read(at, extent, checksum)) is None:
+                self._clear_slot(index)
+                yield "damaged"
+            else:
+                yield record
+
+    def close(self) -> None:
+        """Release the lock; the mapping ends with its last view."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        os.close(self._fd)
+        self._fd = -1
+
+    def drop(self, why: str) -> None:
+        """Drop all that it holds from an earlier process."""
+        self.holds, self.dropped = False, why
+        self._make_anew()
+
+    # ---- inside ----
+
+    def _flush(self, at: int, nbytes: int) -> None:
+        """Have these bytes on the disk, whatever happens to the host."""
+        start = at // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.flush(start, at + nbytes - start)
+
+    def _at(self, extent: Extent) -> int:
+        return PAGE + extent.offset // self.shape.unit * SLOT_BYTES
+
+    def _set(self, extent: Extent, state: SlotState) -> None:
+        self._states[extent.offset // self.shape.unit] = state
+
+    def _clear_slot(self, index: int) -> None:
+        at = PAGE + index * SLOT_BYTES
+        self._states[index] = SlotState.BUSY  # until nothing of the record is left
+        self._map[at + 8 : at + SLOT_BYTES] = bytes(SLOT_BYTES - 8)
+        self._states[index] = SlotState.FREE
+
+    def _in_place(self, index: int, extent: Extent) -> bool:
+        """Whether a slot's extent is one that its process could have had there."""
+        unit, most = self.shape.unit, self.shape.data_bytes
+        aligned = not (extent.offset | extent.size) % PAGE
+        return aligned and extent.offset // unit == index and unit <= extent.size <= most - extent.offset
+
+    def _read(self, at: int, extent: Extent, checksum: bytes) -> SlotRecord | None:
+        digest, capacity, length, uses, source, key_bytes = BODY.unpack_from(self._map, at + PLACE.size)
+        if not 1 <= key_bytes <= MAX_KEY or checksum != self._checksum(at, BODY.size + key_bytes):
+            return None
+        key_at = at + PLACE.size + BODY.size
+        try:
+            user_id = self._map[key_at : key_at + key_bytes].decode()
+        except UnicodeDecodeError:
+            return None
+        return SlotRecord(extent, user_id, digest, capacity, length, uses, source)
+
+    def _checksum(self, at: int, nbytes: int) -> bytes:
+        """Of a slot's place and the bytes behind it; of this file alone."""
+        digest = blake2b(self._map[at + 8 : at + 24], key=self._nonce, digest_size=CHECKSUM_BYTES)
+        digest.update(self._map[at + PLACE.size : at + PLACE.size + nbytes])
+        return digest.digest()
+
+    def _header(self, nonce: bytes) -> bytes:
+        shape, identity = self.shape, self.shape.identity.encode()[:MAX_IDENTITY]
+        fields = HEADER.pack(shape.data_bytes, shape.unit, shape.slots, shape.token_bytes, nonce, len(identity))
+        return fields + identity
+
+    def _why_not_ours(self) -> str | None:
+        """Why nothing in the file is taken; None: it is this worker's, of this identity and shape."""
+        if not any(self._map[:HEADER_AT]):
+            return ""  # new
+        nbytes = int(HEADER.unpack_from(self._map, HEADER_AT)[5])
+        fields = self._map[HEADER_AT : HEADER_AT + HEADER.size + min(nbytes, MAX_IDENTITY)]
+        if self._map[: len(MAGIC)] != MAGIC or self._map[len(MAGIC) : HEADER_AT] != _header_checksum(fields):
+            return "its header is none of this release, or damaged"
+        data, unit, _, token_bytes, nonce, _ = HEADER.unpack_from(fields)
+        if fields == self._header(nonce):
+            return None
+        theirs = fields[HEADER.size :].decode(errors="replace")
+        if theirs != self.shape.identity:
+            return f"it is of {theirs}, this worker of {self.shape.identity}"
+        return f"it has {data} bytes in units of {unit}, {token_bytes} a token; now {self.shape[:3]}"
+
+    def _make_anew(self) -> None:
+        """Drop all that there is, and write the header last."""
+        self._map[:PAGE] = bytes(PAGE)
+        os.ftruncate(self._fd, 0)  # what was there is gone from the disk, too; no view has been read yet
+        os.posix_fallocate(self._fd, 0, self.shape.file_bytes)
+        self._nonce = os.urandom(16)
+        fields = self._header(self._nonce)
+        self._map[HEADER_AT : HEADER_AT + len(fields)] = fields
+        self._map[:HEADER_AT] = MAGIC + _header_checksum(fields)
+
+
+def _header_checksum(fields: bytes) -> bytes:
+    return blake2b(fields, digest_size=CHECKSUM_BYTES).digest()
+
+
+def open_tier_file(path: Path, shape: FileShape, lock_s: float = LOCK_S) -> TierFile | None:
+    """The file at `path`, made if there is none, allocated whole; None: another process has it after `lock_s` seconds.
+
+    Raises ConfigError for a path at which no file of this user can be, CapacityError where disk or host has no room.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"`worker.dram_path`: {path} cannot be opened: {error.strerror}; name a folder that this user may write to"
+        ) from error
+    try:
+        _check_whose(path, fd)
+        if not _locked(fd, lock_s):
+            os.close(fd)
+            return None
+        return TierFile(path, fd, shape, _allocate(path, fd, shape))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _check_whose(path: Path, fd: int) -> None:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"`worker.dram_path`: {path} is no file of this user (uid {os.geteuid()}): it belongs to uid "
+            f"{found.st_uid}, type {stat.filemode(found.st_mode)[0]}; remove it, or name another folder"
+        )
+
+
+def _locked(fd: int, lock_s: float) -> bool:
+    by = time.monotonic() + lock_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        else:
+            return True
+        if time.monotonic() >= by:
+            return False
+        time.sleep(0.05)
+
+
+def _allocate(path: Path, fd: int, shape: FileShape) -> str:
+    """Give the file its size and every block of it: a write to a mapping that finds no block ends the process.
+
+    Returns why nothing that it held may be taken; "": its size and mode are right.
+    """
+    found, dropped = os.fstat(fd), ""
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        dropped = f"other users might write to it (mode {stat.S_IMODE(found.st_mode):o})"
+        os.fchmod(fd, 0o600)
+    elif found.st_size not in (0, shape.file_bytes):
+        dropped = f"it has {found.st_size} bytes, {shape.file_bytes} are needed"
+    if dropped:
+        os.ftruncate(fd, 0)
+        found = os.fstat(fd)
+    missing = max(0, shape.file_bytes - found.st_blocks * 512)
+    if is_memory(found.st_dev):
+        check_host(missing, missing, "worker.dram_bytes, in memory by worker.dram_path,")
+    try:
+        os.posix_fallocate(fd, 0, shape.file_bytes)
+    except OSError as error:
+        os.ftruncate(fd, 0)  # a file that is allocated in part would only fill the disk
+        raise CapacityError(
+            f"`worker.dram_path`: {path} cannot have its {shape.file_bytes} bytes: {error.strerror}; make room there, "
+            f"or lower worker.dram_bytes"
+        ) from error
+    return dropped

@@ -1,0 +1,87 @@
+"""Finds the prefix KV again that the worker's last process left in its DRAM tier's file, but for users erased since.
+
+    file: until when every erasure was carried out ─► `worker-status` since then ─► Restore (engine/commands.py)
+
+An entry is in the tables only once every erasure since is known, and none is forgotten while the worker is away for
+AWAY_MS: the topic keeps requests longer than that (wire/erase.py).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import structlog
+
+from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.contents import read_since
+from relaygr_stream.bus.topic_check import TopicRow
+from relaygr_stream.bus.topics import describe_topics
+from relaygr_stream.cache.kept import Restored
+from relaygr_stream.cache.tier_file import TierFile
+from relaygr_stream.engine.commands import Restore
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.erase import AWAY_MS, KEPT_MS, MARGIN_MS, Erase, read_erase
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.worker_status import StatusReader
+from relaygr_stream.worker.device import Device
+
+log = structlog.get_logger(__name__)
+
+LAG: Final = "min.compaction.lag.ms"
+
+
+async def find_again(kafka: Kafka, reader: StatusReader, device: Device) -> None:
+    """Restore what the DRAM tier's file holds, and say in one line what was found and what was dropped, and why.
+
+    Call it once erasures are read that come from now on, and before prefix KV do. Raises BrokerError, DeviceError.
+    """
+    file = device.runtime.tier_file
+    if file is None:
+        return
+    started, erases, drop = time.monotonic(), list[Erase](), file.dropped
+    if file.holds:
+        name = load_topics(kafka).worker_status.name
+        statuses = next(row for row in await describe_topics(kafka) if row.topic.name == name)
+        if not (drop := _why_too_late(file, statuses)):
+            erases = await _erased_since(kafka, name, file.until_ms - MARGIN_MS, reader)
+    found: Restored = await device.thread.ask(Restore(erases, drop if file.holds else ""))
+    log.info(
+        "the DRAM tier is in a file",
+        file=str(file.path),
+        found=found.entries,
+        dropped=found.dropped,
+        why_dropped=drop,
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+def _why_too_late(file: TierFile, statuses: TopicRow) -> str:
+    """Why erasures since the last process may be unknown; "": they are all on the topic."""
+    assert statuses.found is not None, "verified"
+    kept_ms = int(statuses.found.configs.get(LAG, statuses.topic.min_compaction_lag_ms or 0))
+    if kept_ms < KEPT_MS:
+        return (
+            f"{statuses.topic.name} has {LAG}={kept_ms}, so users may have been erased unseen; "
+            f"`relaygr topics apply --alter` sets {KEPT_MS}"
+        )
+    if not file.until_ms:
+        return "the last process ended before it served"
+    away_ms = now_ms() - file.until_ms
+    if away_ms > AWAY_MS:
+        return f"the last process ended {away_ms / 6e4:.0f} minutes ago, users may have been erased unseen since"
+    return ""
+
+
+async def _erased_since(kafka: Kafka, topic: str, since_ms: int, reader: StatusReader) -> list[Erase]:
+    found = []
+    async for records in read_since(kafka, topic, [0], since_ms):
+        for record in records:
+            try:
+                erase = read_erase(record, reader, fresh=False)
+            except DecodeError:  # no request of this fleet
+                continue
+            if erase is not None:
+                found.append(erase)
+    return found

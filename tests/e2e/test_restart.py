@@ -1,0 +1,81 @@
+"""A worker that comes back finds its prefix KV again, in the file of its DRAM tier, but for users erased meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relaygr_stream.cache.tier_file import SlotState
+from relaygr_stream.client import RelayClient
+from relaygr_stream.ops.erase import erase_from_fleet
+from relaygr_stream.settings.schema import Kafka
+from tests.e2e.fleet import Fleet, traffic
+from tests.waiting import until
+
+VALID = SlotState.VALID.to_bytes(8, "little")
+PREFIX = traffic(seconds=9, rate=1)[0].request.prefix
+
+
+class Restarted(Fleet):
+    """A trigger, and a worker whose DRAM tier is in a file."""
+
+    @property
+    def file(self) -> Path:
+        return self._folder / f"relaygr-{self.settings.kafka.prefix}w1.dram"
+
+    async def worker(self, name: str = "w1") -> None:
+        self.start("worker", name, f"worker.dram_path={self._folder}", worker_name="w1")
+        await self.ready(name)
+        await self.lanes_settled("w1")
+
+    async def asked(self, user: str) -> str:
+        """The outcome of a ranking of the user that was not announced."""
+        async with RelayClient(settings=self.settings) as client:
+            return (await client.request(user, PREFIX, candidates=2).rank([1, 2], timeout=30)).outcome
+
+    async def written(self, entries: int) -> None:
+        await until(lambda: self.file.read_bytes().count(VALID) == entries, f"{entries} entries written down")
+
+
+async def test_killed_it_serves_returning_users_from_dram_but_not_those_erased(
+    kafka_settings: Kafka, tmp_path: Path
+) -> None:
+    async with Restarted(kafka_settings, tmp_path) as fleet:
+        await fleet.worker()
+        assert [await fleet.asked(user) for user in ("ann", "bob", "eve")] == ["full"] * 3
+        await fleet.written(3)
+        done = await erase_from_fleet(fleet.settings, "ann", "", 20.0)
+        assert done.confirmed == ["w1"]
+        assert b"ann" not in fleet.file.read_bytes()
+        fleet.children["w1"].kill()
+        await erase_from_fleet(fleet.settings, "bob", "", 0.0)  # the worker is away, the request gone from the topic
+        await fleet.worker()
+        assert b"bob" not in fleet.file.read_bytes()
+        log = fleet.children["w1"].log.read_text()
+        assert '"found":1,"dropped":{"erased":1}' in log, log
+        assert [await fleet.asked(user) for user in ("ann", "bob", "eve")] == ["full", "full", "dram"]
+
+
+async def test_a_worker_that_stops_in_order_writes_down_what_is_idle(embedded_settings: Kafka, tmp_path: Path) -> None:
+    async with Restarted(embedded_settings, tmp_path) as fleet:
+        await fleet.worker()
+        await fleet.asked("eve")
+        fleet.children["w1"].terminate()
+        assert await fleet.children["w1"].wait() == 0
+        await fleet.worker()
+        assert await fleet.asked("eve") == "dram"
+
+
+async def test_the_later_of_two_workers_of_one_file_serves_from_memory(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    async with Restarted(embedded_settings, tmp_path) as fleet:
+        await fleet.worker()
+        await fleet.asked("eve")
+        await fleet.written(1)
+        fleet.start("worker", "again", f"worker.dram_path={tmp_path}", worker_name="w1")
+        first = fleet.children.pop("w1")
+        await until(lambda: first.exit_code is not None, "the first one ended")
+        assert first.exit_code == 3
+        await fleet.ready("again")
+        assert "another process has the DRAM tier's file" in fleet.children["again"].log.read_text()
+        assert await fleet.asked("eve") == "full"

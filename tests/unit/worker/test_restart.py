@@ -1,0 +1,41 @@
+"""Whether a worker that comes back may take its file: every erasure since its last process must be known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.topic_check import FoundTopic, TopicRow
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.erase import AWAY_MS, KEPT_MS, MARGIN_MS
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.worker.restart import LAG, _why_too_late
+from tests.unit.cache.worlds import file_of
+
+TOPIC = load_topics(Kafka()).worker_status
+
+
+@pytest.mark.parametrize(
+    ("away_ms", "configs", "why"),
+    [
+        (0, {}, ""),
+        (AWAY_MS - 60_000, {LAG: str(KEPT_MS)}, ""),
+        (AWAY_MS + 60_000, {}, "11 minutes ago"),
+        (0, {LAG: "0"}, "topics apply --alter"),
+        (0, {LAG: str(KEPT_MS - 1)}, "erased unseen"),
+        (None, {}, "before it served"),
+    ],
+)
+def test_what_may_be_taken(tmp_path: Path, away_ms: int | None, configs: dict[str, str], why: str) -> None:
+    file = file_of(tmp_path / "f", 40)
+    file.until_ms = 0 if away_ms is None else now_ms() - away_ms
+    row = TopicRow(TOPIC, FoundTopic(1, 1, configs, frozenset(configs), {0: 1}))
+    found = _why_too_late(file, row)
+    assert found == why or (why and why in found)
+
+
+def test_the_topic_keeps_requests_long_enough_by_its_own_file() -> None:
+    clock_off_ms = 300_000
+    assert TOPIC.min_compaction_lag_ms == KEPT_MS >= AWAY_MS + clock_off_ms + MARGIN_MS
