@@ -131,8 +131,9 @@ def test_what_no_worker_has_done_when_due_gets_idle_time_here_or_is_refused(forw
     rank = rank._replace(task=msgspec.structs.replace(rank.task, times=due))
     world.core.on_ranking(rank, NOW)
     again = world.answer(rank, "overloaded")[-1]
-    assert again == Submit(rank._replace(late=True))
-    (*_, reply) = world.answer(again.command, "overloaded")
+    late = rank._replace(late=True)
+    assert again == Submit(late)
+    (*_, reply) = world.answer(late, "overloaded")
     assert isinstance(reply, Reply) and reply.answer.status == "overloaded", "no third time"
 
 
