@@ -51,7 +51,7 @@ def summary(scenario: Scenario, story: Story) -> dict[str, Any]:
         "p99_ms_short": _estimate(p99(story, long=False)),
         "p99_ms_long": _estimate(p99(story, long=True)),
         "late": _estimate(late_share(story, slo_ms)),
-        "goodput": scenario.traffic.rate * (1.0 - late_share(story, slo_ms).value),
+        "goodput": _plain(scenario.traffic.rate * (1.0 - late_share(story, slo_ms).value)),
         "refused_ms": _plain(refused_ms(story)),
         "hits": _estimate(hit_share(story)),
         "hits_returning": _estimate(hit_share(story, returning=True)),
@@ -93,7 +93,7 @@ def summary(scenario: Scenario, story: Story) -> dict[str, Any]:
 def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Table:
     """The table. wall_s: seconds that the simulation took, for its speed."""
     slo_ms = scenario.settings.relay.slo_ms
-    late, refused = late_share(story, slo_ms), refused_ms(story)
+    late = late_share(story, slo_ms)
     worker = scenario.settings.worker
     verdict = "holds" if late.value <= ALLOWED_LATE else "does not hold"
     busy, pinned = story.busy, float(story.pinned_bytes.max())
@@ -110,8 +110,7 @@ def render(scenario: Scenario, story: Story, wall_s: float | None = None) -> Tab
         ("P99", f"{render_ms(p99(story).value)}{_ms_error(p99(story))}"),
         *_kinds(scenario, story),
         (f"later than {slo_ms:g} ms", f"{render_share(late.value, 2)}{_percent_error(late)}: the SLO {verdict}"),
-        ("goodput", f"{scenario.traffic.rate * (1.0 - late.value):,.1f} requests/s within the SLO"),
-        *([] if math.isnan(refused) else [("without scores", f"99 of 100 know it within {render_ms(refused)}")]),
+        *_goodput(scenario, story),
         ("hits", f"{_percent(hit_share(story))}; returning users {_percent(hit_share(story, returning=True))}"),
         ("scored from", _shares(counts(story.outcome[story.outcome >= 0], OUTCOMES))),
         ("answers", _shares(counts(story.status, STATUSES))),
@@ -222,6 +221,16 @@ def render_ms(value: float) -> str:
     if math.isnan(value):
         return "none"
     return "no answer" if math.isinf(value) else f"{value:.1f} ms"
+
+
+def _goodput(scenario: Scenario, story: Story) -> list[Row]:
+    """Scores within the SLO in a second, and how early the others know that they get none."""
+    good = scenario.traffic.rate * (1.0 - late_share(story, scenario.settings.relay.slo_ms).value)
+    refused = refused_ms(story)
+    return [
+        *([] if math.isnan(good) else [("goodput", f"{good:,.1f} requests/s within the SLO")]),
+        *([] if math.isnan(refused) else [("without scores", f"99 of 100 know it within {render_ms(refused)}")]),
+    ]
 
 
 def render_share(value: float, digits: int = 1) -> str:
