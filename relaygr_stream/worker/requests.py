@@ -144,12 +144,13 @@ class Requests:
         return [Done(record)]
 
     def _ranking(self, record: Record) -> Effects:
-        origin, now = None, time.monotonic()
+        origin, now = None, 0.0
         try:
             origin = self.intake.route(record)
             if self._context.tracing.on:
                 trace = self._context.tracing.receive("relaygr.ranking", record)
                 origin = msgspec.structs.replace(origin, trace=trace)
+            now = time.monotonic()  # within the span
             rank = self.intake.ranking(record, origin, now)
         except TooMuch as error:
             self._limiter.limited(log.warning, "rejected")(
@@ -164,9 +165,10 @@ class Requests:
         return self._core.on_ranking(rank, now)
 
     def _signal(self, record: Record, suspect: bool) -> Effects:
-        origin, tracing, now = None, self._context.tracing, time.monotonic()
+        origin, tracing = None, self._context.tracing
+        trace = tracing.receive("relaygr.pre-infer", record) if tracing.on else None
+        now = time.monotonic()  # within the span
         if tracing.on or suspect:
-            trace = tracing.receive("relaygr.pre-infer", record) if tracing.on else None
             origin = SignalOrigin(trace, now, record if suspect else None)
         command = self.intake.signal(record, now, origin)
         return self._core.on_signal(command, None if suspect else record)
