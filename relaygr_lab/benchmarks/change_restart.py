@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 import msgspec
 import numpy as np
+from handover import history_of
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
@@ -25,7 +26,7 @@ from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
 from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Worker
-from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.behaviours import pack_items
 from relaygr_stream.wire.messages import HITS, RankingRequest, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import load_topics
@@ -148,7 +149,7 @@ class Fleet:
         request = RankingRequest(
             request_id=f"{self._name}-{user}-{at}",
             user_id=f"user-{user}",
-            prefix=_history(user),
+            prefix=history_of(user, TOKENS),
             candidates=pack_items(np.arange(CANDIDATES)),
         )
         try:
@@ -163,12 +164,6 @@ class Fleet:
         for status in worker_statuses(records):
             if status.state == "serving":
                 self._statuses[status.name] = status
-
-
-def _history(user: int) -> Behaviours:
-    rng = np.random.default_rng(user)
-    times = np.cumsum(rng.integers(1, 10**6, TOKENS))
-    return Behaviours.of(rng.integers(0, 50_000, TOKENS), rng.integers(1, 4, TOKENS), times)
 
 
 def memory_folder() -> str | None:

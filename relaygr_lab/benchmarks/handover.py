@@ -112,7 +112,7 @@ class ScaleOut:
         self._folder = folder
         self._statuses: dict[str, WorkerStatus] = {}
         self._children: list[Child] = []
-        self._behaviours = [_history(user) for user in range(USERS)]
+        self._behaviours = [history_of(user, TOKENS) for user in range(USERS)]
         self.run = Run()
 
     async def play(self) -> Run:
@@ -189,10 +189,11 @@ class ScaleOut:
                 self._statuses[status.name] = status
 
 
-def _history(user: int) -> Behaviours:
+def history_of(user: int, tokens: int) -> Behaviours:
+    """The user's behaviours, the same in every run."""
     rng = np.random.default_rng(user)
-    times = np.cumsum(rng.integers(1, 10**6, TOKENS))
-    return Behaviours.of(rng.integers(0, 50_000, TOKENS), rng.integers(1, 4, TOKENS), times)
+    times = np.cumsum(rng.integers(1, 10**6, tokens))
+    return Behaviours.of(rng.integers(0, 50_000, tokens), rng.integers(1, 4, tokens), times)
 
 
 async def measure() -> dict[bool, Run]:

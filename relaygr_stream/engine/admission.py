@@ -18,7 +18,15 @@ from sortedcontainers import SortedKeyList
 from relaygr_stream.cache.entry import Coverage, Found
 from relaygr_stream.engine.clients import Clients
 from relaygr_stream.engine.executor import Executor
-from relaygr_stream.engine.forecast import QUEUED_DEADLINE_FRACTION, Calibration, Forecast, Full, IdleShare, work_ms
+from relaygr_stream.engine.forecast import (
+    LEAST_IDLE,
+    QUEUED_DEADLINE_FRACTION,
+    Calibration,
+    Forecast,
+    Full,
+    IdleShare,
+    work_ms,
+)
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.ranking import Booking, Ranking
 from relaygr_stream.models.api import takes_suffix
@@ -127,16 +135,21 @@ class Admission:
         return full
 
     def _too_late(self, ranking: Ranking, now: float) -> Full | None:
-        if not ranking.late:
-            return self._forecast.full(ranking, now)
-        return self._late.full_when_idle(ranking, now, ranking.booking.expected_ms, self.idle.share(now))
+        return self._too_late_when_idle(ranking, now) if ranking.late else self._forecast.full(ranking, now)
+
+    def _too_late_when_idle(self, ranking: Ranking, now: float) -> Full | None:
+        idle = self.idle.share(now)
+        return self._late.full_when_idle(ranking, now, work_ms(ranking), idle if idle >= LEAST_IDLE else 0.0)
 
     def overdue(self, ranking: Ranking, now: float) -> Full | None:
-        """A waiting ranking was not done when due: it gets the time that others leave. Why that will be too late; None:
-        it will not."""
+        """A waiting ranking was not done when due, or is late: it gets the time that others leave. Why that will be too
+        late; None: it will not."""
         self._of(ranking).remove(ranking)
-        ranking.is_late()
-        full = self._late.full_when_idle(ranking, now, work_ms(ranking), self.idle.share(now))
+        if ranking.late:  # it was admitted so, and waits while there is any hope
+            full = self._late.full_when_idle(ranking, now, work_ms(ranking), self.idle.share(now))
+        else:
+            ranking.is_late()
+            full = self._too_late_when_idle(ranking, now)
         self._late.add(ranking)
         return full
 

@@ -180,7 +180,7 @@ def work_ms(ranking: Ranking) -> float:
 
 #: Over how long the share of idle time is averaged: some SLOs, so that it follows a load that rises.
 IDLE_S: Final = 0.25
-#: A smaller share counts as none. Under overload the share wavers about a tenth, and what were accepted by that would
+#: Less admits no ranking as late. Under overload the share wavers about a tenth, and what were admitted by that would
 #: wait in vain: simulated at 1.25 times the load that is carried, 1 of 100 refusals came after a second, not 15 ms.
 LEAST_IDLE: Final = 0.25
 
@@ -200,8 +200,7 @@ class IdleShare:
     def share(self, now: float) -> float:
         """Between 0 and 1."""
         self._fade(now)
-        share = 1.0 - self._busy_ms / (IDLE_S * 1e3)
-        return share if share >= LEAST_IDLE else 0.0
+        return 1.0 - self._busy_ms / (IDLE_S * 1e3)
 
     def _fade(self, now: float) -> None:
         self._busy_ms *= math.exp(min(0.0, self._at - now) / IDLE_S)

@@ -87,7 +87,7 @@ class Rankings:
         for loser, full in lost:
             self._answer(loser, "overloaded", f"{full.reason}; {GAVE_WAY[full.measure]}")
         self._admission.add(ranking)
-        self._timers.add(ranking.due, ranking)
+        self._timers.add(min(ranking.due, now + RECHECK_S) if ranking.late else ranking.due, ranking)
         # A loser may have been a copy of this request, and released what was found by its pin.
         self._residents.place(ranking, self._residents.find(rank.task) if lost else found)
 

@@ -121,6 +121,20 @@ def test_one_that_takes_longer_than_the_slo_gets_the_time_that_others_leave() ->
     assert served.good(quick) == 4, "rankings that can be in time wait for one that cannot"
 
 
+def test_a_late_ranking_learns_soon_that_others_leave_it_no_time_any_more() -> None:
+    served = Served()
+    served.device.token_ms = 1.0  # full inference takes two SLOs
+    served.load(0.5 * CAPACITY_PER_S, 100)
+    for _ in range(30):  # so that it is measured
+        served.ask(full=True)
+        served.until(served.device.now + 4 * SLO_S)
+    slow = [served.ask(full=True) for _ in range(3)]
+    served.load(3 * CAPACITY_PER_S, 4500)  # for 0.8 s
+    refused = [served.ends[task] for task in slow if served.ends[task][0] != "ok"]
+    assert refused, "the device had time for all: no test"
+    assert all(status == "overloaded" and took < TIMEOUT_S / 2 for status, took in refused), refused
+
+
 def test_a_caller_who_waits_for_less_than_the_slo_is_due_then() -> None:
     times = Times.of(10.0, 20.0, slo_ms=50.0, reply_ms=5.0, age_ms=3.0)
     assert (times.deadline, times.due) == pytest.approx((10.0 + 0.013, 10.0 + 0.013))
