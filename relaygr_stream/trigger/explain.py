@@ -27,7 +27,7 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.decision import Decision, Policy, Reason
 from relaygr_stream.trigger.delegation import Delegation
-from relaygr_stream.trigger.explain_answers import Answers
+from relaygr_stream.trigger.explain_answers import SampledAnswers
 from relaygr_stream.trigger.intake import read_event
 from relaygr_stream.trigger.load import KeptAt, OwnerLoads
 from relaygr_stream.trigger.statement import stated_policy
@@ -215,7 +215,7 @@ class Shadow:
     ) -> None:
         self._topics = topics
         self._directory = directory
-        self.answers = Answers(topics, directory, slo_ms)
+        self.answers = SampledAnswers(topics, directory, slo_ms)
         now = time.monotonic()
         keep_s = topics.pre_infer.retention_ms / 1e3
         self._core = TriggerCore(

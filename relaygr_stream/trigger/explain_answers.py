@@ -16,7 +16,7 @@ from relaygr_stream.wire.topic_files import TopicSet
 LATE = "late"
 
 
-class Ranked(NamedTuple):
+class SampledAnswer(NamedTuple):
     """answer: a ranking's status, or LATE. busy: the worker's device had no time to spare; None: not known whose."""
 
     answer: str
@@ -28,7 +28,7 @@ class Ranked(NamedTuple):
         return self.answer == LATE or self.answer in REFUSED
 
 
-class Answers:
+class SampledAnswers:
     """Of each request's answers, and its copies', the best: the first with scores. They name no tenant.
 
     slo_ms: relay.slo_ms, counted on the worker from reading the ranking.
@@ -38,7 +38,7 @@ class Answers:
         self._most_bytes = topics.scores.max_message_bytes
         self._directory = directory
         self._slo_ms = slo_ms
-        self._ranked: dict[str, Ranked] = {}
+        self._found: dict[str, SampledAnswer] = {}
 
     def on_records(self, records: list[Record]) -> None:
         """Handle records of `scores`."""
@@ -47,17 +47,17 @@ class Answers:
                 reply = decode(ScoreReply, record.value, self._most_bytes)
             except DecodeError:
                 continue
-            known = self._ranked.get(reply.request_id)
+            known = self._found.get(reply.request_id)
             if known is None or known.answer not in ("ok", LATE):
                 late = reply.status == "ok" and reply.timings.worker_ms > self._slo_ms
-                self._ranked[reply.request_id] = Ranked(LATE if late else reply.status, self._busy(reply.worker))
+                self._found[reply.request_id] = SampledAnswer(LATE if late else reply.status, self._busy(reply.worker))
 
     def of(self, request_id: str, owner: str | None) -> tuple[str | None, bool]:
         """The answer to a request, None if none was seen, and whether it is overload's doing.
 
         owner: of its lane, which counts where the answer does not tell its worker (worker.withhold_outcomes).
         """
-        found = self._ranked.get(request_id)
+        found = self._found.get(request_id)
         if found is None:
             return None, False
         busy = self._busy(owner or "") if found.busy is None else found.busy

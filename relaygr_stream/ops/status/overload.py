@@ -1,6 +1,6 @@
 """Overload: rankings that get no scores in time from workers whose devices have no time to spare.
 
-The rule of `relaygr status`, of the page of a fleet and of `relaygr explain`. The alert RelaygrOverload has it in PromQL.
+The rule of `relaygr status`, of the page of a fleet and of `relaygr explain`; the alert RelaygrOverload has the same.
 """
 
 from __future__ import annotations
