@@ -21,6 +21,7 @@ from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.forecast import (
     LEAST_IDLE,
     QUEUED_DEADLINE_FRACTION,
+    STILL_IDLE,
     Calibration,
     Forecast,
     Full,
@@ -137,19 +138,18 @@ class Admission:
     def _too_late(self, ranking: Ranking, now: float) -> Full | None:
         return self._too_late_when_idle(ranking, now) if ranking.late else self._forecast.full(ranking, now)
 
-    def _too_late_when_idle(self, ranking: Ranking, now: float) -> Full | None:
+    def _too_late_when_idle(self, ranking: Ranking, now: float, least: float = LEAST_IDLE) -> Full | None:
         idle = self.idle.share(now)
-        return self._late.full_when_idle(ranking, now, work_ms(ranking), idle if idle >= LEAST_IDLE else 0.0)
+        return self._late.full_when_idle(ranking, now, work_ms(ranking), idle if idle >= least else 0.0)
 
     def overdue(self, ranking: Ranking, now: float) -> Full | None:
         """A waiting ranking was not done when due, or is late: it gets the time that others leave. Why that will be too
         late; None: it will not."""
         self._of(ranking).remove(ranking)
-        if ranking.late:  # it was admitted so, and waits while there is any hope
-            full = self._late.full_when_idle(ranking, now, work_ms(ranking), self.idle.share(now))
-        else:
+        least = STILL_IDLE if ranking.late else LEAST_IDLE
+        if not ranking.late:
             ranking.is_late()
-            full = self._too_late_when_idle(ranking, now)
+        full = self._too_late_when_idle(ranking, now, least)
         self._late.add(ranking)
         return full
 

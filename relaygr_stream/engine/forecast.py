@@ -148,7 +148,7 @@ class Forecast:
         """The same for one that gets the share `idle` of the device's time, with those that wait for that already."""
         self._plant()
         left, (mine, ahead) = (ranking.due - now) * 1e3, self._ahead(ranking, own)
-        if ahead + own <= QUEUED_DEADLINE_FRACTION * left * idle:
+        if idle > 0 and ahead + own <= QUEUED_DEADLINE_FRACTION * left * idle:
             return None
         reason = (
             f"it cannot be done in time for the SLO; rankings that can be leave {idle:.0%} of the device's time; "
@@ -183,6 +183,8 @@ IDLE_S: Final = 0.25
 #: Less admits no ranking as late. Under overload the share wavers about a tenth, and what were admitted by that would
 #: wait in vain: simulated at 1.25 times the load that is carried, 1 of 100 refusals came after a second, not 15 ms.
 LEAST_IDLE: Final = 0.25
+#: With less, one that was admitted as late does not wait on: its own predicted work may be none, and no time is enough.
+STILL_IDLE: Final = LEAST_IDLE / 4
 
 
 class IdleShare:
