@@ -184,7 +184,7 @@ IDLE_S: Final = 0.25
 #: wait in vain: simulated at 1.25 times the load that is carried, 1 of 100 refusals came after a second, not 15 ms.
 LEAST_IDLE: Final = 0.25
 #: With less, one that was admitted as late does not wait on: its own predicted work may be none, and no time is enough.
-STILL_IDLE: Final = LEAST_IDLE / 4
+STILL_IDLE: Final = LEAST_IDLE / 2
 
 
 class IdleShare:
