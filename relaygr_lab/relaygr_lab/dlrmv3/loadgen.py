@@ -212,9 +212,11 @@ class Sut:
     def _plan(self) -> None:
         """Announce each request its head start before LoadGen will issue it; the first is issued already."""
         for index, head in enumerate(self._heads_s or ()):
-            due = self._began + self._schedule[index] - head
-            if index:
-                self._loop.call_later(max(0.0, due - time.monotonic()), self._announce, index)
+            left = self._began + self._schedule[index] - head - time.monotonic()
+            if index and left > 0:
+                self._loop.call_later(left, self._announce, index)
+            elif index:
+                self._announce(index)
 
     def _announce(self, index: int) -> None:
         if index < self._issued or self._abandoned:
