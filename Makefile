@@ -159,7 +159,7 @@ bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and wi
 bench-tracing: $(STAMP) ## what tracing costs a worker's event loop: off, and sampling 0 and 1 (1 minute; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/tracing.py $(ARGS)
 
-bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, events a second (2 minutes; CHECK=1 judges)
+bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, events a second, regimes in which its choice could pay (10 minutes; CHECK=1 judges; ARGS=regimes)
 	$(BIN)/python relaygr_lab/benchmarks/trigger.py $(ARGS)
 
 bench-gateway: $(STAMP) ## what the gateway adds to a ranking at 100 requests/s, beside RelayClient (1 minute; CHECK=1 judges)
