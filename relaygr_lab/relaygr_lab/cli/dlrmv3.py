@@ -79,7 +79,7 @@ def dlrmv3_command(
     settings = load_settings(["dlrmv3", *files], {**overrides, **parse_flags(assignments)}).settings
     check_writable(out / "report.json", "--out")
     from relaygr_lab.bench.modes import MODES as BUS_MODES
-    from relaygr_lab.dlrmv3.loadgen import loadgen
+    from relaygr_lab.dlrmv3.loadgen import leave, loadgen
     from relaygr_lab.dlrmv3.model import Shape
     from relaygr_lab.dlrmv3.run import Options, run_dlrmv3
     from relaygr_lab.dlrmv3.workload import Workload
@@ -108,5 +108,9 @@ def dlrmv3_command(
     if beyond := settings.relay.beyond(prefix=workload.longest(), candidates=workload.candidates):
         raise ConfigError(beyond)
     bench = run_dlrmv3(options, settings, f"relaygr {shlex.join(sys.argv[1:])}")
-    met = run_until_stopped(bench, loop_factory())
+    try:
+        met = run_until_stopped(bench, loop_factory())
+    except SystemExit as stopped:  # by a signal
+        leave(int(stopped.code or 0))
+        raise
     sys.exit(int(not met and os.environ.get("CHECK") == "1"))

@@ -111,6 +111,7 @@ class Bench:
         self.costs: CostModel | None = None
         self.bytes_per_token = 0
         self.started = time.monotonic()
+        self._judged = False  # the costs that the report judges by are final
         self._rounds = 0
         self._schema: FeatureSchema
 
@@ -145,7 +146,7 @@ class Bench:
                 until = self.started + share * options.budget_s
                 systems = [(mode.name, Relay(pipeline, mode)) for mode in options.modes]
                 await self._search(systems, lambda: pipeline.costs, until, pipeline.fresh_statuses)
-                pipeline.check_children()
+                self._judged = True
 
     async def _engine(self) -> None:
         self.progress.say("starting an engine in this process …")
@@ -164,7 +165,7 @@ class Bench:
         """Search each system's largest rate, in turns. costs(): as fitted so far. settle(): awaited before `costs`."""
         await self._fill(systems[0][1], self._round(), self.options.workload.requests[1][:20])
         await settle()
-        cells, work = [], self.work(costs())
+        cells, work = [], self.work(self._fitted(costs()))
         self.progress.say(f"a request takes {work.full_ms:.1f} ms in full, {work.reused_ms:.1f} ms with prefix KV")
         for name, system in systems:
             oracle = work.largest_rate(name, self.test, self.heads_s)
@@ -178,9 +179,15 @@ class Bench:
         while open_cells:
             open_cells = [each for each in open_cells if await self._turn(*each, until)]
             await settle()
-        self.costs = self.costs or costs()
+        work = self.work(self._fitted(costs()))
         for cell, _ in cells:
-            cell.oracle_qps = self.work(costs()).largest_rate(cell.name, self.test, self.heads_s)
+            cell.oracle_qps = work.largest_rate(cell.name, self.test, self.heads_s)
+
+    def _fitted(self, costs: CostModel) -> CostModel:
+        """These costs; the report judges by them, unless the bus's modes were measured before."""
+        if not self._judged:
+            self.costs = costs
+        return costs
 
     async def _turn(self, cell: Cell, system: System, until: float) -> bool:
         """One run of LoadGen; False where the search is complete or there is no time left."""
@@ -253,7 +260,10 @@ class Bench:
     def report(self, command: str) -> Report:
         """What was measured. Raises RelayError if that is nothing."""
         if self.costs is None or not any(cell.runs for cell in self.cells):
-            raise RelayError(f"no run of LoadGen fitted into {self.options.budget_s:g} s; give --budget more seconds")
+            raise RelayError(
+                f"no run of {self.options.queries} queries fitted into {self.options.budget_s:g} s: give --budget more "
+                f"seconds, or reduce --scale, --candidates or the model"
+            )
         options, worker = self.options, self.settings.worker
         work = self.work(self.costs)
         visits = options.workload.requests[1][: options.queries]
@@ -303,14 +313,27 @@ class Bench:
 
 
 async def run_dlrmv3(options: Options, settings: Settings, command: str, console: Console | None = None) -> bool:
-    """Measure, write report.json and report.txt, and print; returns whether every target was met. Raises RelayError."""
+    """Measure, write report.json and print; returns whether every target was met. Raises RelayError.
+
+    A run that ends early writes what it measured to partial.json.
+    """
     console = console or SafeConsole()
     with Progress(console) as progress:
         bench = Bench(options, settings, progress)
-        await bench.run()
+        try:
+            await bench.run()
+        except BaseException:
+            if any(cell.runs for cell in bench.cells):
+                progress.say(f"report of what was measured: {_write(bench.report(command), 'partial', options.out)}")
+            raise
     report = bench.report(command)
-    written = options.out / "report.json"
-    written.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    written = _write(report, "report", options.out)
     print_table(render(report), console)
     console.print(f"report: {written}", soft_wrap=True)
     return not report.missed()
+
+
+def _write(report: Report, name: str, folder: Path) -> Path:
+    written = folder / f"{name}.json"
+    written.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    return written
