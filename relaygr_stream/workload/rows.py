@@ -15,7 +15,7 @@ from relaygr_stream.models.hstu_model import HSTUConfig
 from relaygr_stream.models.loading import checkpoint_folder, read_config
 from relaygr_stream.settings.inputs import read_text
 from relaygr_stream.settings.worker import Model
-from relaygr_stream.workload.columns import MAX_BROKEN_SHARE
+from relaygr_stream.workload.columns import MAX_BROKEN_SHARE, narrowed
 from relaygr_stream.workload.logs import InteractionLog, read_log
 
 #: The file that a training run of examples/ leaves beside its checkpoint: a list of the log's item ids, one a row.
@@ -80,7 +80,7 @@ def _with_items(log: InteractionLog, rows: ModelRows) -> InteractionLog:
             anew = f"its items are names, numbered anew: {rows.checkpoint} has no {ITEMS_FILE} that tells their rows"
             log = _noted(log, anew)
         found = log.items.astype(np.int64)
-        unknown = log.items >= (2**32 if rows.takes_all else rows.vocab)
+        unknown = np.zeros(len(log), np.bool_) if rows.takes_all else found >= rows.vocab
         wanted = f"{rows.checkpoint} knows the ids 0 to {rows.vocab - 1}"
     else:
         of_name = {name: row for row, name in enumerate(rows.items)}
@@ -88,7 +88,7 @@ def _with_items(log: InteractionLog, rows: ModelRows) -> InteractionLog:
         found = np.array([of_name.get(_name(log, item), -1) for item in ids.tolist()], np.int64)[places]
         unknown = found < 0
         wanted = f"{ITEMS_FILE} in {rows.checkpoint} lists {len(rows.items)} others"
-    mapped = replace(log, items=found.astype(np.uint32), item_names=log.item_names if rows.items is None else ())
+    mapped = replace(log, items=narrowed(found), item_names=log.item_names if rows.items is None else ())
     if not unknown.any():
         return mapped
     example, items = _name(log, int(log.items[unknown][0])), len(np.unique(log.items[unknown]))
