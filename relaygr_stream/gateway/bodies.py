@@ -97,6 +97,8 @@ class _Reader:
         packed = self._array("candidates", "candidates: item ids", raw, pack_ids)
         size = len(packed) // count if count and packed else stated
         _bound(relay, "candidates", len(packed) // size)
+        if len(packed) % size:
+            raise Rejected(f"candidates must be m ≥ 1 item ids of {size} bytes (item_bytes); got {len(packed)} bytes")
         return {"candidates": packed, "item_bytes": size}
 
     def tables(self, raw: Raw) -> FeatureTables:
