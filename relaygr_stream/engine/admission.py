@@ -26,7 +26,6 @@ from relaygr_stream.engine.forecast import (
     Forecast,
     Full,
     IdleShare,
-    work_ms,
 )
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.ranking import Booking, Ranking
@@ -138,18 +137,19 @@ class Admission:
     def _too_late(self, ranking: Ranking, now: float) -> Full | None:
         return self._too_late_when_idle(ranking, now) if ranking.late else self._forecast.full(ranking, now)
 
-    def _too_late_when_idle(self, ranking: Ranking, now: float, least: float = LEAST_IDLE) -> Full | None:
+    def _too_late_when_idle(self, ranking: Ranking, now: float, *, waits: bool = False) -> Full | None:
         idle = self.idle.share(now)
-        return self._late.full_when_idle(ranking, now, work_ms(ranking), idle if idle >= least else 0.0)
+        enough = idle >= (STILL_IDLE if waits else LEAST_IDLE)
+        return self._late.full_when_idle(ranking, now, idle if enough else 0.0, waits=waits)
 
     def overdue(self, ranking: Ranking, now: float) -> Full | None:
         """A waiting ranking was not done when due, or is late: it gets the time that others leave. Why that will be too
         late; None: it will not."""
-        self._of(ranking).remove(ranking)
-        least = STILL_IDLE if ranking.late else LEAST_IDLE
-        if not ranking.late:
-            ranking.is_late()
-        full = self._too_late_when_idle(ranking, now, least)
+        if ranking.late:
+            return self._too_late_when_idle(ranking, now, waits=True)
+        self._forecast.remove(ranking)
+        ranking.is_late()
+        full = self._too_late_when_idle(ranking, now)
         self._late.add(ranking)
         return full
 
