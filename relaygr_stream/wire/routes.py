@@ -115,9 +115,12 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
             parts = [Part(group=to, share=0, lanes=lanes), *(part for part in parts if part.group != to)]
         at = next(index for index, part in enumerate(parts) if part.group == to)
         parts[at] = Part(group=to, share=share, lanes=lanes)
-        beside = [*reversed(range(at)), *range(at + 1, len(parts))]
+        earlier, later = [*reversed(range(at))], [*range(at + 1, len(parts))]
         change = share - before
-        for index in beside if change > 0 else [*range(at + 1, len(parts)), at - 1][:1]:
+        if change <= 0:  # to the nearest group with users, since those between have no place
+            last = [*later, *earlier]
+            earlier, later = [], [next((index for index in last if parts[index].share), last[0])] if last else []
+        for index in (*earlier, *later):
             taken = min(change, parts[index].share)  # negative: given back
             parts[index] = msgspec.structs.replace(parts[index], share=parts[index].share - taken)
             change -= taken
