@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 
@@ -48,7 +48,7 @@ async def write_routes(producer: Producer, topics: TopicSet, reader: StatusReade
 class RoutesTail:
     """The newest routes, from the topic's beginning on. on_routes: called with each later one.
 
-    producer: asks whether the topic is there.
+    exists: whether the topic is there.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class RoutesTail:
         kafka: Kafka,
         topic: str,
         reader: StatusReader,
-        producer: Producer,
+        exists: Callable[[], Awaitable[bool]],
         on_routes: Callable[[Routes], None],
     ) -> None:
         self._kafka, self._topic, self._reader = kafka, topic, reader
-        self._producer, self._on_routes = producer, on_routes
+        self._exists, self._on_routes = exists, on_routes
         self._tail: TopicTail | None = None
         self.routes: Routes | None = None
 
     async def start(self) -> None:
         """Read what there is, if the topic is there."""
         try:
-            if self._tail is None and await self._producer.exists(self._topic):
+            if self._tail is None and await self._exists():
                 tail = TopicTail(self._kafka, self._topic, [0], "earliest", self._on_records)
                 await tail.start()
                 self._tail = tail
@@ -82,8 +82,12 @@ class RoutesTail:
                 await self.start()
             await self._tail.failed
         finally:
-            if self._tail is not None:
-                await self._tail.stop()
+            await self.stop()
+
+    async def stop(self) -> None:
+        """Stop following."""
+        if self._tail is not None:
+            await self._tail.stop()
 
     def _on_records(self, records: list[Record]) -> None:
         for record in records:

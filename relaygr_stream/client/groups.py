@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Final
 
 import structlog
@@ -59,7 +60,8 @@ class Groups:
     async def following(self, topics: TopicSet, reader: StatusReader, producer: Producer) -> AsyncIterator[None]:
         """Follow the routes, and keep a connection to each group that they name. topics, reader: of the own group."""
         self._background = background = Background()
-        tail = RoutesTail(self._settings.kafka, routes_topic(topics).name, reader, producer, self._on_routes)
+        name = routes_topic(topics).name
+        tail = RoutesTail(self._settings.kafka, name, reader, partial(producer.exists, name), self._on_routes)
         await tail.start()
         background.start(tail.run())
         await self._wait_until_reached()

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -127,7 +128,9 @@ async def share(fleet: Fleet) -> int:
 
 
 @pytest.mark.parametrize(
-    ("factor", "reason"), [(1e38, "failed or were rejected"), (30.0, "another distribution")], ids=["overflow", "scale"]
+    ("factor", "reason"),
+    [(1e38, "failed or were rejected|not finite"), (30.0, "another distribution")],
+    ids=["overflow", "scale"],
 )
 async def test_a_bad_model_is_stopped_at_the_canary(
     embedded_settings: Kafka, tmp_path: Path, factor: float, reason: str
@@ -139,7 +142,7 @@ async def test_a_bad_model_is_stopped_at_the_canary(
             code = await command.process.wait()
             await until(lambda: "the users came back" in command.text)
         assert code == 1
-        assert reason in command.text
+        assert re.search(reason, command.text)
         assert "step 1 of 2" in command.text
         assert "step 2 of 2" not in command.text
         assert await share(fleet) == 0
