@@ -21,6 +21,7 @@ from relaygr_stream.fleet import Claim
 from relaygr_stream.ops.brokers.local import broker_at_hand
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, WorkerStatus
 from relaygr_stream.workload.quantiles import nearest_rank
@@ -68,7 +69,7 @@ def costs() -> None:
 
 def decision() -> None:
     policy = Policy.of(Settings())
-    lane = LaneState(policy, 0, 60.0, 0.0)
+    lane = LaneState(policy, LaneLedger(0, 60.0, 0.0))
     status = LaneStatus(lane=0, budget_bytes=1 << 50, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=1e9)
     worker = WorkerStatus(
         name="w", incarnation=1, host="h", pid=1, sent_ms=1, state="serving", lanes=(status,),

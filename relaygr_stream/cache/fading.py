@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from sortedcontainers import SortedList
@@ -79,9 +79,9 @@ class Trial:
             self._heap = [each for each in heap if self._is_held(each[2], each[1])]
             heapq.heapify(self._heap)
 
-    def leave_out(self, unwanted: Callable[[int], bool]) -> None:
-        """Drop the keys that this simulation no longer follows: with a long half-life they would stay long."""
-        for key in [key for key in self if unwanted(key)]:
+    def follow_one_in(self, number: int) -> None:
+        """Drop all keys but multiples of this: with a long half-life they would stay long."""
+        for key in [key for key in self if key % number]:
             self._leave(key)
 
     def _is_held(self, key: int, serial: int) -> bool:
@@ -244,7 +244,7 @@ class CostAwarePolicy(FadingFrequency[K]):
         while len(self) >= 2 * SIMULATED * self._one_in:
             self._one_in *= 2
             for trial in self._trials:
-                trial.leave_out(lambda key: key % self._one_in != 0)
+                trial.follow_one_in(self._one_in)
         if identity % self._one_in:
             return
         budget = self.nbytes / self._one_in

@@ -17,6 +17,7 @@ from relaygr_stream.cache.copy import CopyTicket
 from relaygr_stream.cache.entry import Entry, StoredCopy
 from relaygr_stream.cache.tier_file import SlotRecord, TierFile
 from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.kv import KVLayout
 
 #: Tokens begin at a multiple of this behind K and V.
 WORD: Final = 8
@@ -55,11 +56,11 @@ class Restored:
 
 
 class KeptCopies:
-    """The copies of a tier in its file. kv_bytes(capacity): bytes of K and V of a region."""
+    """The copies of a tier in its file. layout: of a region."""
 
-    def __init__(self, file: TierFile, kv_bytes: Callable[[int], int]) -> None:
+    def __init__(self, file: TierFile, layout: KVLayout) -> None:
         self.file: Final = file
-        self._kv_bytes = kv_bytes
+        self._layout = layout
         self._token_bytes = file.shape.token_bytes
         self._began = file.holds
 
@@ -74,7 +75,7 @@ class KeptCopies:
 
     def nbytes(self, capacity: int) -> int:
         """Bytes of an extent for a copy of a region of this capacity."""
-        return kept_bytes(self._kv_bytes(capacity), capacity, self._token_bytes)
+        return kept_bytes(self._layout.nbytes(capacity), capacity, self._token_bytes)
 
     def write_tokens(self, copy: StoredCopy, tokens: Tokens) -> None:
         """Write the copy's tokens behind its K and V."""
@@ -87,7 +88,7 @@ class KeptCopies:
     def digest(self, copy: StoredCopy) -> bytes:
         """Of all its bytes. SHA-1, the fastest where processors have it: it finds damage, and no one else may write."""
         start = copy.extent.offset
-        digest = sha1(self.file.data[start : start + self._kv_bytes(copy.capacity)].data, usedforsecurity=False)
+        digest = sha1(self.file.data[start : start + self._layout.nbytes(copy.capacity)].data, usedforsecurity=False)
         digest.update(np.ascontiguousarray(self._token_words(copy)).data)
         return digest.digest()
 
@@ -104,7 +105,7 @@ class KeptCopies:
         self.file.clear(copy.extent, None if erased else tokens)
 
     def _tokens_at(self, capacity: int) -> int:
-        return -(-self._kv_bytes(capacity) // WORD) * WORD
+        return -(-self._layout.nbytes(capacity) // WORD) * WORD
 
     def _token_words(self, copy: StoredCopy) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
         start = copy.extent.offset + self._tokens_at(copy.capacity)

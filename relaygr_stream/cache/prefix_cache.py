@@ -70,7 +70,7 @@ class PrefixCache:
         self._moves = Moves(self._table, copier, self.counters, self._scratch_bytes)
         #: Completes finished copies and starts write-backs; returns the entries loaded, or `failed` to load.
         self.poll: Final = self._moves.poll
-        self.transit = Transit(self._table, predict_ms, self._moves.copy_out, self._moves.keep)
+        self.transit = Transit(self._table, predict_ms, self._moves)
         self._most_capacity = capacity
         reserved = self._hbm.allocate(capacity)
         if reserved is None or self._hbm.size < 2 * self._scratch_bytes:

@@ -215,7 +215,7 @@ class DramTier(_Tier):
     ) -> None:
         super().__init__(memory, cost_ms, policy)
         self._layout = layout
-        self.kept = None if memory.file is None else KeptCopies(memory.file, layout.nbytes)
+        self.kept = None if memory.file is None else KeptCopies(memory.file, layout)
         self._nbytes = layout.nbytes if self.kept is None else self.kept.nbytes
         self.full = False
         self._evictable: dict[str, Entry] = {}

@@ -7,7 +7,7 @@ and a returning user's entry is reloaded from DRAM during retrieval.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Coverage, Entry, StoredCopy
 from relaygr_stream.cache.entry_table import MIN_COST_MS, EntryTable, PredictMs
+from relaygr_stream.cache.moves import Moves
 from relaygr_stream.cache.tiers import DramTier
 from relaygr_stream.models.api import Tokens
 
@@ -105,21 +106,13 @@ def giving_back(reply: object) -> GiveBack | Discard | None:
 class Transit:
     """Leases and reservations of one cache.
 
-    predict_ms(n): predicted device time of recomputing n tokens. copy_out(entry): start a DRAM copy of an entry in HBM;
-    it returns False if DRAM has no room. keep(entry): write its DRAM copy down, or verify one that was.
+    predict_ms(n): predicted device time of recomputing n tokens. moves: make the DRAM copies that are lent.
     """
 
-    def __init__(
-        self,
-        table: EntryTable,
-        predict_ms: PredictMs,
-        copy_out: Callable[[Entry], bool],
-        keep: Callable[[Entry], None],
-    ) -> None:
-        self._keep = keep
+    def __init__(self, table: EntryTable, predict_ms: PredictMs, moves: Moves) -> None:
         self._table = table
         self._predict_ms = predict_ms
-        self._copy_out = copy_out
+        self._moves = moves
         self._reserved: dict[Reservation, Extent] = {}
 
     @property
@@ -175,9 +168,9 @@ class Transit:
         if entry.spill is not None:
             return "soon"
         if entry.stored is None or (entry.ready and not entry.clean and not entry.leases):
-            return "soon" if self._may_copy_out(entry, dram) and self._copy_out(entry) else "never"
+            return "soon" if self._may_copy_out(entry, dram) and self._moves.copy_out(entry) else "never"
         if entry.stored.unverified is not None:
-            self._keep(entry)
+            self._moves.keep(entry)
             return "soon"
         entry.leases += 1
         self._table.note(entry)
@@ -226,7 +219,7 @@ class Transit:
             return False
         del self._reserved[reservation]
         reservation.filled = True
-        self._keep(self._table.add_stored(reservation.copy, reservation.user_id, reservation.tokens))
+        self._moves.keep(self._table.add_stored(reservation.copy, reservation.user_id, reservation.tokens))
         return True
 
     def discard(self, reservation: Reservation) -> None:

@@ -98,10 +98,6 @@ class Clients:
         account.ms = account.ms - booked.cost_ms if account.waiting else 0.0
         self.nbytes -= booked.nbytes
 
-    def ready(self, account: Account) -> None:
-        """The client has work again after a pause: it cannot claim the device time that others were given meanwhile."""
-        account.served_ms = max(account.served_ms, self.floor_ms)
-
     def heavier(self, measure: Measure, booked: Booked) -> Account | None:
         """The client that holds most of it, if that is more than its own client would hold; else None."""
         most = max(self._everyone(), key=lambda account: account.of(measure))

@@ -5,7 +5,6 @@ Times are seconds of one monotonic clock.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import filterfalse
@@ -83,11 +82,11 @@ class Times(NamedTuple):
     """When a ranking came, when its scores should leave, and until when they are of use."""
 
     arrived: float
-    deadline: float
+    due: float  # in time for the SLO, or for its client if that waits for less
+    deadline: float  # not before `due`
     timeout_ms: float = 0.0  # from sending on, as its client states it, or the default
     age_ms: float = 0.0  # age at arrival, proven by the log's order (bus/ages.py)
     inbound_ms: float = 0.0  # age at arrival by the sender's clock
-    due: float = math.inf  # as the SLO has it; not before the deadline: the deadline counts
 
     @classmethod
     def of(
@@ -98,11 +97,11 @@ class Times(NamedTuple):
         slo_ms: relay.slo_ms. reply_ms: an answer's way to its client. Scores that left at the deadline would come late,
         and under overload most are ready close to it.
         """
-        deadline, due = (
+        due, deadline = (
             arrived + (within_ms - min(reply_ms, REPLY_SHARE * within_ms) - age_ms) / 1e3
-            for within_ms in (timeout_ms, min(slo_ms, timeout_ms))
+            for within_ms in (min(slo_ms, timeout_ms), timeout_ms)
         )
-        return cls(arrived, deadline, timeout_ms, age_ms, inbound_ms, due)
+        return cls(arrived, due, deadline, timeout_ms, age_ms, inbound_ms)
 
 
 class RankTask(Keys, msgspec.Struct, frozen=True, eq=False):
@@ -142,8 +141,8 @@ class RankTask(Keys, msgspec.Struct, frozen=True, eq=False):
 
     @property
     def due(self) -> float:
-        """When its scores should leave: in time for the SLO, or for its client if that waits for less."""
-        return min(self.times.due, self.times.deadline)
+        """When its scores should leave."""
+        return self.times.due
 
 
 @dataclass(slots=True)

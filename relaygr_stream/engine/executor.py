@@ -24,6 +24,7 @@ from relaygr_stream.engine.cost_model import MAX_CHUNK, MIN_CHUNK, Costs
 from relaygr_stream.errors import CapacityError, ModelError
 from relaygr_stream.models.api import RankingModel, ScoreInput, SteppedModel, Tokens, WarmedModel, schema_of
 from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.telemetry.clocks import Clock
 
 log = structlog.get_logger(__name__)
 
@@ -57,9 +58,7 @@ class Executor:
     succeeded; out_of_memory counts how often the device had no memory.
     """
 
-    def __init__(
-        self, model: RankingModel, device: torch.device, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, model: RankingModel, device: torch.device, clock: Clock = time.perf_counter) -> None:
         self.model = model
         self.device = device
         self.clock = clock

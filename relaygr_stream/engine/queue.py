@@ -84,48 +84,32 @@ class Turns:
         found = self._of_client.get(account)
         if found is None:
             found = self._of_client[account] = TimerHeap(self._over)
-            self._clients.ready(account)
+            # After a pause it cannot claim the device time that others were given meanwhile.
+            account.served_ms = max(account.served_ms, self._clients.floor_ms)
         found.add(ranking.due, ranking if job is None else job)
 
     def first(self) -> Ranking | PrefillJob | None:
         """What is next, left in place."""
-        first = self._first()
-        return None if first is None else first[1]
-
-    def pop_ready(
-        self, most: int, cost: Callable[[Ranking], float] = lambda _: 0.0, within: float = 0.0, least: int = 1
-    ) -> list[Ranking]:
-        """Rankings from the front that can be scored now, up to the first job: one batch.
-
-        It has `most` rankings at most, and as many as cost no more than `within` together, or `least`.
-        """
-        batch: list[Ranking] = []
-        while len(batch) < most and (first := self._first()) is not None and isinstance(ranking := first[1], Ranking):
-            within -= cost(ranking)
-            if within < 0 and len(batch) >= least:
-                break
-            first[0].pop()
-            batch.append(ranking)
-        return batch
-
-    def _first(self) -> tuple[TimerHeap[Ranking | PrefillJob], Ranking | PrefillJob] | None:
-        """What is next, and the heap that it is first in."""
         heads = []
         for account, heap in list(self._of_client.items()):
             first = heap.first()
             if first is None:
                 del self._of_client[account]
             else:
-                heads.append((first[0], account, heap, first[1]))
+                heads.append((first[0], account, first[1]))
         if not heads:
             return None
         clients = self._clients
         if len(heads) == 1:
             clients.floor_ms = max(clients.floor_ms, heads[0][1].served_ms)
-            return heads[0][2:]
+            return heads[0][2]
         clients.floor_ms = least = max(clients.floor_ms, min(head[1].served_ms for head in heads))
         in_turn = [head for head in heads if head[1].served_ms <= least + clients.slack_ms]
-        return min(in_turn, key=lambda head: head[0])[2:]
+        return min(in_turn, key=lambda head: head[0])[2]
+
+    def remove(self, first: Ranking) -> None:
+        """Remove the ranking that `first` has found."""
+        self._of_client[first.booking.account].pop()
 
 
 class WorkQueue:

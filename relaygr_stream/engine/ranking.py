@@ -49,8 +49,8 @@ class Ranking:
     tokens: Tokens
     suffix: Tokens
     full: bool
-    deadline: float  # the task's
     due: float  # the task's; once it is late, its deadline
+    deadline: float  # the task's
     came: float  # from when its delay counts: its arrival, without what was spent before the scheduler had it
     late: bool = False  # it cannot be done when due: it gets the time that others leave
     booking: Booking = field(default_factory=Booking)
@@ -63,7 +63,7 @@ class Ranking:
         """One that has just come."""
         task, times = rank.task, rank.task.times
         full, came = task.full or rank.leaves_nothing, times.arrived + rank.waited_s
-        return cls(rank, task, task.tokens, task.suffix, full, times.deadline, min(times.due, times.deadline), came)
+        return cls(rank, task, task.tokens, task.suffix, full, times.due, times.deadline, came)
 
     def is_late(self) -> None:
         """It is not done when due, and need not be any more."""

@@ -127,12 +127,19 @@ class Rankings:
                 self._residents.place_again(ranking)
 
     def next_batch(self, *, late: bool) -> list[Ranking]:
-        """The next rankings, which are ready: as many as there are where batches pay, else so few that they take no
-        longer than a chunk may, or two."""
+        """The next rankings that are ready, up to the first job: as many as there are where batches pay, else so few
+        that they take no longer than a chunk may, or two."""
         factor, score_ms = self._admission.calibration.factor, self._admission.score_ms
         within_ms = math.inf if self._batching.pays else SLICE_SHARE * self._max_delay_ms
         turns = self._queue.late if late else self._queue.in_time
-        return turns.pop_ready(self._most, lambda ranking: factor * score_ms(ranking), within_ms, least=ALWAYS_TOGETHER)
+        batch: list[Ranking] = []
+        while len(batch) < self._most and isinstance(ranking := turns.first(), Ranking):
+            within_ms -= factor * score_ms(ranking)
+            if within_ms < 0 and len(batch) >= ALWAYS_TOGETHER:
+                break
+            turns.remove(ranking)
+            batch.append(ranking)
+        return batch
 
     def score(self, now: float, together: list[Ranking]) -> float:
         """Score rankings that are ready, and answer them; returns the milliseconds it took.

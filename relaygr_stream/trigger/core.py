@@ -17,7 +17,7 @@ from relaygr_stream.errors import BrokerUnavailable, MessageTooLarge
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.trigger.decision import Decide, Decision, LaneState, Policy, decide
 from relaygr_stream.trigger.delegation import Delegation
-from relaygr_stream.trigger.ledger import Pending
+from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, prefix_length, prefix_tokens
 from relaygr_stream.wire.refusals import Refusal
@@ -97,9 +97,8 @@ class TriggerCore:
 
     def take_lane(self, lane: int, log_end: int, now_s: float) -> None:
         """Decide on this lane's events from now on. log_end: where its signal log ends."""
-        self._lanes[lane] = LaneState(
-            self.policy, log_end, self._keep_s, now_s, lane, loads=self.loads, delegation=self.delegation
-        )
+        ledger = LaneLedger(log_end, self._keep_s, now_s)
+        self._lanes[lane] = LaneState(self.policy, ledger, lane, loads=self.loads, delegation=self.delegation)
 
     def leave_lane(self, lane: int, now_s: float) -> None:
         """Another trigger decides on this lane's events, taken or not. Outcomes of its signals are ignored from now."""

@@ -97,7 +97,7 @@ class _Admitted(NamedTuple):
 class LaneState:
     """What decisions on one lane's events depend on: the policy, its owner, its bounds, its recent requests.
 
-    log_end, keep_s, now_s: as for LaneLedger. number: the lane. loads: the owners' buckets of this trigger. delegation:
+    number: the lane. loads: the owners' buckets of this trigger. delegation:
     finds another worker for what the owner cannot compute in time; None: the owner computes it, or nobody does.
     `claim` is the current owner's newest statement; None: there is no owner, or it is silent.
     """
@@ -105,9 +105,7 @@ class LaneState:
     def __init__(
         self,
         policy: Policy,
-        log_end: int,
-        keep_s: float,
-        now_s: float,
+        ledger: LaneLedger,
         number: int = 0,
         loads: OwnerLoads | None = None,
         delegation: Delegation | None = None,
@@ -116,7 +114,7 @@ class LaneState:
         self.number: Final = number
         self.delegation: Final = delegation
         self.claim: Claim | None = None
-        self.ledger = LaneLedger(log_end, keep_s, now_s)
+        self.ledger: Final = ledger
         self.bucket = LoadBucket(policy.burst_ms, policy.averaging * load.LANE_S, policy.averaging * load.START_S)
         self._loads = OwnerLoads(policy.averaging) if loads is None else loads
         self._owner_bucket: LoadBucket | None = None

@@ -37,6 +37,7 @@ from relaygr_stream.ops.status.table import render
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import Message, decode, encode
 from relaygr_stream.wire.erase import KIND as ERASE
@@ -191,7 +192,7 @@ class _Trigger:
         self._policy = Policy.of(Settings(relay=RELAY))
         self._owners = OwnerDirectory(1e6)
         self._count = 0
-        self._lane = LaneState(self._policy, 0, 60.0, 0.0)
+        self._lane = LaneState(self._policy, LaneLedger(0, 60.0, 0.0))
 
     def __call__(self, rng: random.Random) -> None:
         mutator = Mutator(rng)
@@ -199,7 +200,7 @@ class _Trigger:
         now = time.monotonic()
         if self._count % self.FRESH == 0:
             self._owners = OwnerDirectory(1e6)
-            self._lane = LaneState(self._policy, 0, 60.0, now)
+            self._lane = LaneState(self._policy, LaneLedger(0, 60.0, now))
         self._owners.on_records([_stated(mutator, rng, self._count)])
         owner = self._owners.owner(rng.randrange(4))
         self._lane.observe(owner, now)

@@ -241,7 +241,8 @@ def _step_ms(costs: DeviceCosts, settings: Settings) -> float:
         name, user = f"r{number}", f"u{number}"
         start, steps = time.perf_counter(), 0
         signal = PrefillTask(name, user, 0, tokens, clock.now, clock.now + 60.0, clock.now)
-        ranking = RankTask(name, user, 0, tokens, none, candidates, Times(clock.now, clock.now + 60.0), False)
+        times = Times(clock.now, clock.now + 60.0, clock.now + 60.0)
+        ranking = RankTask(name, user, 0, tokens, none, candidates, times, False)
         for command in Prefill(signal), Rank(ranking):
             scheduler.handle(command, clock.now)
         while scheduler.step(clock.now):

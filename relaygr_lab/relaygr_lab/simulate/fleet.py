@@ -375,10 +375,11 @@ class Fleet:
     def _rebalance(self, now: float) -> None:
         """Assign the lanes to the live workers, which read on from the committed offsets."""
         self.taken_over_at = now
-        claims = {worker.name: MemberClaim(self._owned[worker.name], 1) for worker in self.workers if worker.alive}
+        former = {worker.name: self._owned[worker.name] for worker in self.workers if worker.alive}
+        claims = {name: MemberClaim(tuple(sorted(owned)), 1) for name, owned in former.items()}
         self._owned = assign_lanes(len(self.lanes), claims)
         for name, numbers in self._owned.items():
-            for number in sorted(numbers - claims[name].lanes):
+            for number in sorted(numbers - former[name]):
                 self._hand_over(number, self._by_name[name], now)
 
     def _hand_over(self, number: int, worker: SimulatedWorker, now: float) -> None:

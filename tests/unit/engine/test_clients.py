@@ -17,7 +17,7 @@ from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
 from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKEN_MS, Simulation, Timed
-from tests.unit.engine.test_queue import ranking
+from tests.unit.engine.test_queue import ranking, removed
 from tests.unit.engine.worlds import LIMITS, World, world
 
 #: What one well-behaved client asks for: a tenth of what the device can do.
@@ -156,7 +156,7 @@ def test_nobody_with_work_ready_falls_behind_by_more_than_the_slack(work: list[t
         least = min(account.served_ms for account in ready)
         account = urgent.booking.account
         assert account.served_ms <= least + clients.slack_ms
-        queue.in_time.pop_ready(1)
+        queue.in_time.remove(urgent)
         account.served_ms += costs[urgent]
         waiting[account] -= 1
     assert not any(waiting.values())
@@ -167,7 +167,7 @@ def test_of_one_client_the_nearest_deadline_goes_first_whatever_it_was_given() -
     for deadline in (3.0, 1.0, 2.0):
         queue.add(ranking(str(deadline), deadline))
     UNBOOKED.served_ms += 1e6
-    assert [task.deadline for task in queue.in_time.pop_ready(8)] == [1.0, 2.0, 3.0]
+    assert removed(queue.in_time) == ["1.0", "2.0", "3.0"]
 
 
 def test_a_client_that_was_away_cannot_claim_what_others_were_given_meanwhile() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from relaygr_stream.engine.commands import Rank, RankTask, Times
 from relaygr_stream.engine.forecast import IDLE_S, IdleShare
 from relaygr_stream.engine.queue import WorkQueue
-from relaygr_stream.engine.ranking import Ranking
 from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKENS, USERS, Simulation
 from tests.unit.engine.test_queue import job, ranking
 
@@ -135,6 +134,12 @@ def test_a_late_ranking_learns_soon_that_others_leave_it_no_time_any_more() -> N
     assert all(status == "overloaded" and took < TIMEOUT_S / 2 for status, took in refused), refused
 
 
+@given(st.floats(1.0, 1e5), st.floats(1.0, 1e5), st.floats(0.0, 1e3), st.floats(0.0, 1e4))
+def test_a_ranking_is_due_no_later_than_its_deadline(timeout: float, slo: float, reply: float, age: float) -> None:
+    times = Times.of(10.0, timeout, slo, reply, age)
+    assert times.due <= times.deadline
+
+
 def test_a_caller_who_waits_for_less_than_the_slo_is_due_then() -> None:
     times = Times.of(10.0, 20.0, slo_ms=50.0, reply_ms=5.0, age_ms=3.0)
     assert (times.deadline, times.due) == pytest.approx((10.0 + 0.013, 10.0 + 0.013))
@@ -174,9 +179,3 @@ def test_the_idle_share_is_a_share_and_comes_back(worked: list[tuple[float, floa
         idle.busy(ms, now)
         assert 0.0 <= idle.share(now) <= 1.0
     assert idle.share(now + 40 * IDLE_S) == pytest.approx(1.0)
-
-
-def test_a_ranking_is_due_no_later_than_its_deadline() -> None:
-    task = RankTask("r", "u", 0, ranking("x", 1.0).tokens, ranking("x", 1.0).suffix, np.zeros(1, np.int64),
-                    Times(0.0, 1.0, due=2.0), full=False)  # fmt: skip
-    assert Ranking.of(Rank(task)).due == 1.0

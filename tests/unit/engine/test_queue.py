@@ -7,7 +7,7 @@ import torch
 
 from relaygr_stream.engine.commands import Rank, RankTask, Times
 from relaygr_stream.engine.executor import PrefillRun
-from relaygr_stream.engine.queue import WorkQueue
+from relaygr_stream.engine.queue import Turns, WorkQueue
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVLayout, KVRegion
@@ -17,7 +17,7 @@ REGION = KVRegion(KVLayout(1, 1, 1, 1, torch.float32), torch.empty(0), 0)
 
 
 def ranking(name: str, deadline: float) -> Ranking:
-    times = Times(0.0, deadline)
+    times = Times(0.0, deadline, deadline)
     return Ranking.of(Rank(RankTask(name, "u", 0, NOTHING, NOTHING, np.zeros(1, np.int64), times, full=False)))
 
 
@@ -25,8 +25,13 @@ def job(due: float, *waiters: Ranking) -> PrefillJob:
     return PrefillJob(PrefillRun(None, REGION, NOTHING), due, waiters=list(waiters))  # type: ignore[arg-type]  # never run
 
 
-def cost(ranking: Ranking) -> float:
-    return ranking.deadline
+def removed(turns: Turns, most: int = 8) -> list[str]:
+    """Rankings from the front, up to the first job."""
+    names: list[str] = []
+    while len(names) < most and isinstance(first := turns.first(), Ranking):
+        turns.remove(first)
+        names.append(first.task.request_id)
+    return names
 
 
 def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:
@@ -36,37 +41,20 @@ def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:
     for name, deadline in (("d", 4.0), ("b", 2.0), ("a", 1.0), ("c", 2.5)):
         queue.add(ranking(name, deadline))
     queue.add(waiter, joined)
-    assert [each.task.request_id for each in queue.in_time.pop_ready(2)] == ["a", "b"]
-    assert [each.task.request_id for each in queue.in_time.pop_ready(8)] == ["c"]
+    assert removed(queue.in_time, 2) == ["a", "b"]
+    assert removed(queue.in_time) == ["c"]
     assert queue.in_time.first() is joined
-    assert queue.in_time.pop_ready(8) == []
+    assert removed(queue.in_time) == []
     joined.over = True
-    assert [each.task.request_id for each in queue.in_time.pop_ready(8)] == ["d"]
+    assert removed(queue.in_time) == ["d"]
     assert queue.in_time.first() is None
-
-
-def test_a_batch_costs_no_more_than_it_may_but_has_one_ranking() -> None:
-    queue = WorkQueue()
-    for name, deadline in (("a", 2.0), ("b", 2.5), ("c", 3.0), ("d", 9.0)):
-        queue.add(ranking(name, deadline))
-    assert [each.task.request_id for each in queue.in_time.pop_ready(8, cost, 5.0)] == ["a", "b"]
-    assert [each.task.request_id for each in queue.in_time.pop_ready(8, cost, 5.0)] == ["c"]
-    assert [each.task.request_id for each in queue.in_time.pop_ready(8, cost, 5.0)] == ["d"]
-    assert queue.in_time.pop_ready(8, cost, 5.0) == []
-
-
-def test_a_batch_has_as_many_as_are_asked_for_whatever_they_cost() -> None:
-    queue = WorkQueue()
-    for name in "abc":
-        queue.add(ranking(name, 9.0))
-    assert [each.task.request_id for each in queue.in_time.pop_ready(8, cost, 5.0, least=2)] == ["a", "b"]
 
 
 def test_ties_go_to_who_came_first() -> None:
     queue = WorkQueue()
     for name in "abc":
         queue.add(ranking(name, 1.0))
-    assert [each.task.request_id for each in queue.in_time.pop_ready(8)] == ["a", "b", "c"]
+    assert removed(queue.in_time) == ["a", "b", "c"]
 
 
 def test_answered_rankings_are_passed_over() -> None:

@@ -11,6 +11,7 @@ import pytest
 from relaygr_stream.engine.budgets import LEAST_COMPUTED, LoadSplit
 from relaygr_stream.fleet import Claim
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
+from relaygr_stream.trigger.ledger import LaneLedger
 from tests.unit.trigger.parts import event, lane_status, worker_status
 
 CAP = 0.7
@@ -34,7 +35,7 @@ class Device:
     requests: int = 0
 
     def __post_init__(self) -> None:
-        self.lane = LaneState(POLICY, 0, 60.0, self.now)
+        self.lane = LaneState(POLICY, LaneLedger(0, 60.0, self.now))
 
     def run(self, seconds: float, rate: float, cached: float = 0.0) -> float:
         """Let traffic come for a while; returns the share that was admitted."""

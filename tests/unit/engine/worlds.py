@@ -259,7 +259,7 @@ class World:
             tokens,
             after,
             np.arange(candidates, dtype=np.int64) * 3,
-            Times(self.now, self.now + timeout, due=self.now + due),
+            Times(self.now, self.now + min(due, timeout), self.now + timeout),
             full=full,
             tenant=tenant,
             client=client,

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.settings.schema import Relay, Settings, Trigger
 from relaygr_stream.trigger.decision import REASONS, Decision, LaneState, Policy, decide
 from relaygr_stream.trigger.delegation import NOTICE_MS
+from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.trigger.statement import policy_status, stated_policy
 from relaygr_stream.wire.behaviours import Behaviours
@@ -27,7 +28,7 @@ class OneLane:
 
     def __init__(self, budget: int = 10_000, rate: float = 1000.0, policy: Policy = POLICY, **status: Any) -> None:
         self.now = 100.0
-        self.state = LaneState(policy, log_end=0, keep_s=60.0, now_s=self.now)
+        self.state = LaneState(policy, LaneLedger(log_end=0, keep_s=60.0, now_s=self.now))
         self.state.observe(claim(worker_status(lane_status(budget=budget, rate=rate), **status), self.now), self.now)
 
     def decide(self, event: RequestEvent, age_ms: float = 0.0) -> Decision:
@@ -101,7 +102,7 @@ def test_a_lane_without_an_owner_gets_no_admissions() -> None:
 
 
 def test_a_lane_knows_who_owned_it_last() -> None:
-    assert LaneState(POLICY, log_end=0, keep_s=60.0, now_s=100.0).owner == ""
+    assert LaneState(POLICY, LaneLedger(log_end=0, keep_s=60.0, now_s=100.0)).owner == ""
     lane = OneLane(name="w7")
     assert lane.state.owner == "w7"
     lane.state.observe(None, lane.now)

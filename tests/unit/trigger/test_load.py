@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.trigger.decision import LaneState
+from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.load import LANE_S, MIN_MS_PER_S, OWNER_S, START_S, LoadBucket, OwnerLoads
 from tests.unit.trigger.parts import POLICY, claim, lane_status, worker_status
 
@@ -86,7 +87,7 @@ class Trigger:
         self._lanes = [self._fresh(lane) for lane in range(lanes)]
 
     def _fresh(self, lane: int) -> LaneState:
-        return LaneState(replace(POLICY, burst_ms=100.0), 0, 60.0, 0.0, lane, self._loads)
+        return LaneState(replace(POLICY, burst_ms=100.0), LaneLedger(0, 60.0, 0.0), lane, self._loads)
 
     def observe(self, lane: int, rate: float, now: float, owner: str = "w") -> None:
         stated = worker_status(lane_status(lane=lane, rate=rate), name=owner)

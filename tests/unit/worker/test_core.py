@@ -77,7 +77,7 @@ class World:
         return LANE
 
     def rank(self, request: str = "r", nbytes: int = 10, referred: Referred | None = None, **more: Any) -> Rank:
-        times = Times(self.now, self.now + 1.0, timeout_ms=1000.0)
+        times = Times(self.now, self.now + 1.0, self.now + 1.0, timeout_ms=1000.0)
         more = {"full": False, "origin": Origin(), **more}
         task = RankTask(request, "u", LANE, NONE, NONE, np.zeros(1, np.int64), times, nbytes=nbytes, **more)
         return Rank(task, referred=referred)
