@@ -84,7 +84,7 @@ def rollout_command(
     """
     import msgspec
 
-    from relaygr_stream.ops.rollout.process import Asked, run_rollout, take_back
+    from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back
     from relaygr_stream.ops.rollout.run import Plan
     from relaygr_stream.settings.load import load_settings
     from relaygr_stream.telemetry.process import run_process
@@ -102,6 +102,6 @@ def rollout_command(
             *("--set", f"model.checkpoint={checkpoint}", "--workers", str(workers)),
             *(("--devices", devices) if devices else ()),
         ]
-    asked = Asked(Plan.of([*canary, *steps], hold), group, lanes, up)
+    asked = RolloutRequest(Plan.of([*canary, *steps], hold), group, lanes, up)
     settings = msgspec.structs.replace(settings, telemetry=msgspec.structs.replace(settings.telemetry, port=port))
     sys.exit(run_process("rollout", settings, partial(run_rollout, asked=asked, say=click.echo)))

@@ -22,7 +22,7 @@ from relaygr_stream.errors import RelayError
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
-from relaygr_stream.wire.routes import OWN, POSITIONS, Part, Routes, group_settings, routes_topic
+from relaygr_stream.wire.routes import OWN, POSITIONS, RoutePart, Routes, group_settings, routes_topic
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
@@ -119,7 +119,7 @@ class Groups:
         except TimeoutError:
             log.warning("groups are not reached yet", groups=sorted(self._keeping.keys() - self._others.keys()))
 
-    async def _keep(self, part: Part) -> None:
+    async def _keep(self, part: RoutePart) -> None:
         while True:
             try:
                 settings = group_settings(self._settings, part.group, part.lanes)

@@ -35,7 +35,7 @@ Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Share = Annotated[int, Meta(ge=0, le=POSITIONS)]
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class RoutePart(msgspec.Struct, frozen=True, kw_only=True):
     """One group: its part of the users, and the number of its lanes."""
 
     group: GroupName
@@ -54,7 +54,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     p99_ms: Finite = 0.0
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
     """The rollout that wrote the routes last, for people."""
 
     state: Label  # "moving", "done", "back"; later releases may add more
@@ -72,8 +72,8 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     min_v: LeastVersion = 0
     epoch: Count
     sent_ms: UnixMillis
-    parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=16)]
-    rollout: Progress | UnsetType = UNSET
+    parts: Annotated[tuple[RoutePart, ...], Meta(min_length=1, max_length=16)]
+    rollout: RolloutProgress | UnsetType = UNSET
 
     def validate(self) -> None:
         """Raise DecodeError where the parts are not all users, each in one group."""
@@ -112,9 +112,9 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         """
         parts = list(self.parts)
         if not (before := self.share_of(to)):
-            parts = [Part(group=to, share=0, lanes=lanes), *(part for part in parts if part.group != to)]
+            parts = [RoutePart(group=to, share=0, lanes=lanes), *(part for part in parts if part.group != to)]
         at = next(index for index, part in enumerate(parts) if part.group == to)
-        parts[at] = Part(group=to, share=share, lanes=lanes)
+        parts[at] = RoutePart(group=to, share=share, lanes=lanes)
         earlier, later = [*reversed(range(at))], [*range(at + 1, len(parts))]
         change = share - before
         if change <= 0:  # to the nearest group with users, since those between have no place
@@ -129,7 +129,7 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of_one(cls, group: str, lanes: int, epoch: int = 0) -> Self:
         """All users in one group."""
-        return cls(epoch=epoch, sent_ms=0, parts=(Part(group=group, share=POSITIONS, lanes=lanes),))
+        return cls(epoch=epoch, sent_ms=0, parts=(RoutePart(group=group, share=POSITIONS, lanes=lanes),))
 
 
 def position(user_id: str) -> int:

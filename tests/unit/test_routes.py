@@ -12,7 +12,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.routes import (
     POSITIONS,
-    Part,
+    RoutePart,
     Routes,
     encode_routes,
     group_settings,
@@ -93,7 +93,9 @@ def test_positions_are_those_that_other_clients_compute() -> None:
     "parts", [[("", 1)], [("", POSITIONS), ("a", 1)], [("", POSITIONS // 2), ("", POSITIONS // 2)]]
 )
 def test_routes_that_are_not_all_users_in_one_group_each_are_refused(parts: list[tuple[str, int]]) -> None:
-    routes = Routes(epoch=1, sent_ms=0, parts=tuple(Part(group=group, share=share, lanes=8) for group, share in parts))
+    routes = Routes(
+        epoch=1, sent_ms=0, parts=tuple(RoutePart(group=group, share=share, lanes=8) for group, share in parts)
+    )
     with pytest.raises(DecodeError):
         newest_routes([record(routes)], StatusReader())
 

@@ -72,23 +72,23 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Decision:
+class StepDecision:
     """What to do. reason: for people; "" where there is nothing to say."""
 
     action: Action
     reason: str = ""
 
 
-def decide(new: Observed, old: Observed, in_step_s: float, hold_s: float, *, last: bool) -> Decision:
+def decide(new: Observed, old: Observed, in_step_s: float, hold_s: float, *, last: bool) -> StepDecision:
     """What becomes of the step. in_step_s: since it began. hold_s: how long a step lasts at least. last: all users are
     in the new group, and `old` is what its predecessor answered before."""
     if (why := next(_objections(new, old), None)) is not None:
-        return Decision("back", why)
+        return StepDecision("back", why)
     if in_step_s < hold_s:
-        return Decision("stay")
+        return StepDecision("stay")
     if new.tally.all < MIN_ANSWERS:
-        return Decision("stay", f"waits for {MIN_ANSWERS} answers of the new group; it has {new.tally.all}")
-    return Decision("done" if last else "next")
+        return StepDecision("stay", f"waits for {MIN_ANSWERS} answers of the new group; it has {new.tally.all}")
+    return StepDecision("done" if last else "next")
 
 
 def _objections(new: Observed, old: Observed) -> Iterator[str]:

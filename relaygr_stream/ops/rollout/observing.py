@@ -34,7 +34,7 @@ DISTRUSTED: Final = "cache_distrusted"
 Marks = dict[str, WorkerStatus]
 
 
-class GroupView:
+class WorkersView:
     """One group, since the last `begin`. view: follows its statuses; feed `on_scores` the records of its `scores`."""
 
     def __init__(self, view: Overview, clock: Clock = time.monotonic) -> None:
@@ -120,14 +120,14 @@ def _since(marks: Marks, now: Marks) -> Tally:
 
 
 @asynccontextmanager
-async def watching(settings: Settings) -> AsyncIterator[GroupView]:
+async def watching(settings: Settings) -> AsyncIterator[WorkersView]:
     """Watch the group of these settings. Raises BrokerError, TopicError."""
     topics = load_topics(settings.kafka)
     rows = await verify_topics(settings.kafka)
     found = next(row.found for row in rows if row.topic.name == topics.scores.name)
     assert found is not None, "verified"
     async with listening(settings, topics) as (view, _):
-        group = GroupView(view)
+        group = WorkersView(view)
         partitions = range(found.partitions)
         async with TopicTail(settings.kafka, topics.scores.name, partitions, "latest", group.on_scores, relaxed=True):
             yield group

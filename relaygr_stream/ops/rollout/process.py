@@ -17,10 +17,20 @@ from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.children import end_with_parent
 from relaygr_stream.ops.rollout.observing import watching
-from relaygr_stream.ops.rollout.run import FIRST_S, Bus, Metrics, Parts, Plan, Rollout, label, next_group, source_of
+from relaygr_stream.ops.rollout.run import (
+    FIRST_S,
+    Bus,
+    Parts,
+    Plan,
+    Rollout,
+    RolloutMetrics,
+    label,
+    next_group,
+    source_of,
+)
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.wire.routes import OWN, Progress, group_settings
+from relaygr_stream.wire.routes import OWN, RolloutProgress, group_settings
 
 #: Clients hear of routes within a second; a request that has begun lives for relay.life_window_ms.
 HEARD_S: Final = 1.0
@@ -31,7 +41,7 @@ LONGEST_PREFIX: Final = 64
 
 
 @dataclass(frozen=True)
-class Asked:
+class RolloutRequest:
     """group: where users move to; None: the other one of two. lanes: of the group; 0: as it has, or as the others have.
     up: arguments of `relaygr up` for its processes; None: an operator starts them."""
 
@@ -41,7 +51,7 @@ class Asked:
     up: Sequence[str] | None = None
 
 
-async def run_rollout(context: ProcessContext, asked: Asked, say: Callable[[str], object]) -> None:
+async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Callable[[str], object]) -> None:
     """Roll out; with processes of its own, keep these until it is stopped.
 
     Raises RelayError where the users came back, and for what is missing; BrokerError.
@@ -69,7 +79,7 @@ async def run_rollout(context: ProcessContext, asked: Asked, say: Callable[[str]
         if asked.up is not None and new.versions:
             raise ConfigError(f"group {label(to)} has workers already ({', '.join(new.versions)}): stop them first")
         async with _started(asked.up, of_group) as started:
-            parts = Parts(bus, producer, Metrics(context.registry), say, started)
+            parts = Parts(bus, producer, RolloutMetrics(context.registry), say, started)
             rollout = Rollout(parts, asked.plan, routes, to, new, old)
             context.set_ready(True)
             await _run(context, rollout, started, say)
@@ -126,7 +136,7 @@ async def take_back(settings: Settings, group: str | None, say: Callable[[str], 
             )
         back = routes.moved(to, routes.lanes_of(to), 0)
         steps = routes.rollout.steps if routes.rollout else ()
-        progress = Progress(state="back", group=to, steps=steps, reason="by hand")
+        progress = RolloutProgress(state="back", group=to, steps=steps, reason="by hand")
         await bus.write(producer, msgspec.structs.replace(back, epoch=max(back.epoch, now_ms()), rollout=progress))
     say(f"all users are in group {label(source)}")
 

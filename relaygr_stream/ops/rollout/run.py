@@ -22,9 +22,9 @@ from relaygr_stream.bus.routes import ASK_S, read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists, verify_topics
 from relaygr_stream.errors import BrokerError, ConfigError, RelayError
 from relaygr_stream.ops.rollout.judgement import Observed, decide
-from relaygr_stream.ops.rollout.observing import GroupView
+from relaygr_stream.ops.rollout.observing import WorkersView
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.routes import OWN, POSITIONS, Progress, Routes, routes_topic
+from relaygr_stream.wire.routes import OWN, POSITIONS, RolloutProgress, Routes, routes_topic
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
@@ -67,7 +67,7 @@ def next_group(routes: Routes | None) -> str:
     return OWN if routes is not None and routes.share_of(OTHER) == POSITIONS else OTHER
 
 
-class Metrics:
+class RolloutMetrics:
     """Of a rollout in progress."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -132,7 +132,7 @@ class Parts:
 
     bus: Bus
     producer: Producer
-    metrics: Metrics
+    metrics: RolloutMetrics
     say: Callable[[str], object]
     started: Started | None = None
 
@@ -140,7 +140,7 @@ class Parts:
 class Rollout:
     """One rollout to the group `to`; new, old: the views of that group, and of the one that the users come from."""
 
-    def __init__(self, parts: Parts, plan: Plan, routes: Routes, to: str, new: GroupView, old: GroupView) -> None:
+    def __init__(self, parts: Parts, plan: Plan, routes: Routes, to: str, new: WorkersView, old: WorkersView) -> None:
         self._parts = parts
         self._plan = plan
         self._routes = routes
@@ -174,7 +174,9 @@ class Rollout:
         for number, share in enumerate(self._plan.steps):
             if share <= self._routes.share_of(self._to) and share != POSITIONS:
                 continue  # of a rollout that is continued
-            await self._move(share, Progress(state="moving", group=self._to, steps=self._plan.steps, step=number))
+            await self._move(
+                share, RolloutProgress(state="moving", group=self._to, steps=self._plan.steps, step=number)
+            )
             self._parts.say(
                 f"step {number + 1} of {len(self._plan.steps)}: {share / POSITIONS:.0%} of the users are in group "
                 f"{label(self._to)}, for at least {self._plan.hold_s:g} s"
@@ -222,7 +224,7 @@ class Rollout:
                 told = now_s
                 await self._tell({self._to: new, self._from: old}, decision.reason)
 
-    async def _move(self, share: int, progress: Progress) -> None:
+    async def _move(self, share: int, progress: RolloutProgress) -> None:
         routes = self._routes.moved(self._to, self._new.lanes, share)
         routes = msgspec.structs.replace(routes, epoch=max(routes.epoch, now_ms()), rollout=progress)
         while True:  # while no broker takes it, the users stay where they are

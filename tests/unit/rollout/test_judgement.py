@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.ops.rollout.judgement import MAX_PSI, MIN_ANSWERS, UNOWNED_S, Decision, Observed, decide, psi
+from relaygr_stream.ops.rollout.judgement import MAX_PSI, MIN_ANSWERS, UNOWNED_S, Observed, StepDecision, decide, psi
 from relaygr_stream.ops.status.tally import Tally
 from relaygr_stream.wire.latencies import BOUNDS_S
 
@@ -45,14 +45,14 @@ def group(seed: int = 0, **changes: Any) -> Observed:
 OLD = group(seed=1)
 
 
-def decided(new: Observed, old: Observed = OLD, in_step_s: float = HOLD_S, *, last: bool = False) -> Decision:
+def decided(new: Observed, old: Observed = OLD, in_step_s: float = HOLD_S, *, last: bool = False) -> StepDecision:
     return decide(new, old, in_step_s, HOLD_S, last=last)
 
 
 def test_a_group_as_good_goes_on_when_the_time_is_over() -> None:
-    assert decided(group(), in_step_s=HOLD_S - 1) == Decision("stay")
-    assert decided(group()) == Decision("next")
-    assert decided(group(), last=True) == Decision("done")
+    assert decided(group(), in_step_s=HOLD_S - 1) == StepDecision("stay")
+    assert decided(group()) == StepDecision("next")
+    assert decided(group(), last=True) == StepDecision("done")
 
 
 def test_too_few_answers_hold_the_step_and_say_so() -> None:

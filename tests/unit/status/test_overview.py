@@ -17,7 +17,7 @@ from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.routes import Figures, Progress, Routes
+from relaygr_stream.wire.routes import Figures, RolloutProgress, Routes
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus, encode_trigger
@@ -300,7 +300,7 @@ def test_nobody_is_removed_by_who_has_not_the_secret_or_by_an_old_tombstone() ->
 
 def test_groups_and_the_rollout_between_them_are_shown() -> None:
     figures = {"": Figures(version="m1", answers=900, hits=0.8, p99_ms=20.0), "next": Figures(answers=300, errors=3)}
-    progress = Progress(state="moving", group="next", steps=(500, 2500, 10_000), step=1, figures=figures)
+    progress = RolloutProgress(state="moving", group="next", steps=(500, 2500, 10_000), step=1, figures=figures)
     routes = Routes.of_one("", 4).moved("next", 8, 2500)
     view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader())
     assert json.loads(as_json(view))["routes"] is None
