@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Final
 
+import msgspec
 import structlog
 
 from relaygr_stream.bus.producer import Producer
@@ -52,7 +53,7 @@ class Groups:
         self._routes: Routes | None = None
         self._others: dict[str, Connection] = {}
         self._begun: dict[tuple[str, str], str] = {}  # (tenant, request id) → group
-        self._keeping: dict[str, asyncio.Task[object]] = {}
+        self._keeping: dict[RoutePart, asyncio.Task[object]] = {}  # share 0: by name and lanes
         self._reached = asyncio.Event()
         self._background = Background()
 
@@ -105,10 +106,16 @@ class Groups:
 
     def _on_routes(self, routes: Routes) -> None:
         self._routes = routes
+        self._metrics.route_share.clear()
+        others = {
+            part for part in (msgspec.structs.replace(part, share=0) for part in routes.parts) if part.group != OWN
+        }
+        for part in self._keeping.keys() - others:
+            self._keeping.pop(part).cancel()
+        for part in others - self._keeping.keys():
+            self._keeping[part] = self._background.start(self._keep(part))
         for part in routes.parts:
             self._metrics.route_share.labels(part.group or "default").set(part.share / POSITIONS)
-            if part.group != OWN and part.group not in self._keeping:
-                self._keeping[part.group] = self._background.start(self._keep(part))
 
     async def _wait_until_reached(self) -> None:
         try:
@@ -117,7 +124,8 @@ class Groups:
                     self._reached.clear()
                     await self._reached.wait()
         except TimeoutError:
-            log.warning("groups are not reached yet", groups=sorted(self._keeping.keys() - self._others.keys()))
+            groups = {part.group for part in self._keeping} - self._others.keys()
+            log.warning("groups are not reached yet", groups=sorted(groups))
 
     async def _keep(self, part: RoutePart) -> None:
         while True:

@@ -8,6 +8,7 @@ the group "".
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Annotated, Final, Self
 
@@ -27,6 +28,8 @@ TOPIC: Final = "routes"
 KEY: Final = b"default"
 #: Positions of users, and the unit of shares.
 POSITIONS: Final = 10_000
+#: An epoch is Unix time in milliseconds, or one more than the last.
+MAX_AHEAD_MS: Final = 86_400_000
 #: The group that all users are in without a record.
 OWN: Final = ""
 
@@ -172,6 +175,10 @@ def newest_routes(records: Iterable[Record], reader: StatusReader, known: Routes
         found = reader.other(record, "", _decoder)
         if found is not None:
             found.validate()
+            if found.epoch > time.time() * 1e3 + MAX_AHEAD_MS:
+                raise DecodeError(
+                    "invalid", f"epoch {found.epoch} is more than a day ahead, and no later one would count"
+                )
             if known is None or found.epoch >= known.epoch:
                 known = found
     return known

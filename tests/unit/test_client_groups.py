@@ -174,3 +174,25 @@ async def test_both_numbers_of_lanes_may_differ(world: World) -> None:
                 await relay.rank(request(number, user_id=f"u{number}"))
             assert {relay.lane(f"u{number}", "few") for number in range(10)} == {0, 1}
         assert {record.lane for record, _ in peer.requests} == {0, 1}
+
+
+async def test_a_group_that_routes_name_no_more_is_left(world: World) -> None:
+    """Else a writer of the topic could fill a client's memory with names."""
+    await world.move(POSITIONS)
+    async with opened(world) as relay:
+        await until(lambda: relay.group_of("u") == "next")
+        world.routes = msgspec.structs.replace(Routes.of_one("", LANES), epoch=world.routes.epoch + 1)
+        await write_routes(world.peers[""].producer, world.topics, READER, world.routes)
+        await until(
+            lambda: (
+                relay.group_of(
+                    "u",
+                )
+                == ""
+                and not relay._groups._others
+            ),
+            "the group is left",
+        )
+        assert relay.registry.get_sample_value("relaygr_client_route_share", {"group": "next"}) is None
+        await relay.rank(request(1))
+    assert world.asked("") == ["r-1"]

@@ -131,3 +131,8 @@ def test_no_topic_and_no_consumer_group_of_one_group_is_anothers() -> None:
     assert len(set(every)) == len(every)
     assert topics[0] == load_topics(Settings().kafka)
     assert topics[1].lanes == 4
+
+
+def test_an_epoch_that_no_later_one_could_pass_is_refused() -> None:
+    with pytest.raises(DecodeError, match="ahead"):
+        newest_routes([record(Routes.of_one("", 8, epoch=2**52))], StatusReader())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +28,7 @@ from relaygr_stream.ops.rollout.run import (
     next_group,
     source_of,
 )
+from relaygr_stream.ops.status.overview import LISTEN_S
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.routes import OWN, RolloutProgress, group_settings
@@ -75,7 +76,7 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Calla
         watching(of_group) as new,
         Producer(context.settings.kafka, client_id="relaygr-rollout") as producer,
     ):
-        await asyncio.sleep(HEARD_S)
+        await asyncio.sleep(LISTEN_S)
         if asked.up is not None and new.versions:
             raise ConfigError(f"group {label(to)} has workers already ({', '.join(new.versions)}): stop them first")
         async with _started(asked.up, of_group) as started:
@@ -127,8 +128,10 @@ async def take_back(settings: Settings, group: str | None, say: Callable[[str], 
         watching(group_settings(settings, source, routes.lanes_of(source))) as old,
         Producer(settings.kafka, client_id="relaygr-rollout") as producer,
     ):
-        if old.missing_lanes:
-            await asyncio.sleep(HEARD_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * LISTEN_S):
+                while old.missing_lanes:
+                    await asyncio.sleep(LOOK_S)
         if old.missing_lanes:
             raise RelayError(
                 f"group {label(source)} does not serve {old.missing_lanes} of {old.lanes} lanes: start its workers "

@@ -100,7 +100,7 @@ def test_what_may_be_chance_does_not_go_back(changes: dict[str, Any]) -> None:
 
 def test_what_the_old_group_does_as_well_is_no_objection() -> None:
     """An outage of what both use, or a tight SLO."""
-    bad = {"tally": tally(500, failed=500), "settled": tally(500, failed=500)}
+    bad: dict[str, Any] = {"tally": tally(500, failed=500), "settled": tally(500, failed=500)}
     assert decided(group(**bad), group(seed=1, **bad)).action == "next"
 
 
