@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -128,10 +128,8 @@ async def take_back(settings: Settings, group: str | None, say: Callable[[str], 
         watching(group_settings(settings, source, routes.lanes_of(source))) as old,
         Producer(settings.kafka, client_id="relaygr-rollout") as producer,
     ):
-        with suppress(TimeoutError):
-            async with asyncio.timeout(2 * LISTEN_S):
-                while old.missing_lanes:
-                    await asyncio.sleep(LOOK_S)
+        if old.missing_lanes:
+            await asyncio.sleep(2 * LISTEN_S)
         if old.missing_lanes:
             raise RelayError(
                 f"group {label(source)} does not serve {old.missing_lanes} of {old.lanes} lanes: start its workers "
