@@ -1,7 +1,8 @@
 """Warm restart: returning users' hits after a kill of a worker and after a rolling restart, with and without a file.
 
 Two workers of one fleet, random weights, half of the rankings by returning users, none announced. Each run plays one
-event in one fleet, and counts until WINDOW_S after the kill, or after the rolling restart's end.
+event in one fleet, and counts until WINDOW_S after its end. kill: restarted at once. absence: killed, and restarted
+when the other worker has all lanes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,13 +37,14 @@ from relaygr_stream.wire.worker_status import worker_statuses
 MIB: Final = 1 << 20
 LANES: Final = 16
 TOKENS: Final = 512  # 2 MiB of float32 K and V with the built-in model's default shape
+HALF_EACH: Final = {"w1": LANES // 2, "w2": LANES // 2}
 CANDIDATES: Final = 50
 WINDOW_S: Final = 30.0
 TIMEOUT_S: Final = 20.0
 #: Of the misses without a file. What is left is of users who are ranked elsewhere while their worker is away.
 MOST_MISSED: Final = 0.5
 
-Event = Literal["kill", "rolling"]
+Event = Literal["kill", "absence", "rolling"]
 
 
 @dataclass
@@ -100,18 +103,20 @@ class Fleet:
             load = asyncio.create_task(self._load(client))
             stack.callback(load.cancel)
             await asyncio.sleep(2)
-            at = self._since = until = time.monotonic()
-            if event == "kill":
-                self._children["w1"].kill()
-                await self._again("w1")
-            else:
+            at = self._since = time.monotonic()
+            if event == "rolling":
                 for name in ("w1", "w2"):
                     self._children[name].terminate()
                     await self._children[name].wait()
                     await self._again(name)
-                until = time.monotonic()
+            else:
+                self._children["w1"].kill()
+                if event == "absence":
+                    self._statuses.clear()
+                    await self._settled({"w2": LANES})
+                await self._again("w1")
             self.run.away_s = time.monotonic() - at
-            await asyncio.sleep(max(0.0, until + WINDOW_S - time.monotonic()))
+            await asyncio.sleep(WINDOW_S)
             load.cancel()
         return self.run
 
@@ -126,10 +131,10 @@ class Fleet:
         self._children[name] = Child(f"{self._name}-{name}", arguments, self._folder)
         await self._children[name].wait_ready()
 
-    async def _settled(self) -> None:
-        """Until both own half of the lanes."""
+    async def _settled(self, lanes: Mapping[str, int] = HALF_EACH) -> None:
+        """Until these workers have stated so many lanes."""
         async with asyncio.timeout(90):
-            while [len(each.lanes) for each in self._statuses.values()] != [LANES // 2] * 2:  # noqa: ASYNC110
+            while not lanes.items() <= {name: len(each.lanes) for name, each in self._statuses.items()}.items():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)  # the tail fills it
 
     async def _load(self, client: RelayClient) -> None:
@@ -178,7 +183,7 @@ async def restarts(parent: str | None, *, quick: bool) -> list[str]:
     print(f"warm restart: {users} users of {TOKENS} tokens, {rate:g} rankings a second, half by them; broker: {kind}")
     print(f"{'event':<10} {'file':<6} {'away s':>8} {'returns':>8} {'missed':>8} {'hits':>8} {'failed':>7}")
     missed = []
-    events: tuple[Event, ...] = ("kill", "rolling")
+    events: tuple[Event, ...] = ("kill", "absence", "rolling")
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
         async with local_broker(kind, folder=folder) as broker:

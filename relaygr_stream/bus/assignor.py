@@ -1,7 +1,8 @@
 """The sticky, capacity-weighted assignment of lanes to members, and its adapter to aiokafka's group protocol.
 
 A lane is a partition number of every topic that the group reads; one member owns it in all of them. The assignment is a
-pure function of the members' claims.
+pure function of the members' claims. How many lanes move follows from the shares; which ones, from where the prefix KV
+are: a member that came back names its former lanes, and who must give lanes up gives those it got last.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from msgspec import Meta
 
 from relaygr_stream.wire.versions import NOT_DECODED
 
-#: Largest user data that is decoded: 10,000 lanes at 3 bytes each and their frame fit.
+#: Largest user data that is decoded: twice 10,000 lanes at 3 bytes each and their frame fit.
 MAX_USER_DATA_BYTES: Final = 64 * 1024
 MAX_GENERATION: Final = 2**53
 PROTOCOL_VERSION: Final = 0
@@ -26,12 +27,14 @@ PROTOCOL_VERSION: Final = 0
 
 @dataclass(frozen=True)
 class MemberClaim:
-    """A member's input to an assignment: its lanes, the generation of their assignment, and its relative capacity."""
+    """A member's input to an assignment: its lanes, the one owned longest first, the generation of their assignment,
+    and its relative capacity."""
 
-    lanes: frozenset[int] = frozenset()
+    lanes: tuple[int, ...] = ()
     generation: int = 0
     capacity: float = 1.0
     draining: bool = False  # the member is about to leave and reads no more records
+    warm: tuple[int, ...] = ()  # lanes whose prefix KV it had when it started, that with the most first
 
 
 def assign_lanes(lanes: int, claims: Mapping[str, MemberClaim]) -> dict[str, frozenset[int]]:
@@ -39,8 +42,9 @@ def assign_lanes(lanes: int, claims: Mapping[str, MemberClaim]) -> dict[str, fro
 
     Each lane has exactly one owner. A draining member gets no lanes, unless all members drain. A staying member gets
     its share lanes·capacity/Σcapacity, rounded down or up. A lane moves only if its owner left or has more than its
-    share: with equal capacities, at most ⌈lanes/n⌉ lanes move when one of n members joins or leaves. Of two claims to a
-    lane, the later generation counts. The result depends only on the arguments, not on their order.
+    share: with equal capacities, at most ⌈lanes/n⌉ lanes move when one of n members joins or leaves. Of those that can
+    move, a member gets its warm ones; then owners give up what they got last. Of two claims to a lane, the later
+    generation counts. The result depends only on the arguments, not on the members' order.
     """
     staying = {member: claim for member, claim in claims.items() if not claim.draining}
     if 0 < len(staying) < len(claims):
@@ -50,6 +54,7 @@ def assign_lanes(lanes: int, claims: Mapping[str, MemberClaim]) -> dict[str, fro
     members = sorted(claims)
     held = _resolve(lanes, claims, members)
     quota = _quotas(lanes, claims, held, members)
+    _move_warm(lanes, claims, held, quota)
     kept = {member: held[member][: quota[member]] for member in members}
     free = sorted(set(range(lanes)).difference(*kept.values()))
     result = {}
@@ -61,7 +66,7 @@ def assign_lanes(lanes: int, claims: Mapping[str, MemberClaim]) -> dict[str, fro
 
 
 def _resolve(lanes: int, claims: Mapping[str, MemberClaim], members: Sequence[str]) -> dict[str, list[int]]:
-    """The lanes of each member after conflicting claims are resolved, ascending."""
+    """The lanes of each member after conflicting claims are resolved, in the order of its claim."""
     holder: dict[int, str] = {}
     for member in members:
         for lane in claims[member].lanes:
@@ -69,10 +74,28 @@ def _resolve(lanes: int, claims: Mapping[str, MemberClaim], members: Sequence[st
                 continue
             if lane not in holder or claims[member].generation > claims[holder[lane]].generation:
                 holder[lane] = member
-    held: dict[str, list[int]] = {member: [] for member in members}
-    for lane in sorted(holder):
-        held[holder[lane]].append(lane)
-    return held
+    return {
+        member: [lane for lane in dict.fromkeys(claims[member].lanes) if holder.get(lane) == member]
+        for member in members
+    }
+
+
+def _move_warm(
+    lanes: int, claims: Mapping[str, MemberClaim], held: Mapping[str, list[int]], quota: Mapping[str, int]
+) -> None:
+    """Move warm lanes, in `held`, to members below their quota, from members above theirs and from no one."""
+    holder = {lane: member for member, owned in held.items() for lane in owned}
+    for member, owned in held.items():
+        for lane in claims[member].warm:
+            if len(owned) >= quota[member]:
+                break
+            giver = holder.get(lane)
+            if lane >= lanes or (giver is not None and len(held[giver]) <= quota[giver]):
+                continue
+            if giver is not None:
+                held[giver].remove(lane)
+            owned.append(lane)
+            holder[lane] = member
 
 
 def _quotas(
@@ -95,13 +118,17 @@ def _quotas(
     return quota
 
 
+_Lanes = Annotated[tuple[Annotated[int, Meta(ge=0, lt=10_000)], ...], Meta(max_length=10_000)]
+
+
 class _UserData(msgspec.Struct, array_like=True):
     """A member's claim on the wire (a MessagePack array, to which later versions may append fields)."""
 
     generation: Annotated[int, Meta(ge=0, le=MAX_GENERATION)]
-    lanes: Annotated[list[Annotated[int, Meta(ge=0, lt=10_000)]], Meta(max_length=10_000)]
+    lanes: _Lanes
     capacity: Annotated[float, Meta(gt=0, le=1e6)]
     draining: bool = False
+    warm: _Lanes = ()
 
 
 _decode_claim = msgspec.msgpack.Decoder(_UserData).decode
@@ -109,7 +136,7 @@ _decode_claim = msgspec.msgpack.Decoder(_UserData).decode
 
 def encode_claim(claim: MemberClaim) -> bytes:
     """The claim as user data."""
-    return msgspec.msgpack.encode(_UserData(claim.generation, sorted(claim.lanes), claim.capacity, claim.draining))
+    return msgspec.msgpack.encode(_UserData(claim.generation, claim.lanes, claim.capacity, claim.draining, claim.warm))
 
 
 def claim_of(data: bytes | None) -> MemberClaim | None:
@@ -120,7 +147,7 @@ def claim_of(data: bytes | None) -> MemberClaim | None:
         claim = _decode_claim(data)
     except NOT_DECODED:
         return None
-    return MemberClaim(frozenset(claim.lanes), claim.generation, claim.capacity, claim.draining)
+    return MemberClaim(claim.lanes, claim.generation, claim.capacity, claim.draining, claim.warm)
 
 
 class AssignedMember(Protocol):
@@ -133,9 +160,9 @@ class AssignedMember(Protocol):
 class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is untyped
     """One member's side of the assignment. aiokafka accepts this instance where it usually gets a class.
 
-    `lanes` and `generation` belong to the member's last assignment. `continuous`: whether that assignment directly
-    followed the member's former one. If not, another member may have owned the lanes meanwhile, even the ones that this
-    member has again.
+    `lanes` (the one owned longest first) and `generation` are of its last assignment. `continuous`: whether that
+    directly followed the member's former one. If not, another member may have owned the lanes meanwhile, even the ones
+    that this member has again.
     """
 
     name: str = "relaygr-sticky-lanes"
@@ -144,13 +171,14 @@ class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # ai
         self._capacity = capacity
         self._member = member
         self.draining = False  # part of the claim at the next assignment
+        self.warm: tuple[int, ...] = ()  # part of every claim
         self.generation = 0
         self.continuous = False
-        self.lanes: frozenset[int] = frozenset()
+        self.lanes: tuple[int, ...] = ()
 
     def metadata(self, topics: Iterable[str]) -> Any:
         """This member's claim, sent when it joins."""
-        claim = MemberClaim(self.lanes, self.generation, self._capacity, self.draining)
+        claim = MemberClaim(self.lanes, self.generation, self._capacity, self.draining, self.warm)
         return ConsumerProtocolMemberMetadata(PROTOCOL_VERSION, sorted(topics), encode_claim(claim))
 
     def assign(self, cluster: Any, members: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,4 +208,6 @@ class StickyLaneAssignor(AbstractPartitionAssignor):  # type: ignore[misc]  # ai
         self.continuous = generation == self.generation + 1
         self.generation = generation
         partitions = [frozenset(partitions) for _, partitions in assignment.assignment]
-        self.lanes = frozenset.intersection(*partitions) if partitions else frozenset()
+        owned = frozenset.intersection(*partitions) if partitions else frozenset()
+        order = dict.fromkeys((*self.lanes, *self.warm, *sorted(owned)))
+        self.lanes = tuple(lane for lane in order if lane in owned)

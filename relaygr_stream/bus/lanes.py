@@ -132,12 +132,15 @@ class LaneConsumer:
         """The next offset to read of an owned lane. Raises KeyError for another lane."""
         return self._reader.ledger(topic, lane).position
 
-    async def start(self) -> None:
-        """Join the group; returns with the first assignment. Raises BrokerUnavailable, BrokerError, ConfigError."""
+    async def start(self, warm: Sequence[int] = ()) -> None:
+        """Join the group; returns with the first assignment. warm: lanes to ask for first, as far as lanes move.
+
+        Raises BrokerUnavailable, BrokerError, ConfigError.
+        """
         self._taking = True
         try:
             await self._reader.start()
-            await self._membership.start()
+            await self._membership.start(warm)
         except BaseException:
             await self.stop()
             raise

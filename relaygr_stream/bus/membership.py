@@ -98,8 +98,12 @@ class Membership:
         """Who is in the group and is not of this program, for readiness; "" while nobody is."""
         return self._watch.strangers
 
-    async def start(self) -> None:
-        """Join the group; returns with the first assignment. Raises BrokerUnavailable, BrokerError, ConfigError."""
+    async def start(self, warm: Sequence[int] = ()) -> None:
+        """Join the group; returns with the first assignment. warm: see MemberClaim.
+
+        Raises BrokerUnavailable, BrokerError, ConfigError.
+        """
+        self._assignor.warm = tuple(warm)
         options = client_options(self._kafka, self._member)
         options["request_timeout_ms"] = max(
             options["request_timeout_ms"], self._kafka.session_timeout_ms + JOIN_MARGIN_MS
@@ -216,7 +220,7 @@ class Membership:
         """There is a new assignment, which the assignor has."""
         if not self._assignor.continuous:
             self._committed.clear()
-        self._owner.on_assigned(self._assignor.lanes, continuous=self._assignor.continuous)
+        self._owner.on_assigned(frozenset(self._assignor.lanes), continuous=self._assignor.continuous)
         self._gate_open = True
         self._watch.assigned.set()
 

@@ -7,20 +7,16 @@ prefix of the writes is safe: a slot is BUSY before the bytes of its extent are 
 the bytes' digest, after them. A process that is killed loses no write: the pages are the kernel's. After the host's
 crash, checksums and digests tell what is whole.
 
-The file is one process's (a lock), one user's (mode 0600), and holds no other bytes than this module wrote: of any
-other, nothing is taken.
+The file holds no other bytes than this module wrote: of any other, nothing is taken. tier_file_open.py opens it.
 """
 
 from __future__ import annotations
 
 import enum
-import errno
 import fcntl
 import mmap
 import os
-import stat
 import struct
-import time
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -30,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.cache.arena import Extent
-from relaygr_stream.cache.host import check_host, is_memory
-from relaygr_stream.errors import CapacityError, ConfigError
+from relaygr_stream.cache.host import is_memory
 
 #: Extents begin at pages of this size (memory.ALIGNMENT); those of a processor may be larger.
 PAGE: Final = 4096
@@ -49,8 +44,6 @@ PLACE: Final = struct.Struct(f"<QQQ{CHECKSUM_BYTES}s")
 #: Digest, capacity, length, uses, source, bytes of the user's key, which follow.
 BODY: Final = struct.Struct("<20sQQdQQ")
 MAX_KEY: Final = SLOT_BYTES - PLACE.size - BODY.size
-#: A killed process of 64 GiB takes seconds to end, and its lock with it.
-LOCK_S: Final = 5.0
 
 
 class SlotState(enum.IntEnum):
@@ -99,7 +92,7 @@ class FileShape(NamedTuple):
 
 
 class TierFile:
-    """An open file, locked for this process. Made by `open_tier_file`.
+    """An open file, locked for this process. Made by tier_file_open.py.
 
     holds: whether what it held before is there. dropped: why not; "": there was nothing. data: the arena's bytes.
     One thread changes slots; `until_ms` may be set by another.
@@ -294,78 +287,3 @@ class TierFile:
 
 def _header_checksum(fields: bytes) -> bytes:
     return blake2b(fields, digest_size=CHECKSUM_BYTES).digest()
-
-
-def open_tier_file(path: Path, shape: FileShape, lock_s: float = LOCK_S) -> TierFile | None:
-    """The file at `path`, made if there is none, allocated whole; None: another process has it after `lock_s` seconds.
-
-    Raises ConfigError for a path at which no file of this user can be, CapacityError where disk or host has no room.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags, 0o600)
-    except OSError as error:
-        raise ConfigError(
-            f"`worker.dram_path`: {path} cannot be opened: {error.strerror}; name a folder that this user may write to"
-        ) from error
-    try:
-        _check_whose(path, fd)
-        if not _locked(fd, lock_s):
-            os.close(fd)
-            return None
-        return TierFile(path, fd, shape, _allocate(path, fd, shape))
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _check_whose(path: Path, fd: int) -> None:
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        raise ConfigError(
-            f"`worker.dram_path`: {path} is no file of this user (uid {os.geteuid()}): it belongs to uid "
-            f"{found.st_uid}, type {stat.filemode(found.st_mode)[0]}; remove it, or name another folder"
-        )
-
-
-def _locked(fd: int, lock_s: float) -> bool:
-    by = time.monotonic() + lock_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-        else:
-            return True
-        if time.monotonic() >= by:
-            return False
-        time.sleep(0.05)
-
-
-def _allocate(path: Path, fd: int, shape: FileShape) -> str:
-    """Give the file its size and every block of it: a write to a mapping that finds no block ends the process.
-
-    Returns why nothing that it held may be taken; "": its size and mode are right.
-    """
-    found, dropped = os.fstat(fd), ""
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        dropped = f"other users might write to it (mode {stat.S_IMODE(found.st_mode):o})"
-        os.fchmod(fd, 0o600)
-    elif found.st_size not in (0, shape.file_bytes):
-        dropped = f"it has {found.st_size} bytes, {shape.file_bytes} are needed"
-    if dropped:
-        os.ftruncate(fd, 0)
-        found = os.fstat(fd)
-    missing = max(0, shape.file_bytes - found.st_blocks * 512)
-    if is_memory(found.st_dev):
-        check_host(missing, missing, "worker.dram_bytes, in memory by worker.dram_path,")
-    try:
-        os.posix_fallocate(fd, 0, shape.file_bytes)
-    except OSError as error:
-        os.ftruncate(fd, 0)  # a file that is allocated in part would only fill the disk
-        raise CapacityError(
-            f"`worker.dram_path`: {path} cannot have its {shape.file_bytes} bytes: {error.strerror}; make room there, "
-            f"or lower worker.dram_bytes"
-        ) from error
-    return dropped

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import now_ms
@@ -36,10 +37,18 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing
 from relaygr_stream.telemetry.tracing import Headers as TraceContext
-from relaygr_stream.wire.behaviours import ITEM_DTYPE, check_times
+from relaygr_stream.wire.behaviours import WIDE_VERSION, check_times
 from relaygr_stream.wire.codec import check_features, encode, validated
 from relaygr_stream.wire.features import FeatureSchema
-from relaygr_stream.wire.messages import Cancel, Id, RankingRequest, RequestEvent, ScoreReply, prefix_length
+from relaygr_stream.wire.messages import (
+    CANDIDATE_DTYPES,
+    Cancel,
+    Id,
+    RankingRequest,
+    RequestEvent,
+    ScoreReply,
+    prefix_length,
+)
 from relaygr_stream.wire.topic_files import Topic, lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
@@ -246,7 +255,8 @@ class MessageClient:
         if len(self._answers) >= most:
             raise Overloaded(f"{most} calls are under way")
         reply = await self._ask(connection, request, message)
-        return ranking_of(reply, request.candidates, time.perf_counter() - started)
+        items = np.frombuffer(request.candidates, CANDIDATE_DTYPES[(request.min_v or request.v) >= WIDE_VERSION])
+        return ranking_of(reply, items, time.perf_counter() - started)
 
     async def _ask(self, connection: Connection, request: RankingRequest, message: Outgoing) -> ScoreReply:
         """The worker's answer; the laboratory asks other workers than the lane's owner."""
@@ -285,7 +295,7 @@ class MessageClient:
         return Outgoing(key, value, headers)
 
     def _check_limits(self, request: RankingRequest) -> None:
-        candidates = len(request.candidates) // ITEM_DTYPE.itemsize
+        candidates = len(request.candidates) // CANDIDATE_DTYPES[(request.min_v or request.v) >= WIDE_VERSION].itemsize
         beyond = self._settings.relay.beyond(
             prefix=prefix_length(request), suffix=len(request.suffix), candidates=candidates
         )

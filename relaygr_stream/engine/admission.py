@@ -25,7 +25,6 @@ from relaygr_stream.engine.forecast import (
     Forecast,
     Full,
     IdleShare,
-    work_ms,
 )
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.ranking import Booking, Ranking
@@ -139,17 +138,16 @@ class Admission:
 
     def _too_late_when_idle(self, ranking: Ranking, now: float) -> Full | None:
         idle = self.idle.share(now)
-        return self._late.full_when_idle(ranking, now, work_ms(ranking), idle if idle >= LEAST_IDLE else 0.0)
+        return self._late.full_when_idle(ranking, now, idle if idle >= LEAST_IDLE else 0.0)
 
     def overdue(self, ranking: Ranking, now: float) -> Full | None:
         """A waiting ranking was not done when due, or is late: it gets the time that others leave. Why that will be too
         late; None: it will not."""
-        self._of(ranking).remove(ranking)
         if ranking.late:  # it was admitted so, and waits while there is any hope
-            full = self._late.full_when_idle(ranking, now, work_ms(ranking), self.idle.share(now))
-        else:
-            ranking.is_late()
-            full = self._too_late_when_idle(ranking, now)
+            return self._late.full_when_idle(ranking, now, self.idle.share(now), waits=True)
+        self._forecast.remove(ranking)
+        ranking.is_late()
+        full = self._too_late_when_idle(ranking, now)
         self._late.add(ranking)
         return full
 

@@ -144,10 +144,14 @@ class Forecast:
             return Full("ms", reason, ranking.due, hopeless=mine + own > sure)
         return None
 
-    def full_when_idle(self, ranking: Ranking, now: float, own: float, idle: float) -> Full | None:
-        """The same for one that gets the share `idle` of the device's time, with those that wait for that already."""
+    def full_when_idle(self, ranking: Ranking, now: float, idle: float, *, waits: bool = False) -> Full | None:
+        """The same for one that gets the share `idle` of the device's time, with those that wait for that already.
+
+        waits: it is one of these; it need not be removed to be asked about.
+        """
         self._plant()
-        left, (mine, ahead) = (ranking.due - now) * 1e3, self._ahead(ranking, own)
+        left, own = (ranking.due - now) * 1e3, work_ms(ranking)
+        mine, ahead = self._ahead(ranking, own, counted=waits)
         if ahead + own <= QUEUED_DEADLINE_FRACTION * left * idle:
             return None
         reason = (
@@ -156,10 +160,10 @@ class Forecast:
         )
         return Full("ms", reason, ranking.due, hopeless=mine + own > left)
 
-    def _ahead(self, ranking: Ranking, own: float) -> tuple[float, float]:
-        """What its own client, and all clients, have before it."""
+    def _ahead(self, ranking: Ranking, own: float, *, counted: bool = False) -> tuple[float, float]:
+        """What its own client, and all clients, have before it. counted: its own work is in the trees."""
         before = {account: work.until(ranking.due) for account, work in self._by_client.items()}
-        mine = before.pop(ranking.booking.account, 0.0)
+        mine = max(0.0, before.pop(ranking.booking.account, 0.0) - (own if counted else 0.0))
         return mine, mine + self._in_turn(ranking.booking.account, mine + own, before)
 
     def _in_turn(self, account: Account, ms: float, others: dict[Account, float]) -> float:

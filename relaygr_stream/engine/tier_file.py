@@ -9,7 +9,8 @@ import torch
 
 from relaygr_stream.cache.kept import kept_bytes
 from relaygr_stream.cache.memory import ALIGNMENT
-from relaygr_stream.cache.tier_file import FileShape, TierFile, open_tier_file
+from relaygr_stream.cache.tier_file import FileShape, TierFile
+from relaygr_stream.cache.tier_file_open import open_tier_file
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.models.api import ROWS, RankingModel, schema_of

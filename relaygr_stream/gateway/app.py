@@ -163,7 +163,8 @@ class Door:
         if body.history is not UNSET and reference is not UNSET:
             raise Rejected("a request has a history or refers to one, not both")
         if body.history is not UNSET:
-            return {"prefix": body.history.behaviours("history")}
+            prefix = body.history.behaviours("history")
+            return {"prefix": prefix, **with_version(UNSET, prefix)}
         if reference is UNSET:
             if self._store is None:
                 raise Rejected("neither history nor reference, and this gateway has no history.store to ask")

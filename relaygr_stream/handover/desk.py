@@ -26,8 +26,7 @@ from relaygr_stream.cache.transit import (
     Worth,
 )
 from relaygr_stream.models.api import Tokens
-from relaygr_stream.wire.messages import split_tenant_key
-from relaygr_stream.wire.topic_files import lane_of
+from relaygr_stream.wire.topic_files import lane_of_key
 from relaygr_stream.worker.device import DeviceThread
 
 #: Users per command: at about 2 µs each, half a millisecond of the device thread or of the loop.
@@ -73,11 +72,7 @@ class Desk:
         everyone = await self._device.ask(ListUsers())
         runs = []  # sorted runs, merged lazily: sorting all users at once would block the loop
         for start in range(0, len(everyone), AT_ONCE):
-            users = [
-                user
-                for user in everyone[start : start + AT_ONCE]
-                if lane_of(split_tenant_key(user)[1], self._lanes) in lanes
-            ]
+            users = [user for user in everyone[start : start + AT_ONCE] if lane_of_key(user, self._lanes) in lanes]
             if users:
                 worth: dict[str, float] = await self._device.ask(Worth(users, max_tokens))
                 runs.append(sorted(((value, user) for user, value in worth.items()), reverse=True))

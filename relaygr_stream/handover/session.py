@@ -37,8 +37,7 @@ from relaygr_stream.handover.wire import (
     max_offer_bytes,
 )
 from relaygr_stream.models.kv import KVLayout
-from relaygr_stream.wire.messages import split_tenant_key
-from relaygr_stream.wire.topic_files import lane_of
+from relaygr_stream.wire.topic_files import lane_of_key
 
 #: The time limit of an answer to an offer. It waits for the taker's device thread: milliseconds, or a second in a long
 #: step.
@@ -158,7 +157,7 @@ class Taker:
             if not lanes & set(wanted) or full >= FULL_IN_A_ROW:
                 await channel.send(Enough())
                 break
-            lane = lane_of(split_tenant_key(message.user_id)[1], self._identity.lanes)
+            lane = lane_of_key(message.user_id, self._identity.lanes)
             if lane not in lanes:
                 raise PeerError(f"offered an entry of lane {lane}, which was not asked for")
             if lane in wanted:

@@ -20,6 +20,7 @@ from relaygr_stream.errors import ConfigError, CoPartitionError
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.inputs import read_text
 from relaygr_stream.settings.schema import MAX_LANES, Kafka
+from relaygr_stream.wire.messages import split_tenant_key
 
 CleanupPolicy = Literal["delete", "compact"]
 TimestampType = Literal["CreateTime", "LogAppendTime"]
@@ -110,6 +111,11 @@ _NAMES: Final = tuple(field.name.replace("_", "-") for field in fields(TopicSet)
 def lane_of(user_id: str, lanes: int) -> int:
     """The lane of a user, of `lanes`: the partition that Kafka's Java client gives the key (murmur2 of its UTF-8)."""
     return partition_of(user_id.encode(), lanes)
+
+
+def lane_of_key(key: str, lanes: int) -> int:
+    """The lane of a user whom a tenant_key names."""
+    return lane_of(split_tenant_key(key)[1], lanes)
 
 
 def load_topics(kafka: Kafka) -> TopicSet:

@@ -215,8 +215,8 @@ class WorkerProcess:
                 background.watch(self._handover.failed)
                 stack.push_async_callback(self._handover.stop)
             await stack.enter_async_context(reporter)
-            await find_again(self._settings.kafka, reporter.reader, Device(self.device, self.runtime))
-            await consumer.start()
+            warm = await find_again(self._settings.kafka, reporter.reader, Device(self.device, self.runtime))
+            await consumer.start(warm)
             context.started = True
             background.watch(self.device.failed, consumer.failed)
             watch = background.start(self._watch.run(consumer, self._connections.scores, self._connections.others))

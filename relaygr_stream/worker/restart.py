@@ -2,13 +2,18 @@
 
     file: until when every erasure was carried out ─► `worker-status` since then ─► Restore (engine/commands.py)
 
+It then asks the group for the lanes of these users (bus/assignor.py).
+
 An entry is in the tables only once every erasure since is known, and none is forgotten while the worker is away for
 AWAY_MS: the topic keeps requests longer than that (wire/erase.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
+from collections.abc import Iterable
 from typing import Final
 
 import structlog
@@ -19,11 +24,12 @@ from relaygr_stream.bus.topic_check import TopicRow
 from relaygr_stream.bus.topics import describe_topics
 from relaygr_stream.cache.kept import Restored
 from relaygr_stream.cache.tier_file import TierFile
+from relaygr_stream.cache.transit import ListUsers
 from relaygr_stream.engine.commands import Restore
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.erase import AWAY_MS, KEPT_MS, MARGIN_MS, Erase, read_erase
-from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.topic_files import lane_of_key, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.device import Device
 
@@ -32,17 +38,20 @@ log = structlog.get_logger(__name__)
 LAG: Final = "min.compaction.lag.ms"
 
 
-async def find_again(kafka: Kafka, reader: StatusReader, device: Device) -> None:
+async def find_again(kafka: Kafka, reader: StatusReader, device: Device) -> list[int]:
     """Restore what the DRAM tier's file holds, and say in one line what was found and what was dropped, and why.
+
+    Returns the lanes of the users found, as warm_lanes.
 
     Call it once erasures are read that come from now on, and before prefix KV do. Raises BrokerError, DeviceError.
     """
     file = device.runtime.tier_file
     if file is None:
-        return
+        return []
+    topics = load_topics(kafka)
     started, erases, drop = time.monotonic(), list[Erase](), file.dropped
     if file.holds:
-        name = load_topics(kafka).worker_status.name
+        name = topics.worker_status.name
         statuses = next(row for row in await describe_topics(kafka) if row.topic.name == name)
         if not (drop := _why_too_late(file, statuses)):
             erases = await _erased_since(kafka, name, file.until_ms - MARGIN_MS, reader)
@@ -55,6 +64,17 @@ async def find_again(kafka: Kafka, reader: StatusReader, device: Device) -> None
         why_dropped=drop,
         seconds=round(time.monotonic() - started, 3),
     )
+    users: list[str] = await device.thread.ask(ListUsers())
+    return await asyncio.to_thread(warm_lanes, users, topics.lanes)
+
+
+def warm_lanes(users: Iterable[str], lanes: int) -> list[int]:
+    """The lanes of these users (tenant_keys), that with the most first.
+
+    Lanes with less than half of the mean are left out: their users were served for a worker that was away.
+    """
+    found = Counter(lane_of_key(user, lanes) for user in users)
+    return [lane for lane, count in found.most_common() if 2 * count * len(found) >= found.total()]
 
 
 def _why_too_late(file: TierFile, statuses: TopicRow) -> str:

@@ -27,6 +27,10 @@ class Restarted(Fleet):
         await self.ready(name)
         await self.lanes_settled("w1")
 
+    def lanes(self, name: str) -> set[int]:
+        """The lanes that the worker states."""
+        return {status.lane for status in self.statuses[name].lanes}
+
     async def asked(self, user: str) -> str:
         """The outcome of a ranking of the user that was not announced."""
         async with RelayClient(settings=self.settings) as client:
@@ -79,3 +83,25 @@ async def test_the_later_of_two_workers_of_one_file_serves_from_memory(
         await fleet.ready("again")
         assert "another process has the DRAM tier's file" in fleet.children["again"].log.read_text()
         assert await fleet.asked("eve") == "full"
+
+
+async def test_killed_and_away_for_longer_than_its_session_it_serves_its_own_users_again(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    async with Restarted(embedded_settings, tmp_path) as fleet:
+        await fleet.worker("w1")
+        fleet.start("worker", "w2")
+        await fleet.ready("w2")
+        await fleet.lanes_settled("w1", "w2")
+        users = [f"user-{number}" for number in range(12)]
+        assert {await fleet.asked(user) for user in users} == {"full"}
+        own = [user for user in users if fleet.topics.lane_of(user) in fleet.lanes("w1")]
+        await fleet.written(len(own))
+        fleet.children["w1"].kill()
+        await fleet.lanes_settled("w2")
+        del fleet.statuses["w1"]
+        fleet.start("worker", "w1", f"worker.dram_path={tmp_path}")
+        await fleet.ready("w1")
+        await fleet.lanes_settled("w1", "w2")
+        assert own
+        assert {await fleet.asked(user) for user in own} == {"dram"}

@@ -96,6 +96,14 @@ QUARTERED_FROM = 20
     help="Share of worker statuses that are lost.",
 )
 @click.option(
+    "--unranked",
+    metavar="SHARE",
+    callback=share,
+    default="0",
+    show_default=True,
+    help="Share of announced requests that are never ranked: their clients cancel them when they would be.",
+)
+@click.option(
     "--fail-rack",
     metavar="SHARE",
     callback=share,
@@ -247,6 +255,7 @@ def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
         bus=bus,
         answers=answers,
         status_loss=given["status_loss"],
+        unranked=given["unranked"],
         failure=failure,
         seed=given["seed"],
     )

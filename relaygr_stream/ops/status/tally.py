@@ -64,6 +64,11 @@ class Tally:
         """Answers without scores."""
         return self.all - self.answers["ok"]
 
+    @property
+    def late(self) -> int:
+        """Answers with scores later than relay.slo_ms; 0 if the workers do not tell."""
+        return max(0, self.judged - self.within_slo - self.errors) if self.judged else 0
+
     def refused(self) -> dict[str, int]:
         """Answers without scores by status, the most frequent first."""
         return {status: count for status, count in self.answers.most_common() if status != "ok" and count}

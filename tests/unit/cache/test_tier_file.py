@@ -25,8 +25,8 @@ from relaygr_stream.cache.tier_file import (
     FileShape,
     SlotRecord,
     TierFile,
-    open_tier_file,
 )
+from relaygr_stream.cache.tier_file_open import open_tier_file
 from relaygr_stream.cache.transit import Lease, Reservation
 from relaygr_stream.errors import CapacityError, ConfigError
 from tests.unit.cache.worlds import Flaky, compute, entries, file_of, holds, make, sequence, settle, write
@@ -309,7 +309,8 @@ def test_one_process_has_it(tmp_path: Path) -> None:
     assert first is not None
     program = f"""
         from pathlib import Path
-        from relaygr_stream.cache.tier_file import FileShape, open_tier_file
+        from relaygr_stream.cache.tier_file import FileShape
+        from relaygr_stream.cache.tier_file_open import open_tier_file
         print(open_tier_file(Path({str(tmp_path / "f")!r}), FileShape(*{tuple(SHAPE)!r}), lock_s=0.1))
     """
     asked = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)

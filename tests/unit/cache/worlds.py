@@ -17,7 +17,8 @@ from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.kept import kept_bytes
 from relaygr_stream.cache.memory import ALIGNMENT, TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.cache.tier_file import FileShape, TierFile, open_tier_file
+from relaygr_stream.cache.tier_file import FileShape, TierFile
+from relaygr_stream.cache.tier_file_open import open_tier_file
 from relaygr_stream.cache.tiers import GRANULE_TOKENS, MakePolicy
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVLayout, KVRegion

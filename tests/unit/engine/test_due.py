@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.engine.clients import Clients
 from relaygr_stream.engine.commands import Rank, RankTask, Times
-from relaygr_stream.engine.forecast import IDLE_S, IdleShare
+from relaygr_stream.engine.forecast import IDLE_S, Forecast, IdleShare
 from relaygr_stream.engine.queue import WorkQueue
-from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKENS, USERS, Simulation
+from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKENS, USERS, Simulation, waiting
 from tests.unit.engine.test_queue import job, ranking
 
 SLO_S, TIMEOUT_S = 0.03, 1.0
@@ -179,3 +180,25 @@ def test_the_idle_share_is_a_share_and_comes_back(worked: list[tuple[float, floa
         idle.busy(ms, now)
         assert 0.0 <= idle.share(now) <= 1.0
     assert idle.share(now + 40 * IDLE_S) == pytest.approx(1.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 12), st.sampled_from("ab")), min_size=1, max_size=20),
+    st.sampled_from([0.0, 0.125, 0.5, 1.0]),
+    st.data(),
+)
+def test_a_late_ranking_that_waits_is_told_what_it_would_be_if_it_came_now(
+    tasks: list[tuple[int, int, str]], idle: float, data: st.DataObject
+) -> None:
+    """It is asked about several times while it waits, and stays where it is."""
+    clients = Clients(20.0)
+    accounts = {name: clients.account(name) for name in "ab"}
+    forecast, everyone = Forecast(clients), []
+    for number, (at, work, name) in enumerate(tasks):
+        everyone.append(waiting(at / 1e3, float(work)))
+        everyone[-1].booking.account, everyone[-1].booking.number = accounts[name], number
+        forecast.add(everyone[-1])
+    asked = data.draw(st.sampled_from(everyone))
+    told = forecast.full_when_idle(asked, 0.0, idle, waits=True)
+    forecast.remove(asked)
+    assert told == forecast.full_when_idle(asked, 0.0, idle)

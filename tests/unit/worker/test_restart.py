@@ -10,8 +10,9 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.topic_check import FoundTopic, TopicRow
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.erase import AWAY_MS, KEPT_MS, MARGIN_MS
-from relaygr_stream.wire.topic_files import load_topics
-from relaygr_stream.worker.restart import LAG, _why_too_late
+from relaygr_stream.wire.messages import tenant_key
+from relaygr_stream.wire.topic_files import lane_of, load_topics
+from relaygr_stream.worker.restart import LAG, _why_too_late, warm_lanes
 from tests.unit.cache.worlds import file_of
 
 TOPIC = load_topics(Kafka()).worker_status
@@ -39,3 +40,16 @@ def test_what_may_be_taken(tmp_path: Path, away_ms: int | None, configs: dict[st
 def test_the_topic_keeps_requests_long_enough_by_its_own_file() -> None:
     clock_off_ms = 300_000
     assert TOPIC.min_compaction_lag_ms == KEPT_MS >= AWAY_MS + clock_off_ms + MARGIN_MS
+
+
+@pytest.mark.parametrize("tenant", ["", "shop"])
+def test_the_lanes_it_asks_for_are_those_of_whom_it_serves_and_not_of_guests(tenant: str) -> None:
+    lanes, owned = 16, {0, 3, 11}
+    users = [f"user-{number}" for number in range(1000)]
+    own = [user for user in users if lane_of(user, lanes) in owned]
+    guests = [user for user in users if lane_of(user, lanes) not in owned][:40]
+    found = warm_lanes([tenant_key(tenant, user) for user in own + guests], lanes)
+    assert set(found) == owned
+    counts = [sum(lane_of(user, lanes) == lane for user in own) for lane in found]
+    assert counts == sorted(counts, reverse=True)
+    assert warm_lanes([], lanes) == []

@@ -43,7 +43,7 @@ async def test_a_later_one_of_the_name_that_never_serves_ends_nobody(
     settings = worker_settings(embedded_settings)
     async with Peer(embedded_settings) as peer, worker_on(settings) as first:
 
-        async def refused(_: LaneConsumer) -> None:
+        async def refused(_: LaneConsumer, warm: object) -> None:
             """Not before the first one has heard of the second, as it starts."""
             await until(lambda: len({status.incarnation for status in peer.statuses}) == 2)
             heard = len(peer.statuses)
