@@ -34,7 +34,7 @@ from relaygr_stream.engine.commands import (
     Times,
 )
 from relaygr_stream.fleet import OwnerDirectory
-from relaygr_stream.models.api import Tokens
+from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
@@ -131,7 +131,7 @@ class Fleet:
         self.forwards: Counter[str] = Counter()  # `sent`, or why a refused ranking was not
         self._announces_at = 0.0  # when the client sends the events that it has gathered
         self._zeros = bytes(settings.relay.max_prefix_tokens)
-        self._sequence = np.zeros((1, settings.relay.max_prefix_tokens), np.int8)
+        self._sequence = np.zeros((ROWS, settings.relay.max_prefix_tokens), np.int8)
         self._suffix = self._tokens(scenario.traffic.suffix)
         self._candidates = np.zeros(scenario.traffic.candidates, np.int64)
         self.failed_at: float | None = None

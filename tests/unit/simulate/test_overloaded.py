@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from relaygr_lab.simulate.report import summary
 from relaygr_lab.simulate.run import run_group
+from relaygr_lab.simulate.story import OUTCOMES, late_share
 
 from relaygr_stream.workload.arrivals import ArrivalLog
 from relaygr_stream.workload.items import StageDelay
@@ -50,6 +51,17 @@ def test_when_the_load_falls_back_rankings_are_in_time_again_within_two_slos() -
     assert missed > 0.5 * of, "no overload: no test"
     missed, of = late(ends + 2 * slo_ms / 1e3, ends + calm_s)
     assert of > 100 and missed <= 0.01 * of
+
+
+def test_more_is_in_time_where_late_rankings_are_cut_to_their_newest_behaviours() -> None:
+    shares = []
+    for least in ("0", "64"):
+        scene = scenario({"worker.truncate_min_tokens": least}, rate=700.0, seconds=2.0, traffic={"revisit": 0.3})
+        story = run_group(scene, scene.groups[0])
+        cut = int((story.outcome == OUTCOMES.index("truncated")).sum())
+        assert bool(cut) == (least != "0")
+        shares.append(1.0 - late_share(story, scene.settings.relay.slo_ms).value)
+    assert shares[1] > 1.1 * shares[0]
 
 
 def _times(rng: np.random.Generator, rate: float, begins: float, ends: float) -> npt.NDArray[np.float64]:
