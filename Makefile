@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs docs-serve format lock clean soak fuzz example-movielens demo-checkpoint
-.PHONY: bench-cache bench-change bench-delegation bench-engine bench-features bench-forwarding bench-gateway bench-handover bench-history bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tracing bench-trigger bench-vllm
+.PHONY: bench-cache bench-change bench-delegation bench-dlrmv3 bench-engine bench-features bench-forwarding bench-gateway bench-hand-set bench-handover bench-history bench-lean bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -117,6 +117,9 @@ bench-change: $(STAMP) ## hits after a worker's kill and a rolling restart, with
 bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (5 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/delegation.py $(ARGS)
 
+bench-dlrmv3: $(STAMP) ## DLRMv3's traffic and model by MLCommons' LoadGen: the largest VALID rate of each mode (an hour; ARGS=--quick 10 minutes; CHECK=1 judges)
+	$(BIN)/relaygr bench dlrmv3 $(ARGS)
+
 bench-engine: $(STAMP) ## the engine against this machine's floors, two threads, a pause (5 minutes; CHECK=1 judges; ARGS="--device cuda")
 	$(BIN)/python relaygr_lab/benchmarks/engine.py $(ARGS)
 
@@ -156,11 +159,17 @@ bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and wi
 bench-tracing: $(STAMP) ## what tracing costs a worker's event loop: off, and sampling 0 and 1 (1 minute; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/tracing.py $(ARGS)
 
-bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, events a second (2 minutes; CHECK=1 judges)
+bench-trigger: $(STAMP) ## predicted against measured costs, a decision's time, events a second, regimes in which its choice could pay (10 minutes; CHECK=1 judges; ARGS=regimes)
 	$(BIN)/python relaygr_lab/benchmarks/trigger.py $(ARGS)
 
 bench-gateway: $(STAMP) ## what the gateway adds to a ranking at 100 requests/s, beside RelayClient (1 minute; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/gateway.py $(ARGS)
+
+bench-hand-set: $(STAMP) ## what settings by hand are worth beside the defaults, on simulated fleets of each cost file (half an hour; CHECK=1 judges)
+	$(BIN)/python relaygr_lab/benchmarks/hand_set.py $(ARGS)
+
+bench-lean: $(STAMP) ## processor time, P99 and largest rate of the relay's own way beside a bare echo over Kafka (6 minutes; CHECK=1 judges; ARGS=--quick)
+	$(BIN)/python relaygr_lab/benchmarks/lean.py $(ARGS)
 
 bench-handover: $(STAMP) ## a planned scale-out with and without hand-over: hits, delays, bytes (2 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/handover.py

@@ -1,7 +1,8 @@
 """The trigger: how well costs are predicted, what a decision takes, how many events a second one process
-sustains.
+sustains; and whether its choice is worth something (trigger_regimes.py).
 
 python relaygr_lab/benchmarks/trigger.py        prints the tables; with CHECK=1 exits non-zero naming the targets missed
+trigger.py PART…                                only costs, decision, rate or regimes
 The last table runs the real `relaygr trigger` on Apache Kafka where KAFKA_HOME names one, else on the embedded broker.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 from targets import end
 from trigger_costs import CASES, WARM_UP, in_hindsight, measure, predict
 from trigger_rate import Mix, Rate, measure_rates
+from trigger_regimes import measure as measure_regimes
 
 from relaygr_stream.fleet import Claim
 from relaygr_stream.ops.brokers.local import broker_at_hand
@@ -29,6 +31,8 @@ from relaygr_stream.workload.quantiles import nearest_rank
 MEDIAN_ERROR = 0.15
 DECISION_US = 20.0
 EVENTS_PER_S = 20_000.0
+#: The relay's largest rate, or goodput, against that of one that admits everything.
+LEAST_RATIO = 0.97
 #: The events a second are asked of events up to this many behaviours with a tenth admitted: beyond, what a process can
 #: read at all (the floor) and the cost of sending the same bytes on are what counts. All sizes are printed.
 JUDGED_TOKENS = 512
@@ -131,9 +135,15 @@ def rate() -> None:
     measure_rates(kind, mixes, show)
 
 
+def regimes() -> None:
+    for name, found in measure_regimes().items():
+        ratio = found["relay"] / found["everything"]
+        check(ratio >= LEAST_RATIO, f"regime {name}: {ratio:.2f} of relay-everything")
+
+
 def main() -> None:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # topics made a moment ago have no leaders yet
-    parts = {"costs": costs, "decision": decision, "rate": rate}
+    parts = {"costs": costs, "decision": decision, "rate": rate, "regimes": regimes}
     for name in sys.argv[1:] or parts:
         parts[name]()
     end(missed)

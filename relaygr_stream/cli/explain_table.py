@@ -39,6 +39,7 @@ def as_table(rows: Sequence[Explanation]) -> Table:
     table.add_column("decision", style="bold")
     if live:
         table.add_column("signalled")
+        table.add_column("ranked")
     for row in rows:
         table.add_row(
             f"{row.at_s:.3f}",
@@ -53,16 +54,28 @@ def as_table(rows: Sequence[Explanation]) -> Table:
             f"{_number(row.cost_ms)} / {row.level_ms:.1f}",
             printable(row.owner or "–"),
             row.reason if row.delegate is None else f"{row.reason} to {printable(row.delegate)}",
-            *(["yes" if row.signalled else "no"] if live else []),
+            *(["yes" if row.signalled else "no", _ranked(row)] if live else []),
         )
     return table
 
 
 def summary(rows: Sequence[Explanation]) -> str:
-    """The number of requests by reason, most frequent first."""
+    """The number of requests by reason, most frequent first, and how many overload refused or made late."""
     counts = Counter(row.reason for row in rows)
     parts = [f"{reason} {count} ({count / len(rows):.0%})" for reason, count in counts.most_common()]
-    return f"{len(rows)} requests: {', '.join(parts)}" if rows else "no requests"
+    found = f"{len(rows)} requests: {', '.join(parts)}" if rows else "no requests"
+    overload, answered = sum(row.overload for row in rows), sum(row.answer is not None for row in rows)
+    if overload:
+        found += f"\noverload: busy devices refused {overload} of {answered} rankings, or were late with them"
+    return found
+
+
+def _ranked(row: Explanation) -> str:
+    if row.answer is None:
+        return "–"
+    if row.overload:
+        return f"{row.answer}: overload"
+    return row.answer
 
 
 def _number(value: float | None) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.embeddings import ACTIONS, TaskHead, TokenEmbedding
 from relaygr_stream.models.hstu import FusedLayers, HSTUStack
+from relaygr_stream.models.item_ids import ItemIds
 from relaygr_stream.models.kernels.choice import fused_stack
 from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder
 from relaygr_stream.models.kernels.recorded import RecordedModel
@@ -28,7 +29,7 @@ from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 #: The types that the kernels support and the settings offer.
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 #: Fields of the configuration that the first release did not have.
-LATER_FIELDS: Final = ("oov_rows", "features", "relative_positions", "relative_times", "actions")
+LATER_FIELDS: Final = ("oov_rows", "features", "relative_positions", "relative_times", "actions", "listed_items")
 
 
 class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +38,7 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     oov_rows: rows of the item table behind the vocab rows, for ids outside [0, vocab), by hash (embeddings.py). 0: such
     an id shares a known item's row, id mod vocab. features: the columns it reads; a category needs its `rows`. actions:
     what each row of the action table stands for in the log of the training, "" for none; empty: the log's own numbers.
+    listed_items: ids are those of the checkpoint's items.json, by row; otherwise they are the rows.
     """
 
     vocab: Positive
@@ -45,10 +47,13 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     tasks: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
     features: tuple[FeatureColumn, ...] = ()
     actions: Annotated[tuple[str, ...], Meta(max_length=ACTIONS)] = ()
+    listed_items: bool = False
 
     def __post_init__(self) -> None:
         if len(named := list(filter(None, self.actions))) != len(set(named)):
             raise ValueError('`actions` has a name twice; each row of the action table has one of its own, or ""')
+        if self.listed_items and not self.oov_rows:
+            raise ValueError("`listed_items` needs `oov_rows` for ids that are not in the list")
         FeatureSchema(self.features)  # raises ValueError for a name that stands there twice
         if self.contextual_seq_len and is_relative(self):
             raise ValueError("contextual_seq_len and a bias on relative positions or times exclude each other")
@@ -95,6 +100,7 @@ class HSTUModel(nn.Module):
         self._digest = ""
         self._recorded: RecordedModel | None = None
         self._ends: NativeEnds | None = None
+        self.item_ids: ItemIds | None = None
 
     @property
     def unknown_items(self) -> int:
@@ -105,7 +111,8 @@ class HSTUModel(nn.Module):
         """Load float32 weights with exactly the keys and shapes of `state_dict()`; the version is their digest."""
         self.load_state_dict(weights)
         self.note = note
-        self._digest = digest(self.config.fields(), self.state_dict())
+        beside = {} if self.item_ids is None else {"items": self.item_ids.digest}
+        self._digest = digest(self.config.fields() | beside, self.state_dict())
         return self.place(torch.device("cpu"), torch.float32)
 
     def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> HSTUModel:
@@ -154,6 +161,8 @@ class HSTUModel(nn.Module):
 
     @torch.no_grad()
     def _steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        if self.item_ids is not None:
+            tokens = self.item_ids.tokens(tokens)
         if self._recorded is not None:
             self.stack.check_room(kv, len(tokens))
             if self._recorded.prefill(kv, tokens):
@@ -174,6 +183,8 @@ class HSTUModel(nn.Module):
         if not batch:
             return []
         tokens = [(one.suffix, one.kv.length, one.candidates) for one in batch]
+        if (ids := self.item_ids) is not None:
+            tokens = [(ids.tokens(suffix), first, ids.of(candidates)) for suffix, first, candidates in tokens]
         rows = [
             RankingRows(one.kv, len(one.suffix), len(one.candidates), self._times(one.kv, one.suffix)) for one in batch
         ]

@@ -24,6 +24,7 @@ from relaygr_stream.models.dlrm.config import DlrmConfig
 from relaygr_stream.models.dlrm.model import DlrmHSTU
 from relaygr_stream.models.factory import model_from_factory
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
+from relaygr_stream.models.item_ids import ItemIds
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.inputs import LFS_POINTER, is_pointer, open_regular, pointer_error, read_text
 from relaygr_stream.wire.versions import NOT_DECODED
@@ -110,7 +111,10 @@ def load_any_checkpoint(folder: str | Path) -> BuiltIn:
     config = read_config(path)
     try:
         weights = in_float32(path / WEIGHTS_FILE, _read_weights(path / WEIGHTS_FILE), wanted_weights(config))
-        return _model_of(config).load_weights(weights, note="")
+        model = _model_of(config)
+        if isinstance(model, HSTUModel) and model.config.listed_items:
+            model.item_ids = ItemIds.read(path, model.config.vocab)
+        return model.load_weights(weights, note="")
     except (
         RuntimeError,
         TypeError,

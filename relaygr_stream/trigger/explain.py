@@ -1,8 +1,8 @@
 """Why a request is admitted or not: the numbers behind a decision, and a live sample of such decisions.
 
 `explain` asks a core, books nothing, and collects the numbers that its decision compares. `explain_live` does so for
-the events of a running relay: it reads `retrieval`, `pre-infer` and `worker-status` beside the running triggers, joins
-no group and writes nothing.
+the events of a running relay, and says what became of their rankings: it reads `retrieval`, `pre-infer`, `scores` and
+`worker-status` beside the running triggers, joins no group and writes nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.ops.status.overview import LISTEN_S, listening
-from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.decision import Decision, Policy, Reason
 from relaygr_stream.trigger.delegation import Delegation
+from relaygr_stream.trigger.explain_answers import SampledAnswers
 from relaygr_stream.trigger.intake import read_event
 from relaygr_stream.trigger.load import KeptAt, OwnerLoads
 from relaygr_stream.trigger.statement import stated_policy
@@ -76,6 +77,8 @@ class Explanation:
     reason: Reason
     delegate: str | None = None  # the worker that would compute the prefix KV for the owner
     signalled: bool | None = None  # whether the running trigger sent a signal; None: not a live sample
+    answer: str | None = None  # its ranking's status; `late`: scores after relay.slo_ms; None: none was seen
+    overload: bool = False  # it was refused or late at a worker whose device has no time to spare
 
 
 def explain(
@@ -124,20 +127,24 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float, away:
     topics = load_topics(settings.kafka)
     directory = OwnerDirectory(settings.trigger.max_status_age_ms, reader=StatusReader.of(settings, topics))
     async with AsyncExitStack() as stack:
-        lanes, kafka = range(topics.lanes), settings.kafka
-        events, signals = await asyncio.gather(
-            *(spans(kafka, topic.name, lanes, away) for topic in (topics.retrieval, topics.pre_infer))
+        events, signals, answers = await asyncio.gather(
+            *(
+                spans(settings.kafka, topic.name, range(topic.partitions), away)
+                for topic in (topics.retrieval, topics.pre_infer, topics.scores)
+            )
         )
         if not (ends := {lane: signals[lane].end for lane in events.keys() & signals.keys()}):
             away.check()
-        shadow = Shadow(policy, topics, directory, ends)
+        shadow = Shadow(policy, topics, directory, ends, settings.relay.slo_ms)
         background = Background()
-        for topic, on_records in (
-            (topics.worker_status, directory.on_records),
-            (topics.pre_infer, shadow.on_signals),
-            (topics.retrieval, shadow.on_events),
+        for topic, read, on_records in (
+            (topics.worker_status, [0], directory.on_records),
+            (topics.pre_infer, sorted(ends), shadow.on_signals),
+            (topics.scores, sorted(answers), shadow.answers.on_records),
+            (topics.retrieval, sorted(ends), shadow.on_events),
         ):
-            read = sorted(ends) if topic.lanes else range(topic.partitions)
+            if not read:
+                continue
             tail = TopicTail(settings.kafka, topic.name, read, "latest", on_records)
             await stack.enter_async_context(tail)
             background.watch(tail.failed)
@@ -198,9 +205,17 @@ class Shadow:
     Events and signals may be read in either order.
     """
 
-    def __init__(self, policy: Policy, topics: TopicSet, directory: OwnerDirectory, ends: dict[int, int]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        topics: TopicSet,
+        directory: OwnerDirectory,
+        ends: dict[int, int],
+        slo_ms: float = Relay().slo_ms,
+    ) -> None:
         self._topics = topics
         self._directory = directory
+        self.answers = SampledAnswers(topics, directory, slo_ms)
         now = time.monotonic()
         keep_s = topics.pre_infer.retention_ms / 1e3
         self._core = TriggerCore(
@@ -268,9 +283,16 @@ class Shadow:
 
     def explanations(self) -> list[Explanation]:
         """The explanations of all events, in the order of reading."""
-        keys = [tenant_key(row.tenant, row.request_id) for row in self._rows]
+        return [self._completed(row) for row in self._rows]
+
+    def _completed(self, row: Explanation) -> Explanation:
+        key = tenant_key(row.tenant, row.request_id)
         sent = self._delegates  # the running trigger's choices, which are random: shown instead of those made here
-        return [
-            replace(row, signalled=key in self._signalled or key in sent, delegate=sent.get(key, row.delegate))
-            for row, key in zip(self._rows, keys, strict=True)
-        ]
+        answer, overload = self.answers.of(row.request_id, row.owner)
+        return replace(
+            row,
+            signalled=key in self._signalled or key in sent,
+            delegate=sent.get(key, row.delegate),
+            answer=answer,
+            overload=overload,
+        )

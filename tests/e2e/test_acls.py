@@ -148,7 +148,7 @@ async def test_explain_and_erase_need_the_grants_below_the_table(secure: SecureK
     assert "lacks an ACL" in out
     code, out = await run(erase, config)
     assert (code, "could not be removed" in out) == (1, True), out
-    more = [("READ", "retrieval"), ("READ", "pre-infer"), ("DELETE", "dead-letter")]
+    more = [*(("READ", topic) for topic in ("retrieval", "pre-infer", "scores")), ("DELETE", "dead-letter")]
     grant(secure, [binding("operator", operation, "TOPIC", f"{PREFIX}{topic}") for operation, topic in more])
     code, out = await run(explain, config)
     assert (code, "lacks an ACL" in out) == (0, False), out

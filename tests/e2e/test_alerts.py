@@ -75,6 +75,16 @@ def strangers(process: str, unsigned: str, unreadable: str) -> Series:
     )
 
 
+def overloaded(within: str, device: str, refused: str = NEVER) -> Series:
+    """A ranking a second with scores, so many within the SLO, so many refused; seconds of the device in two kinds."""
+    return (
+        answers(PER_SECOND, overloaded=refused)
+        | of("relaygr_rankings_within_slo_total", within)
+        | of("relaygr_device_seconds_total", device, work="ranking")
+        | of("relaygr_device_seconds_total", "0+0.5x240", work="pre_infer")
+    )
+
+
 #: No process of a relay is scraped at all.
 NOTHING = of("up", "1x240")
 READ = of("relaygr_rankings_read_total", PER_SECOND, hops="0")
@@ -139,9 +149,13 @@ CASES = {
         of("relaygr_trigger_decisions_total", PER_STEP, reason="no_owner"),
         of("relaygr_trigger_decisions_total", PER_STEP, reason="not_at_risk"),
     ),
-    "RelaygrTooFewWorkers": Case(
-        of("relaygr_forwards_total", PER_STEP, READ, result="late"),
-        of("relaygr_forwards_total", PER_STEP, READ, result="sent"),
+    "RelaygrOverload": Case(
+        overloaded(within="0+14x240", device="0+14x240"),
+        overloaded(within=PER_SECOND, device="0+14x240")
+        | of("relaygr_device_seconds_total", "0+6x240", instance="x", work="full")  # late, and not for want of a device
+        | of("relaygr_answers_total", PER_SECOND, instance="x", status="ok", outcome="hbm")
+        | of("relaygr_rankings_within_slo_total", "0+14x240", instance="x"),
+        also=(overloaded(within=PER_SECOND, device="0+14x240", refused=PER_STEP),),
     ),
     "RelaygrHotLane": Case(
         of("relaygr_forwards_total", "0+3x240", READ, result="sent"),

@@ -111,6 +111,11 @@ class Pipeline:
         return self._latest[self._workers[0]].costs
 
     @property
+    def bytes_per_token(self) -> int:
+        """Prefix KV of a token, as the first worker states it."""
+        return self._latest[self._workers[0]].bytes_per_token
+
+    @property
     def note(self) -> str:
         """The model's note, for example that its weights are random."""
         return self._latest[self._workers[0]].model_note

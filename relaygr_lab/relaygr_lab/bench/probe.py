@@ -93,7 +93,7 @@ async def run_probe(
     devices, cpu = await pipeline.device_ms(), CpuTimes.now()
     pipeline.client.route = mode.route
     started, began = clock(), time.monotonic()
-    with _no_collections():
+    with no_collections():
         await drive(
             pipeline.client,
             traffic,
@@ -178,7 +178,7 @@ def _p99(latencies: Sequence[float]) -> float | None:
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
     """Without garbage collection: a full one takes tens of milliseconds in the client, which would count as latency."""
     gc.collect()
     gc.disable()

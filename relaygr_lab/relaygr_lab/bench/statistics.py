@@ -45,12 +45,14 @@ def bad_share_bounds(requests: int, bad: int) -> tuple[float, float]:
     if requests == 0:
         return 0.0, 1.0
     tail = (1 - 0.95) / 2
-    low = 0.0 if bad == 0 else bisected(lambda p: 1 - _at_most(bad - 1, requests, p) < tail, 0.0, 1.0, HALVINGS)
-    high = 1.0 if bad == requests else bisected(lambda p: _at_most(bad, requests, p) >= tail, 0.0, 1.0, HALVINGS)
+    low = 0.0 if bad == 0 else bisected(lambda p: 1 - binomial_at_most(bad - 1, requests, p) < tail, 0.0, 1.0, HALVINGS)
+    high = (
+        1.0 if bad == requests else bisected(lambda p: binomial_at_most(bad, requests, p) >= tail, 0.0, 1.0, HALVINGS)
+    )
     return low, high
 
 
-def _at_most(count: int, requests: int, share: float) -> float:
+def binomial_at_most(count: int, requests: int, share: float) -> float:
     """P(X ≤ count) of a binomial."""
     if share <= 0.0:
         return 1.0

@@ -15,6 +15,7 @@ import click
 
 from relaygr_lab.bench.model import with_bench_model
 from relaygr_lab.bench.options import PRESETS
+from relaygr_lab.cli.dlrmv3 import dlrmv3_command
 from relaygr_stream.cli.options import check_cluster, head_start, parse_flags, source_options, traffic_options
 from relaygr_stream.settings.files import check_writable
 from relaygr_stream.settings.load import load_settings
@@ -33,6 +34,9 @@ _broker_option = click.option(
 @click.group(name="bench")
 def bench_command() -> None:
     """Measure what this machine can do."""
+
+
+bench_command.add_command(dlrmv3_command)
 
 
 @bench_command.command(name="slo")

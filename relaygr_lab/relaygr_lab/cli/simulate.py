@@ -45,6 +45,7 @@ QUARTERED_FROM = 20
     users="1000000",
     zipf="0",
     revisit="50%",
+    shift="",
     return_s="20",
     length="1024",
     sigma="0",
@@ -94,6 +95,14 @@ QUARTERED_FROM = 20
     default="0",
     show_default=True,
     help="Share of worker statuses that are lost.",
+)
+@click.option(
+    "--unranked",
+    metavar="SHARE",
+    callback=share,
+    default="0",
+    show_default=True,
+    help="Share of announced requests that are never ranked: their clients cancel them when they would be.",
 )
 @click.option(
     "--fail-rack",
@@ -247,6 +256,7 @@ def _scenario(given: dict[str, Any], settings: Settings) -> Scenario:
         bus=bus,
         answers=answers,
         status_loss=given["status_loss"],
+        unranked=given["unranked"],
         failure=failure,
         seed=given["seed"],
     )

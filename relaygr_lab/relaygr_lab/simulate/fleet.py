@@ -84,8 +84,9 @@ class Fleet:
         settings = scenario.settings
         self._scenario = scenario
         self._settings = settings
-        seeds = np.random.SeedSequence([scenario.seed, group.index]).spawn(3)
+        seeds = np.random.SeedSequence([scenario.seed, group.index]).spawn(4)
         self._rng = np.random.default_rng(seeds[0])
+        self._ends = np.random.default_rng(seeds[3])  # which requests are never ranked: the same for every policy
         self.timeline = timeline or Timeline()
         # What all workers know of each other is equal; each has its own books of what it sent to whom.
         self._peers = OwnerDirectory(settings.client.silence_ms, clock=self.timeline.clock)
@@ -176,14 +177,14 @@ class Fleet:
         self._next_event(until)
         request = Request(
             len(self.requests), now, self.start + arrival.rank_at, arrival.user, arrival.life, arrival.lane,
-            arrival.prefix, arrival.returning, arrival.long,
+            arrival.prefix, arrival.returning, arrival.long, float(self._ends.random()) >= self._scenario.unranked,
         )  # fmt: skip
         self.requests.append(request)
         if self._scenario.mode == "relay":
             if now >= self._announces_at:  # as one client's: events wait for each other
                 self._announces_at = now + self._settings.client.announce_linger_ms / 1e3
             self.timeline.at(self._announces_at, partial(self._announce, request))
-        self.timeline.at(request.rank_at, partial(self._rank, request))
+        self.timeline.at(request.rank_at, partial(self._rank if request.ranked else self._give_up, request))
 
     def _announce(self, request: Request, now: float) -> None:
         """The client hands a request event to the broker."""
@@ -236,6 +237,15 @@ class Fleet:
         """The client sends the ranking request."""
         lane, hops = self._routes.place(request, self._owned)
         self._send(Sent(request, lane, now, self._settings.client.timeout_ms, hops), now)
+
+    def _give_up(self, request: Request, now: float) -> None:
+        """The client leaves its request without a ranking, and cancels what it announced."""
+        if self._scenario.mode == "relay":
+            self._send_cancel(self.lanes[request.lane], request.name, now)
+
+    def _send_cancel(self, lane: Lane, request_key: str, now: float) -> None:
+        cancel = partial(self._cancel, request_key)
+        self.timeline.at(lane.paths.to_worker.arrival(now), partial(self._arrive, lane, cancel))
 
     def _send(self, sent: Sent, now: float) -> None:
         lane = self.lanes[sent.lane]
@@ -306,9 +316,7 @@ class Fleet:
                 self._send(Sent(sent.request, effect.lane, now, time_left_ms(task, now), sent.hops + 1), now)
                 self._carry(worker, worker.core.on_forwarded(effect), now)
             elif isinstance(effect, Release):
-                lane = self.lanes[effect.lane]
-                cancel = partial(self._cancel, effect.request_key)
-                self.timeline.at(lane.paths.to_worker.arrival(now), partial(self._arrive, lane, cancel))
+                self._send_cancel(self.lanes[effect.lane], effect.request_key, now)
             elif isinstance(effect, Done):
                 self._done(worker, effect.record)
             elif isinstance(effect, CountForward):

@@ -59,6 +59,7 @@ class Scenario:
     route: Route = "owner"  # where clients send rankings
     policy: Policy = "relay"
     hot: float = 0.0  # share of the users who are all on the first lane of their group
+    unranked: float = 0.0  # share of the requests that their client cancels when they would be ranked
     bus: BusLatency = field(default_factory=BusLatency)
     answers: BusLatency | None = None  # from the worker back to the client; None: as `bus`
     status_loss: float = 0.0  # share of worker statuses that never arrive
@@ -72,8 +73,9 @@ class Scenario:
             raise ConfigError(f"seconds = {self.seconds:g} must be above 0, warm-up = {self.warm_s:g} s at least 0")
         if not 0 <= self.status_loss < 1:
             raise ConfigError(f"status-loss = {self.status_loss:g}: must be a share below 1")
-        if not 0 <= self.hot < 1:
-            raise ConfigError(f"hot = {self.hot:g}: must be a share below 1")
+        for name in ("hot", "unranked"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name):g}: must be a share below 1")
         if self.failure is not None:
             if self.failure.at >= self.seconds:
                 raise ConfigError(
@@ -133,6 +135,7 @@ class Request:
     prefix: int
     returning: bool  # the user's history was there before
     long: bool  # one of the traffic's long users
+    ranked: bool = True  # False: its client cancels it at rank_at
     reason: Reason | None = None  # the trigger's decision
     latency_s: float = math.inf  # from rank_at to the client's scores
     status: Status | None = None  # of the answer; None: none came in time

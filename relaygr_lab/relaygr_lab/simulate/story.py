@@ -85,7 +85,7 @@ def story_of(
     """The results of a fleet that has run. busy_s: of each worker's device, in the measured time. signals_before: when
     that began."""
     begin = fleet.start + scenario.warm_s
-    measured = [request for request in fleet.requests if request.rank_at >= begin]
+    measured = [request for request in fleet.requests if request.ranked and request.rank_at >= begin]
     index = {worker.name: number for number, worker in enumerate(fleet.workers)}
     statuses = {name: number for number, name in enumerate(STATUSES)}
     outcomes = {name: number for number, name in enumerate(OUTCOMES)}

@@ -21,7 +21,7 @@ from relaygr_stream.ops.dashboard.parts import (
 )
 from relaygr_stream.ops.dashboard.picture import Picture
 from relaygr_stream.ops.dashboard.tables import lanes_map, workers_table
-from relaygr_stream.ops.status.odd import BUSY, SLO_SHARE
+from relaygr_stream.ops.status.overload import BUSY, SLO_SHARE
 from relaygr_stream.ops.status.tally import KINDS
 from relaygr_stream.wire.messages import WITHHELD
 

@@ -9,7 +9,7 @@ from relaygr_stream.ops.dashboard.charts import bar, cells
 from relaygr_stream.ops.dashboard.parts import escaped, format_number, format_share, marked_above
 from relaygr_stream.ops.dashboard.picture import Lane, Picture, WorkerRow
 from relaygr_stream.ops.dashboard.trace import RequestTrace
-from relaygr_stream.ops.status.odd import BUSY
+from relaygr_stream.ops.status.overload import BUSY
 
 _HEAT: Final = 5  # steps of colour of a lane
 _COLUMNS: Final = 32  # lanes in a row

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, TypeVar
 
 from relaygr_stream.bus.away import ranges
+from relaygr_stream.ops.status.overload import SLO_SHARE, overload
 from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.ops.status.tally import Tally, lately
 from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.routes import OWN
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, TriggerStatus
 from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_SKEW_S, THROTTLED_MS, never_at_risk, prefix_bytes
 
@@ -18,10 +20,7 @@ NEW_S: Final = 60.0
 S = TypeVar("S", WorkerStatus, TriggerStatus)
 #: Fewer rankings have no 99 %.
 JUDGED_FROM: Final = 100
-#: Share of rankings with scores within the SLO below which something is odd: the SLO is one at P99.
-SLO_SHARE: Final = 0.99
-#: A device busier than this makes rankings wait; with fewer hits than that, prefix KV help little.
-BUSY: Final = 0.9
+#: With fewer hits, prefix KV help little.
 FEW_HITS: Final = 0.5
 
 
@@ -44,7 +43,14 @@ def oddities(view: Overview) -> list[str]:
     return [each.line for each in findings(view)]
 
 
+def _moved(view: Overview) -> bool:
+    """Whether all users are in other groups of workers, so that these may have ended."""
+    return view.routes is not None and not view.routes.share_of(OWN)
+
+
 def _unanswered(view: Overview) -> Iterator[str]:
+    if _moved(view):
+        return
     serving = [status for status in view.living_workers().values() if status.state == "serving"]
     if not view.living_workers():
         yield "no worker is ready: no request is answered; start one with `relaygr worker`, or look at its log"
@@ -57,35 +63,41 @@ def _unanswered(view: Overview) -> Iterator[str]:
 
 def _slow(view: Overview) -> Iterator[str]:
     """Rankings lately that had no scores, or had them late. Few tell nothing."""
-    tally, _ = lately(view.workers[name] for name in view.living_workers())
+    seen = [view.workers[name] for name in view.living_workers()]
+    tally, rate = lately(seen)
     if tally.all < JUDGED_FROM:
         return
-    if tally.errors > tally.all * (1 - SLO_SHARE):
+    errors, late, slo_ms = tally.errors, tally.late, view.settings.relay.slo_ms
+    found, within = overload(seen, tally.all), tally.slo_share()
+    if found is not None:
+        served = "" if within is None else f"; {rate * within:.0f} a second are within {slo_ms:g} ms"
+        yield (
+            f"overload: busy devices of {found.workers} of {len(seen)} workers refused {found.refused} of the last "
+            f"{tally.all} rankings, and were late with {found.late}{served}; add workers, or send less"
+        )
+        errors, late = errors - found.refused, late - found.late
+    if errors > tally.all * (1 - SLO_SHARE):
         reasons = ", ".join(f"{count} {status}" for status, count in tally.refused().items())
         yield (
             f"{tally.errors} of the last {tally.all} rankings had no scores ({reasons}); overloaded and "
             f"deadline_exceeded: add workers; rejected and failed: the workers' logs have the reason"
         )
-    within = tally.slo_share()
-    late = 0 if within is None else tally.judged - tally.within_slo - tally.errors
     if late > tally.judged * (1 - SLO_SHARE):
         yield (
-            f"{late} of the last {tally.judged} rankings took longer than {view.settings.relay.slo_ms:g} ms "
-            f"(relay.slo_ms) on the worker; {_speed_up(view, tally)}"
+            f"{late} of the last {tally.judged} rankings took longer than {slo_ms:g} ms (relay.slo_ms) on the worker; "
+            f"{_speed_up(tally)}"
         )
 
 
-def _speed_up(view: Overview, tally: Tally) -> str:
-    """What to do about late rankings."""
-    if max(status.busy_share for status in view.living_workers().values()) > BUSY:
-        return "a device is busy: add workers"
+def _speed_up(tally: Tally) -> str:
+    """What to do about late rankings of devices that have time."""
     if (tally.hit_rate() or 0.0) < FEW_HITS:
         return "few find prefix KV: `relaygr explain --seconds 5` says why"
     return "a trace of one shows where the time goes (telemetry.traces)"
 
 
 def _missing(view: Overview) -> Iterator[str]:
-    if not view.living_triggers():
+    if not view.living_triggers() and not _moved(view):
         yield (
             "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit; "
             "start `relaygr trigger`"

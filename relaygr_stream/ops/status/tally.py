@@ -64,16 +64,21 @@ class Tally:
         """Answers without scores."""
         return self.all - self.answers["ok"]
 
+    @property
+    def late(self) -> int:
+        """Answers with scores later than relay.slo_ms; 0 if the workers do not tell."""
+        return max(0, self.judged - self.within_slo - self.errors) if self.judged else 0
+
     def refused(self) -> dict[str, int]:
         """Answers without scores by status, the most frequent first."""
         return {status: count for status, count in self.answers.most_common() if status != "ok" and count}
 
-    def quantile_ms(self, share: float, kind: str) -> float | None:
+    def quantile_ms(self, share: float, *kinds: str) -> float | None:
         """Milliseconds from reading a ranking to its reply; None: no such ranking, or the workers do not tell.
 
-        kind: RELAY, FULL.
+        kinds: RELAY, FULL.
         """
-        found = quantile_s(total(self.latencies.get(outcome, ()) for outcome in KINDS[kind]), share)
+        found = quantile_s(total(self.latencies.get(each, ()) for kind in kinds for each in KINDS[kind]), share)
         return None if found is None else found * 1e3
 
     def hit_rate(self) -> float | None:

@@ -6,27 +6,32 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.samples import Sample
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.ops.status.odd import Oddity, findings
+from relaygr_stream.ops.status.odd import Oddity, findings, oddities
+from relaygr_stream.ops.status.overload import BUSY, REFUSED, SLO_SHARE
 from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.ops.status.tally import FULL, RELAY, Tally
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.latencies import BOUNDS_S, quantile_s, since, total
 from relaygr_stream.wire.messages import HITS, WorkerStatus
+from relaygr_stream.wire.trigger_status import TriggerStatus
 from relaygr_stream.wire.worker_status import BASE_BYTES, WITHIN_SLO, StatusReader
 from relaygr_stream.worker.metrics import WorkerMetrics
 from tests.statuses import worker_status
 from tests.unit.status.test_overview import overview, record, trigger, worker
 
+ROOT = Path(__file__).resolve().parents[3]
 OUTCOMES = (*HITS, "full", "truncated")
 RANKED = st.lists(st.tuples(st.sampled_from(OUTCOMES), st.floats(0.0, 5.0)), max_size=60)
 
@@ -111,8 +116,13 @@ def test_status_tells_rates_latencies_and_errors_of_the_time_since() -> None:
     [
         (
             *(2, 0, 0, 0.95),
-            "2 of the last 100 rankings took longer than 50 ms (relay.slo_ms) on the worker; a device is busy: add "
-            "workers",
+            "overload: busy devices of 1 of 1 workers refused 0 of the last 100 rankings, and were late with 2; 49 a "
+            "second are within 50 ms; add workers, or send less",
+        ),
+        (
+            *(1, 3, 0, 0.95),
+            "overload: busy devices of 1 of 1 workers refused 3 of the last 100 rankings, and were late with 1; 48 a "
+            "second are within 50 ms; add workers, or send less",
         ),
         (
             *(2, 0, 60, 0.1),
@@ -129,7 +139,7 @@ def test_status_tells_rates_latencies_and_errors_of_the_time_since() -> None:
             "3 of the last 100 rankings had no scores (3 overloaded); overloaded and deadline_exceeded: add workers; "
             "rejected and failed: the workers' logs have the reason",
         ),
-        (1, 1, 0, 0.99, None),
+        (0, 1, 0, 0.99, None),
     ],
 )
 def test_more_than_one_of_a_hundred_that_is_late_or_refused_is_odd(
@@ -143,6 +153,52 @@ def test_more_than_one_of_a_hundred_that_is_late_or_refused_is_odd(
         metrics.answer("overloaded")
     view = overview(before, stated(metrics, sent_ms=3_000, busy_share=busy), trigger())
     assert findings(view) == ([] if line is None else [Oddity(line, True)])
+
+
+def test_overload_lasts_while_a_device_is_busy_and_is_told_beside_what_it_does_not_explain() -> None:
+    """Also of a worker that withholds outcomes, and tells no share within the SLO."""
+    metrics = WorkerMetrics(CollectorRegistry(), 50.0)
+    before = stated(metrics, sent_ms=1_000)
+    for status, times in (("overloaded", 4), ("deadline_exceeded", 2), ("failed", 9)):
+        for _ in range(times):
+            metrics.answer(status)
+    for _ in range(85):
+        metrics.ranked("hbm", 0.01, 0.0)
+    for told in (dict(metrics.answered), {name: n for name, n in metrics.answered.items() if name.startswith("a")}):
+        start = msgspec.structs.replace(before, counters=dict.fromkeys(told, 0.0))
+        now = worker("w1", counters=told, sent_ms=3_000, busy_share=BUSY + 0.01)
+        overload, failed = (each.line for each in findings(overview(start, now, trigger())))
+        assert overload.startswith("overload: busy devices of 1 of 1 workers refused 6 of the last 100 rankings")
+        assert ("within 50 ms" in overload) == (WITHIN_SLO in told)
+        assert failed.startswith("15 of the last 100 rankings had no scores (9 failed, 4 overloaded")
+        over = overview(start, msgspec.structs.replace(now, busy_share=BUSY - 0.01), trigger())
+        assert not any(line.startswith("overload") for line in oddities(over))
+
+
+def test_a_busy_worker_of_a_fleet_that_keeps_its_slo_is_no_overload() -> None:
+    """Two rankings of its hundred are late, of the fleet's four hundred; a fifth worker's device has time."""
+    views = []
+    for late in (2, 8):
+        statuses: list[WorkerStatus | TriggerStatus] = [trigger()]
+        for number in range(4):
+            counters = {"answers_ok": 100.0, WITHIN_SLO: 100.0 - (late if number == 0 else 0)}
+            name, busy = f"w{number}", 0.99 if number == 0 else 0.2
+            statuses.append(worker(name, counters={"answers_ok": 0.0, WITHIN_SLO: 0.0}, sent_ms=1_000))
+            statuses.append(worker(name, counters=counters, sent_ms=3_000, busy_share=busy))
+        views.append([line for line in oddities(overview(*statuses)) if line.startswith("overload")])
+    assert views[0] == []
+    assert views[1][0].startswith("overload: busy devices of 1 of 4 workers refused 0 of the last 400 rankings")
+
+
+def test_the_alert_has_the_rule_of_the_status() -> None:
+    (rule,) = (
+        rule
+        for rule in yaml.safe_load((ROOT / "docker" / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
+        if rule["alert"] == "RelaygrOverload"
+    )
+    assert f"> {BUSY:g}\n" in rule["expr"]
+    assert rule["expr"].rstrip().endswith(f"> {1 - SLO_SHARE:.2g}")
+    assert f'status=~"{"|".join(("ok", *REFUSED))}"' in rule["expr"]
 
 
 def test_rates_are_those_of_lately_however_long_one_looks_on() -> None:

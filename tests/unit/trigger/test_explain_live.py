@@ -6,15 +6,16 @@ import msgspec
 import pytest
 
 from relaygr_stream.bus.ages import WAY_MS, now_ms
-from relaygr_stream.cli.explain_table import as_table
+from relaygr_stream.cli.explain_table import as_table, summary
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import Shadow
 from relaygr_stream.wire.behaviours import MAX_TIME_MS, Behaviours
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.features import FeatureTables
-from relaygr_stream.wire.messages import PreInferSignal, RequestEvent
+from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, ScoreReply, Status, Timings
 from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
 from relaygr_stream.wire.topic_files import load_topics
@@ -87,7 +88,7 @@ def test_a_delegated_request_is_explained_with_the_running_triggers_delegate() -
         shadow.on_signals([record(encode_refusals([told]), number, KIND)])
     rows = shadow.explanations()
     assert {(row.reason, row.delegate, row.signalled) for row in rows} == {("delegated", "w3", True)}
-    assert list(as_table(rows).columns[-2].cells) == ["delegated to w3"] * 20
+    assert list(as_table(rows).columns[-3].cells) == ["delegated to w3"] * 20
 
 
 def test_what_the_trigger_skips_or_dead_letters_is_not_explained() -> None:
@@ -103,3 +104,43 @@ def test_what_the_trigger_skips_or_dead_letters_is_not_explained() -> None:
         ]
     )
     assert [row.request_id for row in shadow.explanations()] == ["good"]
+
+
+def answered(request_id: str, status: Status, worker: str, worker_ms: float = 1.0) -> Record:
+    timings = Timings(worker_ms=worker_ms)
+    return record(encode(ScoreReply(request_id=request_id, status=status, worker=worker, timings=timings)))
+
+
+def test_a_ranking_that_a_busy_device_refused_or_was_late_with_is_said_to_be_overload_s_doing() -> None:
+    """Of a request's answers the first with scores counts; one that does not tell its worker is the lane's owner's."""
+    settings = Settings()
+    directory = OwnerDirectory(silence_ms=10_000)
+    directory.take(worker_status(lane_status(lane=LANE), name="busy", busy_share=0.99))
+    directory.take(worker_status(lane_status(lane=LANE + 1), name="idle", busy_share=0.3))
+    shadow = Shadow(Policy.of(settings), load_topics(settings.kafka), directory, {LANE: 0})
+    slo_ms = settings.relay.slo_ms
+    answers: dict[str, tuple[list[Record], tuple[str | None, bool]]] = {
+        "refused": ([answered("refused", "overloaded", "busy")], ("overloaded", True)),
+        "withheld": ([answered("withheld", "overloaded", "")], ("overloaded", True)),
+        "expired": ([answered("expired", "deadline_exceeded", "busy")], ("deadline_exceeded", True)),
+        "late": ([answered("late", "ok", "busy", slo_ms + 1)], ("late", True)),
+        "slow": ([answered("slow", "ok", "idle", slo_ms + 1)], ("late", False)),
+        "alone": ([answered("alone", "overloaded", "idle")], ("overloaded", False)),
+        "gone": ([answered("gone", "overloaded", "gone")], ("overloaded", True)),  # silent: the lane's owner counts
+        "wrong": ([answered("wrong", "rejected", "busy")], ("rejected", False)),
+        "hedged": ([answered("hedged", "overloaded", "busy"), answered("hedged", "ok", "idle")], ("ok", False)),
+        "twice": ([answered("twice", "ok", "busy"), answered("twice", "overloaded", "busy")], ("ok", False)),
+        "none": ([], (None, False)),
+    }
+    shadow.answers.on_records([record(b"no answer")])
+    for number, (name, (records, _)) in enumerate(answers.items()):
+        shadow.answers.on_records(records)  # before the event is read, too
+        shadow.on_events([record(encode(event(TOKENS, name)), number)])
+    found = shadow.explanations()
+    assert {row.request_id: (row.answer, row.overload) for row in found} == {
+        name: expected for name, (_, expected) in answers.items()
+    }
+    assert "overload: busy devices refused 5 of 10 rankings, or were late with them" in summary(found)
+    shown = render_plain(as_table(found), 300)
+    assert shown.count(": overload") == 5
+    assert "late: overload" in shown

@@ -1,0 +1,139 @@
+"""The results of `relaygr bench dlrmv3`, as in report.json; what they mean, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from relaygr_lab.bench.modes import CACHE, FULL, RELAY
+from relaygr_stream.wire.messages import HITS
+from relaygr_stream.workload.quantiles import nearest_rank
+
+#: Share of what the costs of the run allow.
+TARGET: Final = 0.85
+ENGINE: Final = "engine"
+NOTE: Final = (
+    "Not an MLPerf result and not verified by MLCommons; the closed division does not allow reuse across queries "
+    "(modes cache, relay, engine). The name MLPerf is MLCommons'."
+)
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of LoadGen. Times are milliseconds."""
+
+    mode: str
+    qps: float
+    queries: int
+    valid: bool  # as LoadGen says
+    p99_ms: float
+    outcomes: dict[str, int]  # where prefix KV were found
+    errors: dict[str, int]  # queries without scores, which LoadGen counts as late
+    heads_ms: tuple[float, float] | None = None  # 1 % and 50 % of the head starts; None: nothing was announced
+    off_ms: tuple[float, float]  # 50 % and 99 % of how late LoadGen issued against its schedule
+    others_cores: float | None = None  # that other processes used
+    folder: str  # with LoadGen's logs
+
+    @property
+    def hits(self) -> float:
+        """Share of the answered queries that found prefix KV."""
+        answered = sum(self.outcomes.values())
+        return sum(self.outcomes.get(one, 0) for one in HITS) / answered if answered else 0.0
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """A mode's result: the run with the largest rate that LoadGen calls VALID."""
+
+    mode: str
+    best: Run | None  # None: none was VALID
+    settled: bool  # a larger rate, within the tolerance, was INVALID; else the rate is a lower bound
+    oracle_qps: float | None  # of a queue at one device, without a bus
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a bench."""
+
+    note: str = NOTE
+    conditions: dict[str, Any]
+    reductions: dict[str, str]
+    slo_ms: float
+    runs: list[Run]
+    found: list[Found]
+    costs: dict[str, float]
+    full_ms: float  # mean device time of a request by the costs, in full
+    reused_ms: float  # and with prefix KV of earlier visits
+    quotient: float  # one over the other
+    kv_user_bytes: float  # prefix KV of a user, mean
+    wall_s: float
+
+    def qps(self, mode: str) -> float | None:
+        """The mode's largest rate."""
+        best = next((one.best for one in self.found if one.mode == mode), None)
+        return None if best is None else best.qps
+
+    def missed(self) -> list[str]:
+        """Missed targets."""
+        return list(self._missed())
+
+    def _missed(self) -> Iterator[str]:
+        found = {one.mode: one for one in self.found}
+        for one in self.found:
+            if one.best is None:
+                yield f"{one.mode}: no rate was VALID"
+        full, cache, relay = (self.qps(mode.name) for mode in (FULL, CACHE, RELAY))
+        if full and cache and (ratio := cache / full) < TARGET * self.quotient and found[CACHE.name].settled:
+            yield (
+                f"cache carries {ratio:.2f} × full inference; the costs of this run allow {self.quotient:.2f} ×, the "
+                f"target is {TARGET:g} of that"
+            )
+        oracle = found[RELAY.name].oracle_qps if RELAY.name in found else None
+        if relay and oracle and relay < TARGET * oracle and found[RELAY.name].settled:
+            yield f"relay carries {relay:.1f}/s, an oracle queue {oracle:.1f}/s; the target is {TARGET:g} of that"
+
+
+def render(report: Report) -> RenderableType:
+    """The table, conditions and verdict."""
+    table = Table(
+        title=f"Largest rate that LoadGen calls VALID (P99 ≤ {report.slo_ms:g} ms)",
+        title_justify="left", title_style="bold", box=SIMPLE_HEAD,
+    )  # fmt: skip
+    for name in ("mode", "QPS", "÷ full", "P99 ms", "hits", "oracle queue", "head start"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+    full = report.qps(FULL.name)
+    for one in report.found:
+        best = one.best
+        oracle = "–" if one.oracle_qps is None else f"{one.oracle_qps:.1f}"
+        if best is None:
+            table.add_row(one.mode, "none", "–", "–", "–", oracle, "–")
+            continue
+        table.add_row(
+            one.mode,
+            f"{'' if one.settled else '≥ '}{best.qps:.1f}",
+            f"{best.qps / full:.2f}×" if full else "–",
+            f"{best.p99_ms:.1f}",
+            f"{best.hits:.1%}",
+            oracle,
+            "–" if best.heads_ms is None else f"{best.heads_ms[1]:.0f} ms",
+        )
+    words = report.reductions | report.conditions | {
+        "device time": f"{report.full_ms:.1f} ms in full, {report.reused_ms:.1f} ms with prefix KV: "
+        f"{report.quotient:.2f} times less",
+        "prefix KV of a user": f"{report.kv_user_bytes / (1 << 20):.1f} MiB",
+    }  # fmt: skip
+    missed = [Text(f"✗ {line}", style="bold red") for line in report.missed()]
+    return Group(
+        Text(report.note, style="bold"),
+        table,
+        *(Text(f"{name}: {text}", style="dim") for name, text in words.items()),
+        *(missed or [Text("✓ every target that was measured is met", style="bold green")]),
+    )
+
+
+def spread(values: list[float], *quantiles: float) -> tuple[float, ...]:
+    """Quantiles of the values, by nearest rank; zeros without any."""
+    return tuple(round(nearest_rank(values, q), 3) if values else 0.0 for q in quantiles)

@@ -1,0 +1,68 @@
+"""What became of the rankings of a live sample (trigger/explain.py), and whether that was overload's doing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.fleet import OwnerDirectory
+from relaygr_stream.ops.status.overload import REFUSED, is_busy
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import ScoreReply
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import TopicSet
+
+#: The answer to a ranking whose scores came after the SLO.
+LATE = "late"
+
+
+class SampledAnswer(NamedTuple):
+    """answer: a ranking's status, or LATE. busy: the worker's device had no time to spare; None: not known whose."""
+
+    answer: str
+    busy: bool | None
+
+    @property
+    def missed(self) -> bool:
+        """There was no time for it, or no place."""
+        return self.answer == LATE or self.answer in REFUSED
+
+
+class SampledAnswers:
+    """Of each request's answers, and its copies', the best: the first with scores. They name no tenant.
+
+    slo_ms: relay.slo_ms, counted on the worker from reading the ranking.
+    """
+
+    def __init__(self, topics: TopicSet, directory: OwnerDirectory, slo_ms: float) -> None:
+        self._most_bytes = topics.scores.max_message_bytes
+        self._directory = directory
+        self._slo_ms = slo_ms
+        self._found: dict[str, SampledAnswer] = {}
+
+    def on_records(self, records: list[Record]) -> None:
+        """Handle records of `scores`."""
+        for record in records:
+            try:
+                reply = decode(ScoreReply, record.value, self._most_bytes)
+            except DecodeError:
+                continue
+            known = self._found.get(reply.request_id)
+            if known is None or known.answer not in ("ok", LATE):
+                late = reply.status == "ok" and reply.timings.worker_ms > self._slo_ms
+                self._found[reply.request_id] = SampledAnswer(LATE if late else reply.status, self._busy(reply.worker))
+
+    def of(self, request_id: str, owner: str | None) -> tuple[str | None, bool]:
+        """The answer to a request, None if none was seen, and whether it is overload's doing.
+
+        owner: of its lane, which counts where the answer does not tell its worker (worker.withhold_outcomes).
+        """
+        found = self._found.get(request_id)
+        if found is None:
+            return None, False
+        busy = self._busy(owner or "") if found.busy is None else found.busy
+        return found.answer, found.missed and bool(busy)
+
+    def _busy(self, worker: str) -> bool | None:
+        known = self._directory.lanes_of(worker)
+        return None if known is None else is_busy(known[0])
