@@ -8,7 +8,9 @@ can be announced before; how far off the times were is part of the result.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -29,6 +31,7 @@ INSTALL: Final = (
 )
 SUMMARY: Final = "mlperf_log_summary.txt"
 CONFIDENCE: Final = 0.99
+THREAD: Final = "loadgen"
 #: A query without scores is completed this many SLOs after it was issued, so that LoadGen counts it as late.
 LATE_SLOS: Final = 4.0
 #: Rates in LoadGen's summary have two decimals.
@@ -46,6 +49,14 @@ def loadgen() -> Any:
     except ImportError as error:
         raise ConfigError(INSTALL) from error
     return mlperf_loadgen
+
+
+def leave(code: int) -> None:
+    """End the process at once if LoadGen has not ended: it cannot be told to, and does not survive an orderly exit."""
+    if any(thread.name == THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,7 @@ class Sut:
         done: asyncio.Future[None] = self._loop.create_future()
         self._make_ready()
         # No executor's thread: one cannot leave LoadGen before its last query, and a loop that ends waits for those.
-        threading.Thread(target=self._test_thread, args=(folder, done), name="loadgen", daemon=True).start()
+        threading.Thread(target=self._test_thread, args=(folder, done), name=THREAD, daemon=True).start()
         try:
             await done
         except BaseException:
