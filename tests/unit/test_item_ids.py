@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import msgspec
@@ -229,7 +230,8 @@ def test_packed_ids_of_another_size_than_stated_are_refused(stated: int) -> None
 @settings(max_examples=examples(60))
 def test_a_history_in_parts_is_the_history_and_so_are_its_digests(parts: list[list[int]]) -> None:
     async def run() -> None:
-        store, whole = SqliteStore(":memory:"), list[int]()
+        folder = TemporaryDirectory()
+        store, whole = SqliteStore(Path(folder.name) / "histories", 20.0), list[int]()
         try:
             for part in parts:
                 start = len(whole)
@@ -247,6 +249,7 @@ def test_a_history_in_parts_is_the_history_and_so_are_its_digests(parts: list[li
             assert items(await store.read("u", "", 0, 0, 1000)) == parts[0]
         finally:
             await store.close()
+            folder.cleanup()
 
     asyncio.run(run())
 
