@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -24,6 +24,7 @@ from relaygr_stream.errors import BrokerError, ConfigError, RelayError
 from relaygr_stream.ops.rollout.judgement import Observed, decide
 from relaygr_stream.ops.rollout.observing import WorkersView
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.printable import Say
 from relaygr_stream.wire.routes import OWN, POSITIONS, RolloutProgress, Routes, routes_topic
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
@@ -133,7 +134,7 @@ class Parts:
     bus: Bus
     producer: Producer
     metrics: RolloutMetrics
-    say: Callable[[str], object]
+    say: Say
     started: Started | None = None
 
 
