@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from relaygr_stream.errors import DecodeError, Rejected
 from relaygr_stream.gateway.bodies import decoded
 from relaygr_stream.gateway.messages import JSON, MSGPACK, Format, Rank
-from relaygr_stream.history.packed import PLAIN, UPPER, pack, unpack, widths
+from relaygr_stream.history.packed import PLAIN, UPPER, joined, pack, unpack, widths
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.settings.schema import Relay
@@ -277,6 +277,20 @@ def test_a_digest_does_not_depend_on_how_ids_are_packed() -> None:
     grown = behaviours([*ids, MOST])
     assert digests(grown, lengths) == digests(narrow, lengths)
     assert digests(grown, [len(grown)]) != digests(behaviours([*ids, MOST % 2**32]), [len(grown)])
+
+
+def test_what_a_store_may_answer_has_a_digest_and_is_refused_by_name() -> None:
+    """A worker compares digests before anything else, of whatever a store of the user's own returns."""
+    times = np.arange(4).astype("<i8").tobytes()
+    for broken, error in (
+        (Behaviours(bytes(20), bytes(4), times), "parallel arrays"),
+        (Behaviours(bytes(31), bytes(4), times), "parallel arrays"),
+        (Behaviours(bytes(36), bytes(4), times), "parallel arrays"),
+        (Behaviours(np.array([1, 2, -3, 4], "<i8").tobytes(), bytes(4), times), f"within 0…{MOST}, got -3"),
+    ):
+        assert digests(broken, [4])[4] and len(joined(behaviours([MOST]), broken)) == 5
+        with pytest.raises(ValueError, match=error):
+            broken.checked(ValueError)
 
 
 # ---- logs ----
