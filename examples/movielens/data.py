@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.errors import InputError
+from relaygr_stream.models.item_ids import ITEMS_FILE
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.workload.logfile import BrokenLine, TextLog, head, refuse_binary
 from relaygr_stream.workload.logs import InteractionLog, read_log
-from relaygr_stream.workload.rows import ITEMS_FILE, rows_of
+from relaygr_stream.workload.rows import rows_of
 
 Ints = npt.NDArray[np.int64]
 

@@ -34,8 +34,8 @@ from examples.movielens.losses import losses
 from examples.movielens.recipe import QUICK, Recipe, new_model
 from relaygr_stream.models.embeddings import gap_buckets
 from relaygr_stream.models.hstu_model import HSTUModel
+from relaygr_stream.models.item_ids import ITEMS_FILE
 from relaygr_stream.models.loading import load_checkpoint, save_checkpoint
-from relaygr_stream.workload.rows import ITEMS_FILE
 
 PROGRESS_FILE: Final = "progress.pt"
 #: Last behaviours that training never sees: validation's item and the test's.

@@ -33,7 +33,7 @@ User = Annotated[str, Path(min_length=1, max_length=256)]
 class Did(BaseModel):
     """A behaviour as it is posted."""
 
-    item: int = Field(ge=0, lt=2**32)
+    item: int = Field(ge=0, le=2**63 - 1, strict=True)
     action: int = Field(default=1, ge=0, le=255)
 
 

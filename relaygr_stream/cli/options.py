@@ -15,7 +15,7 @@ from relaygr_stream.settings.load import Config, load_settings
 
 if TYPE_CHECKING:
     from relaygr_stream.workload.arrivals import ArrivalLog
-    from relaygr_stream.workload.traffic import Mix, Tide
+    from relaygr_stream.workload.traffic import Mix, Shift, Tide
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -118,6 +118,12 @@ def _tide(_: click.Context, __: click.Parameter, value: str | None) -> Tide | No
     return None if value is None else Tide(*_pair(value, "SHARE:SECONDS, such as 50%:60"))
 
 
+def _shift(_: click.Context, __: click.Parameter, value: str | None) -> Shift | None:
+    from relaygr_stream.workload.traffic import Shift
+
+    return None if value is None else Shift(*_pair(value, "SHARE:SECONDS, such as 30%:60"))
+
+
 def _arrivals(_: click.Context, __: click.Parameter, value: Path | None) -> ArrivalLog | None:
     from relaygr_stream.workload.arrivals import read_arrivals
 
@@ -146,6 +152,14 @@ _TRAFFIC: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "revisit": (
         "--revisit",
         {"metavar": "SHARE", "callback": share, "help": "Share of requests by returning users."},
+    ),
+    "shift": (
+        "--shift",
+        {
+            "metavar": "SHARE:SECONDS",
+            "callback": _shift,
+            "help": "Another share of requests by returning users from so many seconds on, warm-up included.",
+        },
     ),
     "return_s": ("--return-after", {"type": float, "help": "Mean seconds until a return."}),
     "length": ("--length", {"type": float, "help": "Median prefix tokens of a new user (log-normal)."}),

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,6 @@ from relaygr_stream.errors import (
 from relaygr_stream.fleet import Leaders
 from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.wire.behaviours import ITEM_DTYPE
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import Outcome, ScoreReply, Status, Timings
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_SIGNATURE, Record, header, kind_of
@@ -60,7 +59,7 @@ class Ranking:
     """The scores of one ranking request."""
 
     request_id: str
-    candidates: npt.NDArray[np.uint32]  # (m,) item ids, in the order given; read-only
+    candidates: npt.NDArray[Any]  # (m,) item ids, uint32 or int64, in the order given; read-only
     scores: npt.NDArray[np.float32]  # (m, tasks), rows in the order of the candidates; read-only
     tasks: tuple[str, ...]  # names of the columns
     outcome: Outcome  # where the worker found the prefix KV
@@ -71,7 +70,7 @@ class Ranking:
     admission: str = ""  # the trigger's decision: `admitted`, or the reason against; empty: unknown
     truncated_to: int = 0  # newest behaviours that were ranked with, outcome `truncated`; 0: with all
 
-    def top(self, count: int, *, task: str | None = None) -> npt.NDArray[np.uint32]:
+    def top(self, count: int, *, task: str | None = None) -> npt.NDArray[Any]:
         """The item ids of the best `count` candidates by one task's score, best first; equal scores keep their order.
 
         task: optional if the model has only one. Raises ValueError for an unknown task.
@@ -218,14 +217,14 @@ class Answers:
         self._metrics.answers_dropped.labels(reason).inc()
 
 
-def ranking_of(reply: ScoreReply, candidates: bytes, latency_s: float) -> Ranking:
+def ranking_of(reply: ScoreReply, items: npt.NDArray[Any], latency_s: float) -> Ranking:
     """The answer as a Ranking. An answer without scores raises the RequestError of its status.
 
-    candidates: (m,) uint32 item ids, packed. latency_s: seconds from the call of rank() to the answer.
+    items: (m,), the candidates' ids. latency_s: seconds from the call of rank() to the answer.
     """
     if reply.status != "ok":
         raise _ERRORS[reply.status](reply.detail or f"worker {reply.worker or '?'} answered {reply.status}")
-    scores, items = reply.matrix(), np.frombuffer(candidates, ITEM_DTYPE)
+    scores = reply.matrix()
     if reply.outcome is None or len(scores) != len(items):
         raise WorkerFailed(
             f"worker {reply.worker or '?'} answered {len(scores)} rows for {len(items)} candidates, "

@@ -22,10 +22,10 @@ from relaygr_stream.client.messages import MessageClient
 from relaygr_stream.errors import BrokerError, LanesChanged, Rejected, RelayError
 from relaygr_stream.history.store import HistoryStore, looked_up
 from relaygr_stream.telemetry.tracing import Trace
-from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, pack_items
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import FeatureTables, Table
 from relaygr_stream.wire.history import HistoryReference
-from relaygr_stream.wire.messages import Mode, RankingRequest, RequestEvent, with_version
+from relaygr_stream.wire.messages import Mode, RankingRequest, RequestEvent, candidate_fields, with_version
 
 #: Behaviours, oldest first: packed, or three arrays (items, actions, Unix times in milliseconds) of one length n.
 History = Behaviours | tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
@@ -67,12 +67,12 @@ class RelayClient(MessageClient):
     ) -> Request:
         """One request of a user: enter it when retrieval starts, rank when the candidates are known.
 
-        history: the long prefix, oldest first: Behaviours, or three arrays (items uint32, actions uint8, Unix times in
-        ms) of one length n. It is encoded here, once. Or a HistoryReference, or the HistoryStore that has it, which is
-        asked once, on entering (HistoryError if it does not answer): messages then carry the reference, and the worker
-        reads the history (history.store). candidates: expected number of candidates. rank_in: expected seconds until
-        the ranking; 0: as usual for the relay. request_id: random by default. tenant: that of this user. features:
-        those of the user and of the history's behaviours, where the client was made with a schema.
+        history: the long prefix, oldest first: Behaviours, or three arrays (items within 0…2⁶³ − 1, actions uint8, Unix
+        times in ms) of one length n. It is encoded here, once. Or a HistoryReference, or the HistoryStore that has it,
+        which is asked once, on entering (HistoryError if it does not answer): messages then carry the reference, and
+        the worker reads the history (history.store). candidates: expected number of candidates. rank_in: expected
+        seconds until the ranking; 0: as usual for the relay. request_id: random by default. tenant: that of this user.
+        features: those of the user and of the history's behaviours, where the client was made with a schema.
 
         Raises Rejected if the history is neither, or for features that are not those of the schema.
         """
@@ -90,7 +90,7 @@ class RelayClient(MessageClient):
             candidates=builtin_number(candidates),
             rank_in_ms=builtin_number(rank_in) * 1000,
             tenant=tenant or self._settings.client.tenant,
-            **with_version(reference),
+            **with_version(reference, prefix),
         )
         return Request(self, event, store, self._settings.history.timeout_ms / 1000)
 
@@ -126,6 +126,7 @@ class Request:
         self._store = store  # to be asked for the reference
         self._store_s = store_s
         self._pinned = False  # as far as is known: announced, and not yet ranked
+        self._group: str | None = None  # that of all its messages
 
     @property
     def request_id(self) -> str:
@@ -136,7 +137,8 @@ class Request:
         self._trace = self._relay.begin("relaygr.request", self._event.request_id)
         try:
             await self._refer()
-            await self._relay.announce(self._event, within=self._trace)
+            self._group = self._relay.group_of(self._event.user_id)
+            await self._relay.announce(self._event, within=self._trace, group=self._group)
             self._pinned = True
         except BaseException as error:
             # Counted; a lost event costs speed, not scores, and the ranking raises if the brokers are away.
@@ -150,7 +152,7 @@ class Request:
         """Look the reference to the history up, unless that was done. Raises HistoryUnavailable."""
         if self._store is not None:
             reference = await looked_up(self._store, self._event.user_id, self._event.tenant, self._store_s)
-            self._event = msgspec.structs.replace(self._event, **with_version(reference or UNSET))
+            self._event = msgspec.structs.replace(self._event, **with_version(reference or UNSET, self._event.prefix))
             self._store = None
 
     async def __aexit__(
@@ -160,7 +162,9 @@ class Request:
         if self._pinned:
             self._pinned = False
             with suppress(RelayError):  # counted; without the cancel, the life window ends what is pinned
-                await self._relay.cancel(self._event.user_id, self.request_id, tenant=self._event.tenant)
+                await self._relay.cancel(
+                    self._event.user_id, self.request_id, tenant=self._event.tenant, group=self._group
+                )
         if self._trace is not None:
             if error is None:
                 self._trace.end()
@@ -185,23 +189,22 @@ class Request:
         await self._refer()
         event = self._event
         try:
-            packed = pack_items(candidates)
+            newer = Behaviours() if suffix is None else behaviours_of(suffix, "suffix")
+            fields = candidate_fields(candidates, event.history, event.prefix, newer)
         except (TypeError, ValueError) as error:
-            raise Rejected(f"candidates: {error}") from error
-        newer = Behaviours() if suffix is None else behaviours_of(suffix, "suffix")
-        newer, tables = self._relay.packed(features, newer, {"candidate": len(packed) // ITEM_DTYPE.itemsize})
+            raise Rejected(str(error)) from error
+        newer, tables = self._relay.packed(features, newer, {"candidate": len(candidates)})  # type: ignore[arg-type]
         request = RankingRequest(
             request_id=event.request_id,
             user_id=event.user_id,
             prefix=event.prefix,
             suffix=newer,
             columns=event.columns and msgspec.structs.replace(event.columns, candidate=tables["candidate"]),
-            candidates=packed,
             mode=mode,
             tenant=event.tenant,
-            **with_version(event.history),
+            **fields,
         )
-        ranking = await self._relay.rank(request, timeout=timeout, within=self._trace)
+        ranking = await self._relay.rank(request, timeout=timeout, within=self._trace, group=self._group)
         self._pinned = False
         return ranking
 

@@ -21,11 +21,11 @@ from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.forecast import (
     LEAST_IDLE,
     QUEUED_DEADLINE_FRACTION,
+    STILL_IDLE,
     Calibration,
     Forecast,
     Full,
     IdleShare,
-    work_ms,
 )
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.ranking import Booking, Ranking
@@ -137,19 +137,19 @@ class Admission:
     def _too_late(self, ranking: Ranking, now: float) -> Full | None:
         return self._too_late_when_idle(ranking, now) if ranking.late else self._forecast.full(ranking, now)
 
-    def _too_late_when_idle(self, ranking: Ranking, now: float) -> Full | None:
+    def _too_late_when_idle(self, ranking: Ranking, now: float, *, waits: bool = False) -> Full | None:
         idle = self.idle.share(now)
-        return self._late.full_when_idle(ranking, now, work_ms(ranking), idle if idle >= LEAST_IDLE else 0.0)
+        enough = idle >= (STILL_IDLE if waits else LEAST_IDLE)
+        return self._late.full_when_idle(ranking, now, idle if enough else 0.0, waits=waits)
 
     def overdue(self, ranking: Ranking, now: float) -> Full | None:
         """A waiting ranking was not done when due, or is late: it gets the time that others leave. Why that will be too
         late; None: it will not."""
-        self._of(ranking).remove(ranking)
-        if ranking.late:  # it was admitted so, and waits while there is any hope
-            full = self._late.full_when_idle(ranking, now, work_ms(ranking), self.idle.share(now))
-        else:
-            ranking.is_late()
-            full = self._too_late_when_idle(ranking, now)
+        if ranking.late:
+            return self._too_late_when_idle(ranking, now, waits=True)
+        self._forecast.remove(ranking)
+        ranking.is_late()
+        full = self._too_late_when_idle(ranking, now)
         self._late.add(ranking)
         return full
 

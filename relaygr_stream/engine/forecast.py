@@ -144,11 +144,15 @@ class Forecast:
             return Full("ms", reason, ranking.due, hopeless=mine + own > sure)
         return None
 
-    def full_when_idle(self, ranking: Ranking, now: float, own: float, idle: float) -> Full | None:
-        """The same for one that gets the share `idle` of the device's time, with those that wait for that already."""
+    def full_when_idle(self, ranking: Ranking, now: float, idle: float, *, waits: bool = False) -> Full | None:
+        """The same for one that gets the share `idle` of the device's time, with those that wait for that already.
+
+        waits: it is one of these; it need not be removed to be asked about.
+        """
         self._plant()
-        left, (mine, ahead) = (ranking.due - now) * 1e3, self._ahead(ranking, own)
-        if ahead + own <= QUEUED_DEADLINE_FRACTION * left * idle:
+        left, own = (ranking.due - now) * 1e3, work_ms(ranking)
+        mine, ahead = self._ahead(ranking, own, counted=waits)
+        if idle > 0 and ahead + own <= QUEUED_DEADLINE_FRACTION * left * idle:
             return None
         reason = (
             f"it cannot be done in time for the SLO; rankings that can be leave {idle:.0%} of the device's time; "
@@ -156,10 +160,10 @@ class Forecast:
         )
         return Full("ms", reason, ranking.due, hopeless=mine + own > left)
 
-    def _ahead(self, ranking: Ranking, own: float) -> tuple[float, float]:
-        """What its own client, and all clients, have before it."""
+    def _ahead(self, ranking: Ranking, own: float, *, counted: bool = False) -> tuple[float, float]:
+        """What its own client, and all clients, have before it. counted: its own work is in the trees."""
         before = {account: work.until(ranking.due) for account, work in self._by_client.items()}
-        mine = before.pop(ranking.booking.account, 0.0)
+        mine = max(0.0, before.pop(ranking.booking.account, 0.0) - (own if counted else 0.0))
         return mine, mine + self._in_turn(ranking.booking.account, mine + own, before)
 
     def _in_turn(self, account: Account, ms: float, others: dict[Account, float]) -> float:
@@ -183,6 +187,8 @@ IDLE_S: Final = 0.25
 #: Less admits no ranking as late. Under overload the share wavers about a tenth, and what were admitted by that would
 #: wait in vain: simulated at 1.25 times the load that is carried, 1 of 100 refusals came after a second, not 15 ms.
 LEAST_IDLE: Final = 0.25
+#: With less, one that was admitted as late does not wait on: its own predicted work may be none, and no time is enough.
+STILL_IDLE: Final = LEAST_IDLE / 2
 
 
 class IdleShare:

@@ -6,24 +6,28 @@ columns as they came; each is counted against the relay's limits, and converted 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import UNSET, Raw, UnsetType
 
 from relaygr_stream.errors import Rejected
-from relaygr_stream.gateway.messages import JSON, MSGPACK, Announce, Format, History, Packed, Rank
+from relaygr_stream.gateway.messages import JSON, MSGPACK, Announce, Format, History, Rank
 from relaygr_stream.settings.schema import Relay
-from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, pack
+from relaygr_stream.wire.behaviours import ACTION_DTYPE, TIME_DTYPE, pack, pack_ids
 from relaygr_stream.wire.features import MAX_COLUMNS, Columns, FeatureTables
 
 B = TypeVar("B", Announce, Rank)
 _ABSENT: Final = Raw(b"")
-_DTYPES: Final[dict[str, np.dtype[Any]]] = {"items": ITEM_DTYPE, "actions": ACTION_DTYPE, "times": TIME_DTYPE}
-#: Most bytes of a behaviour in JSON, its numbers followed by a comma and a blank: 12 of the item, 5, 22 of the time.
-_BEHAVIOUR_BYTES: Final = 39
-_CANDIDATE_BYTES: Final = 12
+_PACK: Final[dict[str, Callable[[list[Any], str], bytes]]] = {
+    "items": pack_ids,
+    "actions": lambda values, name: pack(values, ACTION_DTYPE, name),
+    "times": lambda values, name: pack(values, TIME_DTYPE, name),
+}
+#: Most bytes of a behaviour in JSON, its numbers followed by a comma and a blank: 21 of the item, 5, 22 of the time.
+_BEHAVIOUR_BYTES: Final = 48
+_CANDIDATE_BYTES: Final = 21
 #: Of names, ids and a reference.
 _FIELDS_BYTES: Final = 64 << 10
 
@@ -62,29 +66,40 @@ class _Reader:
         self._json: Final = form is JSON
         decoder = form.codec.Decoder
         self.raw: Final = {Announce: decoder(_Announce).decode, Rank: decoder(_Rank).decode}
-        self._packed: Final = decoder(Packed).decode
+        self._packed: Final = decoder(bytes | list[int | float | str | bool | None]).decode
         self._columns: Final = decoder(Columns).decode
         self._tables: Final = decoder(FeatureTables).decode
 
-    def history(self, name: str, raw: _History, limit: str, relay: Relay) -> History:
-        """A history's arrays, packed."""
+    def history(self, name: str, raw: _History, limit: str, relay: Relay, item_bytes: int) -> History:
+        """A history's arrays, packed. item_bytes: of an item id that comes packed."""
         parts = {"items": raw.items, "actions": raw.actions, "times": raw.times}
         for part in parts.values():  # all of them first: converting a history that is too long would be in vain
             _bound(relay, limit, self._count(part))
         arrays: dict[str, Any] = {
-            part: self._array(f"{name}.{part}", f"{name}: {part}", parts[part], _DTYPES[part]) for part in parts
+            part: self._array(f"{name}.{part}", f"{name}: {part}", parts[part], _PACK[part]) for part in parts
         }
-        _bound(relay, limit, len(arrays["items"]) // ITEM_DTYPE.itemsize)
+        _bound(relay, limit, len(arrays["actions"]))
+        packed = not self._count(raw.items)
+        if packed and len(arrays["items"]) != item_bytes * len(arrays["actions"]):
+            count = f"{len(arrays['actions'])} actions"
+            raise Rejected(
+                f"{name}: items, actions and times must be parallel arrays; {len(arrays['items'])} bytes of items "
+                f"({item_bytes} each: item_bytes) for {count}"
+            )
         if raw.columns is UNSET:
             return History(**arrays)
         return History(**arrays, columns=self._features(f"{name}.columns", raw.columns, self._columns, MAX_COLUMNS))
 
-    def candidates(self, raw: Raw, relay: Relay) -> bytes:
-        """The candidates, packed."""
-        _bound(relay, "candidates", self._count(raw))
-        packed = self._array("candidates", "candidates: item ids", raw, ITEM_DTYPE)
-        _bound(relay, "candidates", len(packed) // ITEM_DTYPE.itemsize)
-        return packed
+    def candidates(self, raw: Raw, stated: int, relay: Relay) -> dict[str, Any]:
+        """The candidates, packed, and the bytes of each; stated: those of a packed one."""
+        count = self._count(raw)
+        _bound(relay, "candidates", count)
+        packed = self._array("candidates", "candidates: item ids", raw, pack_ids)
+        size = len(packed) // count if count and packed else stated
+        _bound(relay, "candidates", len(packed) // size)
+        if len(packed) % size:
+            raise Rejected(f"candidates must be m ≥ 1 item ids of {size} bytes (item_bytes); got {len(packed)} bytes")
+        return {"candidates": packed, "item_bytes": size}
 
     def tables(self, raw: Raw) -> FeatureTables:
         """The features of user and candidates."""
@@ -101,14 +116,14 @@ class _Reader:
             return int.from_bytes(data[1 : 3 if kind == 0xDC else 5], "big")
         return kind & 0x0F if kind & 0xF0 == 0x90 else 0
 
-    def _array(self, place: str, name: str, raw: Raw, dtype: np.dtype[Any]) -> bytes:
+    def _array(self, place: str, name: str, raw: Raw, packed: Callable[[list[Any], str], bytes]) -> bytes:
         if raw is _ABSENT:
             return b""
-        values: bytes | list[int] = _at(place, self._packed, raw)
+        values: bytes | list[Any] = _at(place, self._packed, raw)
         try:
-            return values if isinstance(values, bytes) else pack(values, dtype, name)
+            return values if isinstance(values, bytes) else packed(values, name)
         except ValueError as error:
-            raise Rejected(str(error)) from error
+            raise Rejected(f"{error} of `$.{place}`") from error
 
     def _features(self, place: str, raw: Raw, decode: Any, most: int) -> Any:
         if self._json and bytes(raw).count(b",") > most + 2:  # MessagePack states its counts before the columns
@@ -125,11 +140,11 @@ def decoded(data: bytes | bytearray, form: Format, kind: type[B], relay: Relay) 
     raw = reader.raw[kind](data)
     changed: dict[str, Any] = {}
     if raw.history is not UNSET:
-        changed["history"] = reader.history("history", raw.history, "prefix", relay)
+        changed["history"] = reader.history("history", raw.history, "prefix", relay, raw.item_bytes)
     if isinstance(raw, _Rank):
         if raw.suffix is not UNSET:
-            changed["suffix"] = reader.history("suffix", raw.suffix, "suffix", relay)
-        changed["candidates"] = reader.candidates(raw.candidates, relay)
+            changed["suffix"] = reader.history("suffix", raw.suffix, "suffix", relay, raw.item_bytes)
+        changed |= reader.candidates(raw.candidates, raw.item_bytes, relay)
     if raw.columns is not UNSET:
         changed["columns"] = reader.tables(raw.columns)
     same = {name: getattr(raw, name) for name in kind.__struct_fields__ if name not in changed}

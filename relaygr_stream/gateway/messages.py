@@ -6,17 +6,28 @@ base64 in JSON). openapi.py describes these types.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.client.answers import Ranking
 from relaygr_stream.errors import DecodeError, Rejected
-from relaygr_stream.wire.behaviours import Behaviours, check_times
+from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, check_times
 from relaygr_stream.wire.features import FeatureTables
 from relaygr_stream.wire.history import HistoryReference
-from relaygr_stream.wire.messages import Id, Millis, Mode, Outcome, RankingRequest, RequestEvent, Timings
+from relaygr_stream.wire.messages import (
+    CANDIDATE_DTYPES,
+    Id,
+    Millis,
+    Mode,
+    Outcome,
+    RankingRequest,
+    RequestEvent,
+    Timings,
+    candidate_fields,
+)
 
 #: A list of numbers, or their little-endian bytes.
 Packed = bytes | list[int]
@@ -25,7 +36,9 @@ Packed = bytes | list[int]
 class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A user's behaviours, oldest first: three arrays of one length."""
 
-    items: Annotated[Packed, Meta(description="item ids: uint32")] = b""
+    items: Annotated[
+        Packed, Meta(description="item ids, 0 to 2^63 - 1; packed: uint32, or int64 with item_bytes 8")
+    ] = b""
     actions: Annotated[Packed, Meta(description="what the user did: uint8, as the model was trained")] = b""
     times: Annotated[Packed, Meta(description="Unix times in ms: int64; they do not go back")] = b""
     columns: (
@@ -54,6 +67,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[HistoryReference, Meta(description="in place of the history; absent: what history.store says")]
         | UnsetType
     ) = UNSET
+    item_bytes: Annotated[Literal[4, 8], Meta(description="of a packed item id: 4 of uint32, 8 of int64")] = 4
 
 
 class Announce(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,7 +94,7 @@ class Announce(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Rank(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Score candidates against the history and what came since."""
 
-    candidates: Annotated[Packed, Meta(description="item ids to score: uint32, at least one")]
+    candidates: Annotated[Packed, Meta(description="item ids to score, at least one; 0 to 2^63 - 1")]
     suffix: Annotated[History, Meta(description="behaviours since the history")] | UnsetType = UNSET
     request_id: Annotated[Id, Meta(description="that of the announcement; absent: not announced")] | UnsetType = UNSET
     mode: Annotated[Mode, Meta(description="full: ignore cached prefix KV")] = "auto"
@@ -89,16 +103,18 @@ class Rank(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def request(self, request_id: str, tenant: str, prefix: dict[str, Any]) -> RankingRequest:
         """As it travels; arrays are packed (bodies.py). prefix: the fields that say what the history is."""
         assert isinstance(self.candidates, bytes)
+        suffix = Behaviours() if self.suffix is UNSET else self.suffix.behaviours("suffix")
+        candidates = np.frombuffer(self.candidates, CANDIDATE_DTYPES[self.item_bytes > ITEM_DTYPE.itemsize])
+        fields = candidate_fields(candidates, prefix.get("history", UNSET), prefix["prefix"], suffix)
         return RankingRequest(
             request_id=request_id,
             user_id=self.user_id,
-            suffix=Behaviours() if self.suffix is UNSET else self.suffix.behaviours("suffix"),
-            candidates=self.candidates,
+            suffix=suffix,
             mode=self.mode,
             tenant=tenant,
             client_id=tenant,  # so that workers are fair among tenants, not among gateways
             columns=self.columns,
-            **prefix,
+            **{**prefix, **fields},
         )
 
 

@@ -2,7 +2,8 @@
 
     group       a row of it
     behaviours  item (uint32), action (uint8), time (int64): 13 bytes, little-endian
-    features    the feature columns by key, as in messages; no group without columns
+    features    the feature columns by key, as in messages, then the column UPPER of a history that has an item id
+                beyond uint32: the upper halves of all its ids; no group without columns
 
 Rows are packed, so a range of behaviours is one range of bytes. The head holds what the digest of the next append
 depends on: the history is not read for it, but for its last rows. `PackedStore` is a store that keeps histories so.
@@ -20,10 +21,12 @@ import msgspec
 import numpy as np
 
 from relaygr_stream.errors import HistoryMismatch, HistoryUnavailable, InputError
-from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, Behaviours
+from relaygr_stream.wire.behaviours import ACTION_DTYPE, ITEM_DTYPE, TIME_DTYPE, WIDE_ITEM_DTYPE, Behaviours, pack_ids
 from relaygr_stream.wire.history import BLOCK, MAX_POSITIONS, HistoryReference, digests, positioned, row_bytes
 from relaygr_stream.wire.messages import tenant_key
 
+#: No feature's key has a blank. Earlier releases take it for a column that they do not know, and refuse the history.
+UPPER: Final = "upper half:uint32"
 PLAIN: Final = np.dtype([("items", ITEM_DTYPE), ("actions", ACTION_DTYPE), ("times", TIME_DTYPE)])
 #: A history that is longer than its limit is cut to this share of it: it is cut, and inferred anew, once in a while.
 KEPT_SHARE: Final = 0.75
@@ -60,6 +63,11 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     def tail(self) -> int:
         """Where the last, incomplete block begins: an append needs the rows from there on."""
         return self.length - self.length % BLOCK
+
+    @property
+    def features(self) -> dict[str, int]:
+        """Of them, the feature columns."""
+        return {key: size for key, size in self.columns.items() if key != UPPER}
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -100,15 +108,23 @@ def widths(columns: Mapping[str, int]) -> tuple[int, ...]:
     return (PLAIN.itemsize, sum(columns.values())) if columns else (PLAIN.itemsize,)
 
 
-def pack(behaviours: Behaviours) -> tuple[bytes, ...]:
-    """The rows of each group."""
+def columns_of(behaviours: Behaviours, *, wide: bool = False) -> dict[str, int]:
+    """Bytes of a row of each column in the group of features, by key. wide: with UPPER in any case."""
+    upper = {UPPER: ITEM_DTYPE.itemsize} if wide or behaviours.wide else {}
+    return row_bytes(behaviours) | upper
+
+
+def pack(behaviours: Behaviours, *, wide: bool = False) -> tuple[bytes, ...]:
+    """The rows of each group. wide: as of columns_of."""
     items, actions, times = behaviours.arrays()
     rows = np.empty(len(items), PLAIN)
-    rows["items"], rows["actions"], rows["times"] = items, actions, times
-    columns = row_bytes(behaviours)
+    rows["items"], rows["actions"], rows["times"] = items & np.iinfo(ITEM_DTYPE).max, actions, times
+    columns = columns_of(behaviours, wide=wide)
     if not columns:
         return (rows.tobytes(),)
     table = behaviours.table
+    if UPPER in columns:
+        table = {**table, UPPER: (items.astype(WIDE_ITEM_DTYPE) >> 32).astype(ITEM_DTYPE).tobytes()}
     parts = [np.frombuffer(table[key], np.uint8).reshape(len(items), size) for key, size in columns.items()]
     return rows.tobytes(), np.concatenate(parts, axis=1).tobytes()
 
@@ -125,8 +141,10 @@ def unpack(groups: Sequence[bytes], columns: Mapping[str, int]) -> Behaviours:
         for key, size in columns.items():
             table[key] = features[:, at : at + size].tobytes()
             at += size
-    items, actions, times = rows["items"], rows["actions"], rows["times"]
-    return Behaviours(items.tobytes(), actions.tobytes(), times.tobytes(), table or msgspec.UNSET)
+    items = rows["items"].tobytes()
+    if upper := table.pop(UPPER, b""):
+        items = pack_ids(rows["items"] + (np.frombuffer(upper, ITEM_DTYPE).astype(WIDE_ITEM_DTYPE) << 32), "items")
+    return Behaviours(items, rows["actions"].tobytes(), rows["times"].tobytes(), table or msgspec.UNSET)
 
 
 def joined(first: Behaviours, second: Behaviours) -> Behaviours:
@@ -134,8 +152,12 @@ def joined(first: Behaviours, second: Behaviours) -> Behaviours:
     if not len(first) or not len(second):
         return second if len(second) else first
     table = {key: data + second.table[key] for key, data in first.table.items()}
+    items = bytes(first.items) + second.items
+    narrow = len(second.items) == ITEM_DTYPE.itemsize * len(second)
+    if (first.wide and narrow) or second.wide:  # otherwise they are alike, or what checks them says what is wrong
+        items = np.concatenate([first.arrays()[0], second.arrays()[0]], dtype=WIDE_ITEM_DTYPE).tobytes()
     return Behaviours(
-        bytes(first.items) + second.items,
+        items,
         bytes(first.actions) + second.actions,
         bytes(first.times) + second.times,
         table or msgspec.UNSET,
@@ -154,16 +176,17 @@ def replacing(before: Head | None, behaviours: Behaviours) -> Write:
         length=count,
         digest=found[count],
         block=found[count - count % BLOCK],
-        columns=row_bytes(behaviours),
+        columns=columns_of(behaviours),
     )
     return Write(before, head, pack(behaviours), appends=False)
 
 
-def needed(before: Head | None, count: int, most: int) -> tuple[int, int]:
-    """Start and stop of the rows that an append of `count` behaviours needs to know: the last one in any case."""
+def needed(before: Head | None, behaviours: Behaviours, most: int) -> tuple[int, int]:
+    """Start and stop of the rows that an append of behaviours needs to know: the last one in any case."""
     if before is None:
         return 0, 0
-    return (0 if _too_long(before, count, most) else min(before.tail, before.length - 1)), before.length
+    whole = _too_long(before, len(behaviours), most) or _widens(before, behaviours)
+    return (0 if whole else min(before.tail, before.length - 1)), before.length
 
 
 def appending(before: Head | None, rows: Behaviours, behaviours: Behaviours, most: int = 0) -> Write:
@@ -178,11 +201,12 @@ def appending(before: Head | None, rows: Behaviours, behaviours: Behaviours, mos
     behaviours.checked(InputError)
     if not len(behaviours):
         raise InputError("there are no behaviours to append")
-    if row_bytes(behaviours) != before.columns:
+    if row_bytes(behaviours) != before.features:
         raise InputError(
-            f"the history has the columns {sorted(before.columns)}, the behaviours to append {sorted(behaviours.table)}"
+            f"the history has the columns {sorted(before.features)}, the behaviours to append "
+            f"{sorted(behaviours.table)}"
         )
-    _check_end(before, rows, needed(before, len(behaviours), most)[0])
+    _check_end(before, rows, needed(before, behaviours, most)[0])
     both = joined(rows, behaviours).checked(InputError)
     if _too_long(before, len(behaviours), most):
         return replacing(before, both.slice(max(0, len(both) - max(1, int(KEPT_SHARE * most))), len(both)))
@@ -195,16 +219,18 @@ def appending(before: Head | None, rows: Behaviours, behaviours: Behaviours, mos
         length=length,
         digest=found[length],
         block=found[boundary],
-        columns=before.columns,
+        columns=columns_of(behaviours, wide=UPPER in before.columns),
         positions=(*before.positions, (before.length, before.digest))[-MAX_POSITIONS:],
     )
-    return Write(before, head, pack(behaviours), appends=True)
+    if _widens(before, behaviours):
+        return Write(before, head, pack(both), appends=False)
+    return Write(before, head, pack(behaviours, wide=UPPER in before.columns), appends=True)
 
 
 def _check_end(before: Head, rows: Behaviours, start: int) -> None:
     """Raises HistoryMismatch unless `rows` are the history from `start` to its end, as far as the head tells: without
     them, the digest of what is appended would be that of another history."""
-    if start + len(rows) != before.length or row_bytes(rows) != before.columns:
+    if start + len(rows) != before.length or row_bytes(rows) != before.features:
         raise lost_rows()
     state, begin = (b"", 0) if start == 0 else (before.block, before.tail)
     if begin >= start and digests(rows.slice(begin - start, len(rows)), [before.length], begin, state) != {
@@ -219,6 +245,16 @@ def lost_rows() -> HistoryMismatch:
         "the store has not all rows of this history any more, or others: nothing was appended; write the whole history "
         "anew (`relaygr history import`), or erase it, and see that the store evicts no keys"
     )
+
+
+def _narrowed(behaviours: Behaviours) -> Behaviours:
+    """The same, wide only if an item id needs it. Raises InputError as `Behaviours.checked`."""
+    return behaviours.checked(InputError).slice(0, len(behaviours))
+
+
+def _widens(before: Head, behaviours: Behaviours) -> bool:
+    """Whether these are the history's first behaviours with a wide item id: then all its rows are written anew."""
+    return behaviours.wide and UPPER not in before.columns
 
 
 def _too_long(before: Head, count: int, most: int) -> bool:
@@ -244,10 +280,10 @@ class PackedStore(ABC):
 
     async def append(self, user_id: str, tenant: str, behaviours: Behaviours, most: int = 0) -> HistoryReference:
         """As WritableStore.append."""
-        user = tenant_key(tenant, user_id)
+        user, behaviours = tenant_key(tenant, user_id), _narrowed(behaviours)
 
         async def make(head: Head | None) -> Write | None:
-            start, stop = needed(head, len(behaviours), most)
+            start, stop = needed(head, behaviours, most)
             again, rows = await self._rows(user, start, stop) if stop > start else (head, Behaviours())
             return appending(head, rows, behaviours, most) if again == head else None
 
@@ -257,7 +293,7 @@ class PackedStore(ABC):
         """As WritableStore.replace."""
 
         async def make(head: Head | None) -> Write:
-            return replacing(head, behaviours)
+            return replacing(head, _narrowed(behaviours))
 
         return await self._until_written(tenant_key(tenant, user_id), make)
 

@@ -15,10 +15,12 @@ from torch import nn
 from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.embeddings import ACTIONS, TaskHead, TokenEmbedding
 from relaygr_stream.models.hstu import FusedLayers, HSTUStack
+from relaygr_stream.models.item_ids import ItemIds
 from relaygr_stream.models.kernels.choice import fused_stack
 from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder
 from relaygr_stream.models.kernels.recorded import RecordedModel
 from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.mapped import MappedTable
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.relative import MOST_BUCKETS, is_relative
 from relaygr_stream.models.stu import Count, Positive, RankingRows, StackConfig
@@ -28,7 +30,7 @@ from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 #: The types that the kernels support and the settings offer.
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 #: Fields of the configuration that the first release did not have.
-LATER_FIELDS: Final = ("oov_rows", "features", "relative_positions", "relative_times", "actions")
+LATER_FIELDS: Final = ("oov_rows", "features", "relative_positions", "relative_times", "actions", "listed_items")
 
 
 class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +39,7 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     oov_rows: rows of the item table behind the vocab rows, for ids outside [0, vocab), by hash (embeddings.py). 0: such
     an id shares a known item's row, id mod vocab. features: the columns it reads; a category needs its `rows`. actions:
     what each row of the action table stands for in the log of the training, "" for none; empty: the log's own numbers.
+    listed_items: ids are those of the checkpoint's items.json, by row; otherwise they are the rows.
     """
 
     vocab: Positive
@@ -45,10 +48,13 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     tasks: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
     features: tuple[FeatureColumn, ...] = ()
     actions: Annotated[tuple[str, ...], Meta(max_length=ACTIONS)] = ()
+    listed_items: bool = False
 
     def __post_init__(self) -> None:
         if len(named := list(filter(None, self.actions))) != len(set(named)):
             raise ValueError('`actions` has a name twice; each row of the action table has one of its own, or ""')
+        if self.listed_items and not self.oov_rows:
+            raise ValueError("`listed_items` needs `oov_rows` for ids that are not in the list")
         FeatureSchema(self.features)  # raises ValueError for a name that stands there twice
         if self.contextual_seq_len and is_relative(self):
             raise ValueError("contextual_seq_len and a bias on relative positions or times exclude each other")
@@ -62,6 +68,11 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
             if (one.dtype == "float32") == bool(one.rows):
                 wanted = "no `rows`" if one.rows else "`rows` of at least 1, its embedding table's"
                 raise ValueError(f"the {one.dtype} feature {one.name!r} needs {wanted}")
+
+    @property
+    def item_table(self) -> tuple[int, int]:
+        """The shape of the item table."""
+        return self.vocab + self.oov_rows, self.dim
 
     def fields(self) -> dict[str, Any]:
         """The fields as config.json has them. Later fields are left out at their defaults: the model's version stays
@@ -80,11 +91,13 @@ class HSTUModel(nn.Module):
     tasks: tuple[str, ...]
     incremental: bool
 
-    def __init__(self, config: HSTUConfig) -> None:
+    def __init__(self, config: HSTUConfig, table: MappedTable | None = None) -> None:
         super().__init__()
         self.config = config
         self.features = FeatureSchema(config.features)
-        self.embedding = TokenEmbedding(config.dim, config.vocab, config.max_positions, config.oov_rows, self.features)
+        self.embedding = TokenEmbedding(
+            config.dim, config.vocab, config.max_positions, config.oov_rows, self.features, table
+        )
         self.stack = HSTUStack(config)
         self.head = TaskHead(config.dim, len(config.tasks))
         self.layout = config.layout(torch.float32)
@@ -95,6 +108,7 @@ class HSTUModel(nn.Module):
         self._digest = ""
         self._recorded: RecordedModel | None = None
         self._ends: NativeEnds | None = None
+        self.item_ids: ItemIds | None = None
 
     @property
     def unknown_items(self) -> int:
@@ -105,7 +119,10 @@ class HSTUModel(nn.Module):
         """Load float32 weights with exactly the keys and shapes of `state_dict()`; the version is their digest."""
         self.load_state_dict(weights)
         self.note = note
-        self._digest = digest(self.config.fields(), self.state_dict())
+        beside = {} if self.item_ids is None else {"items": self.item_ids.digest}
+        if self.embedding.table is not None:
+            beside["table"] = self.embedding.table.digest
+        self._digest = digest(self.config.fields() | beside, self.state_dict())
         return self.place(torch.device("cpu"), torch.float32)
 
     def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> HSTUModel:
@@ -117,10 +134,13 @@ class HSTUModel(nn.Module):
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
         self.embedding.to(device=device, dtype=dtype)
+        if self.embedding.table is not None:
+            self.embedding.table.place(device, dtype)
         self.stack.place(device, dtype, kernels)
         self.head.to(device=device)
-        # The embedding in C, and the recorded one, read no features.
-        self._ends = None if self.features else self.stack.native_ends(self.embedding, self.head)
+        # The embedding in C, and the recorded one, read no features, and hold the whole table.
+        plain = not self.features and self.embedding.table is None
+        self._ends = None if not plain else self.stack.native_ends(self.embedding, self.head)
         self.layout = self.config.layout(dtype)
         self.version = version_of(self.architecture, self._digest, dtype, self.features)
         fused = fused_stack(self.config, device, dtype, kernels)
@@ -136,7 +156,7 @@ class HSTUModel(nn.Module):
         """Use `fused` for attention from now on, its launches recorded by `recorder`; None: plain torch operators."""
         self.stack.fused = fused
         self._recorded = None
-        if fused is not None and recorder is not None and not self.features:
+        if fused is not None and recorder is not None and not self.features and self.embedding.table is None:
             self._recorded = RecordedModel(self.embedding, self.stack, self.head, recorder)
 
     def warm_up(self, most: int) -> None:
@@ -154,6 +174,8 @@ class HSTUModel(nn.Module):
 
     @torch.no_grad()
     def _steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        if self.item_ids is not None:
+            tokens = self.item_ids.tokens(tokens)
         if self._recorded is not None:
             self.stack.check_room(kv, len(tokens))
             if self._recorded.prefill(kv, tokens):
@@ -174,6 +196,8 @@ class HSTUModel(nn.Module):
         if not batch:
             return []
         tokens = [(one.suffix, one.kv.length, one.candidates) for one in batch]
+        if (ids := self.item_ids) is not None:
+            tokens = [(ids.tokens(suffix), first, ids.of(candidates)) for suffix, first, candidates in tokens]
         rows = [
             RankingRows(one.kv, len(one.suffix), len(one.candidates), self._times(one.kv, one.suffix)) for one in batch
         ]

@@ -187,7 +187,7 @@ class Outbox:
             tenant=event.tenant,
             columns=event.columns,
             delegate=delegate,
-            **with_version(event.history),
+            **with_version(event.history, event.prefix),
         )
 
     def _on_signal(self, sending: SignalSending, outcome: Sent | BrokerError) -> None:

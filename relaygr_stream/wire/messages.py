@@ -7,7 +7,7 @@ encodes and decodes; versions.py defines how messages of later releases are read
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, NoReturn, get_args
 
 import msgspec
 import numpy as np
@@ -16,7 +16,16 @@ from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.section import LABEL
-from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, BehavioursInPlace, rows_of
+from relaygr_stream.wire.behaviours import (
+    ITEM_DTYPE,
+    WIDE_ITEM_DTYPE,
+    WIDE_VERSION,
+    Behaviours,
+    BehavioursInPlace,
+    check_wide,
+    pack_ids,
+    rows_of,
+)
 from relaygr_stream.wire.features import FeatureTables, check_rows
 from relaygr_stream.wire.history import HISTORY_VERSION, HistoryReference
 from relaygr_stream.wire.latencies import Counts
@@ -45,6 +54,8 @@ HITS: Final[tuple[Outcome, ...]] = tuple(outcome for outcome in FOUND if outcome
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
 Mode = Literal["auto", "full"]
 State = Literal["starting", "serving", "draining", "stopped"]
+#: The type of candidates, by whether the message needs readers of WIDE_VERSION.
+CANDIDATE_DTYPES: Final = (ITEM_DTYPE, WIDE_ITEM_DTYPE)
 #: The least schema version whose readers understand the message; 0: only those of its own version.
 LeastVersion = Annotated[int, Meta(ge=0)]
 
@@ -107,7 +118,7 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     user_id: Id
     prefix: Behaviours
     suffix: Behaviours = Behaviours()
-    candidates: bytes  # m × uint32: item ids to score, m ≥ 1
+    candidates: bytes  # m × uint32, from WIDE_VERSION on m × int64: item ids to score, m ≥ 1
     sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, counts as just now
     timeout_ms: Millis = 0.0  # the answer's use ends so long after the log has it; 0: the worker's client.timeout_ms
     mode: Mode = "auto"  # "full": infer prefix and suffix together, ignoring cached prefix KV
@@ -121,12 +132,16 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Raise DecodeError for errors that the field types do not exclude."""
         _check_prefix(self)
         self.suffix.checked(_Invalid)
-        if not self.candidates or len(self.candidates) % ITEM_DTYPE.itemsize:
-            raise DecodeError(
-                "invalid", f"candidates must be m ≥ 1 uint32; got {rows_of(self.candidates, ITEM_DTYPE, 'of them')}"
-            )
+        dtype = CANDIDATE_DTYPES[(self.min_v or self.v) >= WIDE_VERSION]
+        if not self.candidates or len(self.candidates) % dtype.itemsize:
+            what = rows_of(self.candidates, dtype, "candidates")
+            raise DecodeError("invalid", f"candidates must be m ≥ 1 {dtype.name}; got {what}")
+        if dtype == WIDE_ITEM_DTYPE:
+            check_wide(self.candidates, "candidates", _Invalid)
+        elif len(self.suffix.items) > len(self.suffix) * dtype.itemsize:
+            _refuse_wide("suffix")
         if self.columns:
-            check_rows(self.columns.candidate, len(self.candidates) // ITEM_DTYPE.itemsize, _Invalid)
+            check_rows(self.columns.candidate, len(self.candidates) // dtype.itemsize, _Invalid)
         if self.prefix.times and self.suffix.times:
             last = int.from_bytes(self.prefix.times[-8:], "little", signed=True)
             first = int.from_bytes(self.suffix.times[:8], "little", signed=True)
@@ -262,14 +277,37 @@ def prefix_tokens(message: RequestEvent | PreInferSignal) -> int:
     return int(bool(message.columns and message.columns.user)) + prefix_length(message)
 
 
-def with_version(history: HistoryReference | UnsetType) -> dict[str, Any]:
-    """The fields of a message with this reference, or with none, that say who reads it."""
-    return {"history": history, "v": HISTORY_VERSION, "min_v": HISTORY_VERSION} if history else {}
+def with_version(history: HistoryReference | UnsetType, *behaviours: Behaviours, wide: bool = False) -> dict[str, Any]:
+    """The fields of a message with this reference, or with none, that say who reads it.
+
+    behaviours: what else it has; wide: whether its candidates are. Wide item ids need later readers.
+    """
+    wide = wide or any(each.wide for each in behaviours)
+    least = WIDE_VERSION if wide else HISTORY_VERSION if history else 0
+    fields: dict[str, Any] = {"v": least, "min_v": least} if least else {}
+    return {"history": history, **fields} if history else fields
+
+
+def candidate_fields(
+    values: npt.ArrayLike, history: HistoryReference | UnsetType, *behaviours: Behaviours
+) -> dict[str, Any]:
+    """The fields of a ranking request with these candidates, item ids within 0…2⁶³ − 1, and with a reference and
+    behaviours as of `with_version`. Raises ValueError for anything else."""
+    wide = any(each.wide for each in behaviours)
+    packed = pack_ids(values, "candidates: item ids", wide=wide)
+    wide = wide or len(packed) > ITEM_DTYPE.itemsize * len(values)  # type: ignore[arg-type] # it has one dimension
+    return {"candidates": packed, **with_version(history, wide=wide)}
+
+
+def _refuse_wide(what: str) -> NoReturn:
+    raise DecodeError("invalid", f"the {what} has item ids of 8 bytes: the message must state min_v {WIDE_VERSION}")
 
 
 def _check_prefix(message: RequestEvent | PreInferSignal | RankingRequest) -> None:
     if not message.history:
         message.prefix.checked(_Invalid)
+        if len(message.prefix.items) > 4 * len(message.prefix) and (message.min_v or message.v) < WIDE_VERSION:
+            _refuse_wide("prefix")
     elif len(message.prefix) or message.prefix.nbytes():
         raise DecodeError("invalid", "a message has a prefix or refers to a history, not both")
     elif (message.min_v or message.v) < HISTORY_VERSION:

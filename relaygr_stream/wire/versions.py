@@ -18,8 +18,8 @@ from relaygr_stream.errors import DecodeError
 #: The version of messages that every release reads: what is written unless a message needs later readers.
 SCHEMA_VERSION: Final = 1
 #: The latest version that this program reads: 2 knows references to histories (wire/history.py), 3 names of users that
-#: are keyed with the fleet's secret (wire/erase.py).
-READ_VERSION: Final = 3
+#: are keyed with the fleet's secret (wire/erase.py), 4 item ids of 8 bytes (wire/behaviours.py).
+READ_VERSION: Final = 4
 
 #: Errors of decoding bytes that are not MessagePack, or have another shape.
 NOT_DECODED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -22,10 +22,18 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.telemetry.tracing import Trace
-from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, check_times
+from relaygr_stream.wire.behaviours import WIDE_VERSION, Behaviours, check_times
 from relaygr_stream.wire.codec import check_features, decode
 from relaygr_stream.wire.features import NO_FEATURES, NO_TABLES, FeatureSchema
-from relaygr_stream.wire.messages import SCORE_DTYPE, Cancel, PreInferSignal, RankingRequest, prefix_length, tenant_key
+from relaygr_stream.wire.messages import (
+    CANDIDATE_DTYPES,
+    SCORE_DTYPE,
+    Cancel,
+    PreInferSignal,
+    RankingRequest,
+    prefix_length,
+    tenant_key,
+)
 from relaygr_stream.wire.records import (
     HEADER_CORRELATION,
     HEADER_REPLY_PARTITION,
@@ -192,7 +200,8 @@ class Intake:
         """A ranking record as a command. Raises DecodeError or TooMuch."""
         request = decode(RankingRequest, record.value, self._limits.max_bytes, record.headers)
         prefix, suffix = prefix_length(request), len(request.suffix)
-        candidates = len(request.candidates) // ITEM_DTYPE.itemsize
+        item_dtype = CANDIDATE_DTYPES[(request.min_v or request.v) >= WIDE_VERSION]
+        candidates = len(request.candidates) // item_dtype.itemsize
         if beyond := self._relay.beyond(prefix=prefix, suffix=suffix, candidates=candidates):
             raise TooMuch(beyond, request)
         check_times(request.prefix, "prefix")
@@ -212,7 +221,7 @@ class Intake:
             lane=record.lane,
             tokens=Tokens.of(request.prefix, None, self._features, columns.user),
             suffix=Tokens.of(request.suffix, last, self._features),
-            candidates=np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64),
+            candidates=np.frombuffer(request.candidates, item_dtype).astype(np.int64),
             times=Times.of(
                 now, timeout, self._relay.slo_ms, self._limits.reply_ms, age_ms=age.sure_ms, inbound_ms=age.stated_ms
             ),

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.wire.behaviours import ITEM_DTYPE
+from relaygr_stream.wire.behaviours import ITEM_DTYPE, MAX_ITEM
 from relaygr_stream.workload.log_features import FeatureReader
 from relaygr_stream.workload.logfile import BrokenLine
 from relaygr_stream.workload.values import (
@@ -38,7 +38,6 @@ SAMPLE_ROWS: Final = 200
 #: Share of a column's rows that must agree on "number".
 NUMBER_SHARE: Final = 0.9
 MAX_USER_CHARS: Final = 256  # the bound of an id on the wire
-MAX_ITEM: Final = int(np.iinfo(ITEM_DTYPE).max)
 MAX_ACTION: Final = 255
 BROKEN_SHOWN: Final = 5
 #: A file of which a larger share is broken is read by the wrong rule. Fewer lines than are shown do not count.
@@ -85,7 +84,7 @@ class Columns:
 
     users: tuple[str, ...]
     user: npt.NDArray[np.uint32]  # index into `users`
-    items: npt.NDArray[np.uint32]
+    items: npt.NDArray[Any]  # uint32, or int64 where one is beyond
     actions: npt.NDArray[np.uint8]
     times: npt.NDArray[np.int64]  # ms
     features: dict[str, npt.NDArray[Any]]
@@ -205,16 +204,14 @@ class ColumnReader:
         for row in rows:
             self.add(row)
 
-    def _read_items(
-        self, column: npt.NDArray[np.uint32]
-    ) -> tuple[npt.NDArray[np.uint32], dict[int, str], tuple[str, ...]]:
+    def _read_items(self, column: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[Any], dict[int, str], tuple[str, ...]]:
         """Each distinct text's id, the reasons of those without one, and the names of ids 1, 2, …"""
         texts, kind = list(self._item_codes), self._item_ids
         if kind == "auto":
             numbers = np.fromiter(map(_is_item_number, texts), np.bool_, len(texts))
             padded = any(len(text) > 1 and text[0] == "0" and text.isdigit() for text in texts)  # 7, 07: two items
             kind = "name" if padded or (len(column) and np.mean(numbers[column]) < NUMBER_SHARE) else "number"
-        ids, bad, names = np.zeros(len(texts), np.uint32), dict[int, str](), list[str]()
+        ids, bad, names = np.zeros(len(texts), np.int64), dict[int, str](), list[str]()
         for code, text in enumerate(texts):
             if kind == "name" and text:
                 names.append(text)
@@ -225,7 +222,7 @@ class ColumnReader:
                 bad[code] = "the item is empty"
             else:
                 bad[code] = f"item {short(text)} is not an integer within 0…{MAX_ITEM}; --item-ids name takes any text"
-        return ids, bad, tuple(names)
+        return narrowed(ids), bad, tuple(names)
 
     def _read_actions(
         self, column: npt.NDArray[np.uint32]
@@ -288,4 +285,9 @@ def _named(text: str, names: list[str]) -> int:
 
 
 def _is_item_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= MAX_ITEM
+    return text.isascii() and text.isdigit() and len(text) <= len(str(MAX_ITEM)) and int(text) <= MAX_ITEM
+
+
+def narrowed(ids: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """Item ids as uint32, unless one is beyond; -1, of what is left out, is any id."""
+    return ids.astype(ITEM_DTYPE) if int(ids.max(initial=0)) <= np.iinfo(ITEM_DTYPE).max else ids

@@ -47,6 +47,8 @@ _NAMES: Final[tuple[tuple[str, Format], ...]] = (
     (r"\.(jsonl|ndjson|json)$", "jsonl"),
 )
 SNIFF_LINES: Final = 50
+#: Floats from here on stand for several integers each.
+MAX_EXACT: Final = 2**53
 csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process: a line's own bound holds for its fields
 
 
@@ -275,7 +277,8 @@ def _text(value: Any) -> str | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, float):
-        return str(int(value)) if value.is_integer() else repr(value)
+        exact = value.is_integer() and abs(value) < MAX_EXACT  # beyond, the file's number may have been another
+        return str(int(value)) if exact else repr(value)
     if isinstance(value, int):
         return str(value)
     return None

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from msgspec import UNSET, structs
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import FeatureSchema, FeatureTables, Table
-from relaygr_stream.wire.messages import RankingRequest, RequestEvent
+from relaygr_stream.wire.messages import RankingRequest, RequestEvent, candidate_fields, with_version
 
 #: Largest sigma of a log-normal law: e^(10·4) is beyond any length or delay, and from e^710 on exp overflows.
 MOST_SIGMA: Final = 10.0
@@ -83,11 +83,20 @@ def make_item(
     place = int(rng.integers(len(negatives) + 1))
     candidates = np.insert(negatives, place, target)
     request = RankingRequest(
-        request_id=name, user_id=user, prefix=prefix, suffix=suffix, candidates=pack_items(candidates)
+        request_id=name,
+        user_id=user,
+        prefix=prefix,
+        suffix=suffix,
+        **candidate_fields(candidates, UNSET, prefix, suffix),
     )
     # A service does not know how long a retrieval takes, so the event states the median.
     event = RequestEvent(
-        request_id=name, user_id=user, prefix=prefix, candidates=len(candidates), rank_in_ms=delay.median_ms
+        request_id=name,
+        user_id=user,
+        prefix=prefix,
+        candidates=len(candidates),
+        rank_in_ms=delay.median_ms,
+        **with_version(UNSET, prefix),
     )
     return WorkItem(at, delay.draw(rng), event, request, place), candidates
 

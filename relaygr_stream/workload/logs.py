@@ -38,7 +38,7 @@ class InteractionLog:
     format: Format
     users: tuple[str, ...]
     offsets: npt.NDArray[np.int64]  # (users + 1,)
-    items: npt.NDArray[np.uint32]  # (n,)
+    items: npt.NDArray[Any]  # (n,), uint32, or int64 where one is beyond
     actions: npt.NDArray[np.uint8]  # (n,)
     times: npt.NDArray[np.int64]  # (n,), Unix time in ms
     item_names: tuple[str, ...]  # names of ids 1, 2, …; empty if the log has numbers

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from relaygr_stream.errors import ConfigError, InputError, ModelError
+from relaygr_stream.errors import InputError, ModelError
 from relaygr_stream.models.hstu_model import HSTUConfig
+from relaygr_stream.models.item_ids import ITEMS_FILE, listed_items
 from relaygr_stream.models.loading import checkpoint_folder, read_config
-from relaygr_stream.settings.inputs import read_text
 from relaygr_stream.settings.worker import Model
-from relaygr_stream.workload.columns import MAX_BROKEN_SHARE
+from relaygr_stream.workload.columns import MAX_BROKEN_SHARE, narrowed
 from relaygr_stream.workload.logs import InteractionLog, read_log
-
-#: The file that a training run of examples/ leaves beside its checkpoint: a list of the log's item ids, one a row.
-ITEMS_FILE: Final = "items.json"
-#: Its bound: 20 million ids of ten characters.
-MAX_ITEMS_BYTES: Final = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,9 @@ def rows_of(model: Model) -> ModelRows | None:
         )
     config = read_config(folder)
     actions = config.actions if isinstance(config, HSTUConfig) else ()
-    return ModelRows(model.checkpoint, config.vocab, bool(config.oov_rows), _listed_items(folder / ITEMS_FILE), actions)
+    own = isinstance(config, HSTUConfig) and config.listed_items  # the model finds the rows
+    items = None if own else listed_items(folder)
+    return ModelRows(model.checkpoint, config.vocab, bool(config.oov_rows), items, actions)
 
 
 def read_log_for(path: str | Path, model: Model, **how: Any) -> InteractionLog:
@@ -80,7 +76,7 @@ def _with_items(log: InteractionLog, rows: ModelRows) -> InteractionLog:
             anew = f"its items are names, numbered anew: {rows.checkpoint} has no {ITEMS_FILE} that tells their rows"
             log = _noted(log, anew)
         found = log.items.astype(np.int64)
-        unknown = log.items >= (2**32 if rows.takes_all else rows.vocab)
+        unknown = np.zeros(len(log), np.bool_) if rows.takes_all else found >= rows.vocab
         wanted = f"{rows.checkpoint} knows the ids 0 to {rows.vocab - 1}"
     else:
         of_name = {name: row for row, name in enumerate(rows.items)}
@@ -88,7 +84,7 @@ def _with_items(log: InteractionLog, rows: ModelRows) -> InteractionLog:
         found = np.array([of_name.get(_name(log, item), -1) for item in ids.tolist()], np.int64)[places]
         unknown = found < 0
         wanted = f"{ITEMS_FILE} in {rows.checkpoint} lists {len(rows.items)} others"
-    mapped = replace(log, items=found.astype(np.uint32), item_names=log.item_names if rows.items is None else ())
+    mapped = replace(log, items=narrowed(found), item_names=log.item_names if rows.items is None else ())
     if not unknown.any():
         return mapped
     example, items = _name(log, int(log.items[unknown][0])), len(np.unique(log.items[unknown]))
@@ -134,15 +130,6 @@ def _only(log: InteractionLog, keep: npt.NDArray[np.bool_]) -> InteractionLog:
         times=log.times[keep],
         features={name: values[keep] for name, values in log.features.items()},
     )
-
-
-def _listed_items(file: Path) -> list[str] | None:
-    if not file.exists():
-        return None
-    try:
-        return msgspec.convert(msgspec.json.decode(read_text(file, MAX_ITEMS_BYTES)), list[str], strict=False)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: cannot be read as a list of item ids: {error}") from error
 
 
 def _name(log: InteractionLog, item: int) -> str:

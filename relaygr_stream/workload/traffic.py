@@ -69,19 +69,32 @@ class Tide:
         return time + self.swing / turn * (1 - math.cos(turn * time))
 
 
+@dataclass(frozen=True)
+class Shift:
+    """From `after_s` seconds on, at the mean rate, another share of requests is by returning users."""
+
+    revisit: float
+    after_s: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.revisit < 1 and 0 < self.after_s < math.inf):
+            raise ConfigError(f"shift = {self.revisit:g}:{self.after_s:g}: needs a share below 1, and seconds above 0")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """The traffic of a whole fleet. Raises ConfigError for a number out of range.
 
     A log of arrivals gives the times, scaled to `rate`, and the users and their returns where it has users; `users`,
-    `zipf`, `revisit` and `return_s` then say nothing.
+    `zipf`, `revisit`, `shift` and `return_s` then say nothing.
     """
 
     rate: float  # mean requests per second
     users: int = 1_000_000  # among whom first visits are drawn
     zipf: float = 0.0  # exponent of the law over users; 0: uniform
     revisit: float = 0.5  # share of requests that are returns
-    return_s: float = 20.0  # mean time from a request to the return, at the mean rate
+    return_s: float = 20.0  # mean time from a request to the return, at the mean rate, while most return
+    shift: Shift | None = None
     length: float = 1024.0  # prefix tokens at a user's first request: median of a log-normal law
     sigma: float = 0.0  # of that law
     mix: Mix | None = None
@@ -124,15 +137,19 @@ class Traffic:
 
     @property
     def returns(self) -> float:
-        """The share of requests that are returns."""
+        """The share of requests that are returns; the larger one, with a shift."""
         if self.arrivals is not None and self.arrivals.users is not None:
             return self.arrivals.returns
-        return self.revisit
+        return self.revisit if self.shift is None else max(self.revisit, self.shift.revisit)
+
+    def revisit_at(self, seconds: float) -> float:
+        """The share of requests that are returns at that time."""
+        return self.revisit if self.shift is None or seconds < self.shift.after_s else self.shift.revisit
 
     @property
     def pool(self) -> int:
         """Users who are about to return at any moment: by Little's law, returns per second × seconds to a return."""
-        return 0 if self.log_users or not self.revisit else max(1, round(self.rate * self.revisit * self.return_s))
+        return 0 if self.log_users or not self.returns else max(1, round(self.rate * self.returns * self.return_s))
 
     @property
     def two_kinds(self) -> bool:
@@ -152,8 +169,9 @@ class Traffic:
             lines = [f"Poisson arrivals at {self.rate:g} requests/s"]
         if not self.log_users:
             law = f"Zipf with exponent {self.zipf:g}" if self.zipf else "all alike"
+            then = "" if self.shift is None else f", {self.shift.revisit:.0%} from {self.shift.after_s:g} s on"
             lines.append(
-                f"users: {self.users:,}, {law}; {self.revisit:.0%} of the requests are returns, after "
+                f"users: {self.users:,}, {law}; {self.revisit:.0%} of the requests are returns{then}, after "
                 f"{self.return_s:g} s on average"
             )
         short = "" if self.mix is None else f", {self.mix.share:.0%} of the users {self.mix.tokens:g}"

@@ -162,15 +162,16 @@ def _of_model(traffic: Traffic, part: Part, rng: np.random.Generator, known: int
     share = law.share(part)
     newcomers, returners = law.newcomers(part, rng), Returners(rng)
     gaps = _exponential(rng, share) if traffic.arrivals is None else _thinned(traffic.arrivals, share)
-    places = known or 0
-    if known is None and traffic.revisit:
+    places, elapsed = known or 0, 0.0
+    if known is None and traffic.returns:
         for _ in range(max(1, round(traffic.pool * share))):
             returners.add(next(newcomers))
     for gap in gaps:
+        elapsed += gap
         if len(returners) < places:
             user = next(newcomers)
             returners.add(user)
-        elif len(returners) and float(rng.random()) < traffic.revisit:
+        elif len(returners) and float(rng.random()) < traffic.revisit_at(elapsed / traffic.rate):
             user = returners.take()
         else:
             user = next(newcomers)

@@ -316,7 +316,7 @@ class _Client:
         self._answers.on_records([Record("scores", 0, 0, 0, mutator.key(), value, tuple(headers))])
         try:
             if call.reply.done():
-                ranking = ranking_of(call.reply.result(), bytes(4 * rng.randrange(5)), 1.0)
+                ranking = ranking_of(call.reply.result(), np.arange(rng.randrange(5)), 1.0)
                 holds(ranking.scores.ndim == 2, f"scores of shape {ranking.scores.shape}")
         except RelayError:
             pass

@@ -344,10 +344,10 @@ def test_a_slice_holds_the_behaviours_asked_for(all_of: Behaviours, start: int, 
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        (([-1], [0], [0]), "items must be within 0…4294967295"),
-        (([2**32], [0], [0]), "items must be within"),
+        (([-1], [0], [0]), "items must be within 0…9223372036854775807, got -1 at"),
+        (([2**63], [0], [0]), "items must be within"),
         (([1], [256], [0]), "actions must be within 0…255"),
-        (([1.5], [0], [0]), "items must be integers, got float64"),
+        (([1.5], [0], [0]), "items must be integers within 0…9223372036854775807, got 1.5 at"),
         (([[1]], [0], [0]), "one-dimensional"),
         (([1, 2], [0], [0]), "parallel arrays"),
         (([1, 2], [0, 0], [5, 4]), "behaviour 1 is at 4 after 5"),

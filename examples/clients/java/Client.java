@@ -28,6 +28,8 @@ import org.apache.kafka.common.serialization.StringSerializer;
 
 public class Client implements AutoCloseable {
     private static final int REPLY_PARTITION = 0;
+    /** Item ids are 8 bytes each from version 4 on. Where all are below 2^32, version 1 with 4 bytes is smaller. */
+    private static final int VERSION = 4;
     private final String prefix;
     private final KafkaProducer<String, byte[]> producer;
     private final KafkaConsumer<byte[], byte[]> replies;
@@ -51,7 +53,7 @@ public class Client implements AutoCloseable {
     String announce(String user, Map<String, Object> history, int candidates) throws Exception {
         String id = UUID.randomUUID().toString();
         Map<String, Object> event = new LinkedHashMap<>();
-        event.put("v", 1);
+        event.put("v", VERSION);
         event.put("request_id", id);
         event.put("user_id", user);
         event.put("prefix", history);
@@ -61,15 +63,15 @@ public class Client implements AutoCloseable {
         return id;
     }
 
-    Map<?, ?> rank(String user, String id, Map<String, Object> history, int[] candidates, long timeoutMs) throws Exception {
+    Map<?, ?> rank(String user, String id, Map<String, Object> history, long[] candidates, long timeoutMs) throws Exception {
         byte[] correlation = new byte[16];
         random.nextBytes(correlation);
         Map<String, Object> request = new LinkedHashMap<>();
-        request.put("v", 1);
+        request.put("v", VERSION);
         request.put("request_id", id);
         request.put("user_id", user);
         request.put("prefix", history);
-        request.put("candidates", uint32(candidates));
+        request.put("candidates", items(candidates));
         request.put("sent_ms", System.currentTimeMillis());
         request.put("timeout_ms", timeoutMs);
         ProducerRecord<String, byte[]> record = new ProducerRecord<>(prefix + "ranking", user, MessagePack.write(request));
@@ -103,16 +105,16 @@ public class Client implements AutoCloseable {
         replies.close();
     }
 
-    static byte[] uint32(int[] values) {
-        ByteBuffer packed = ByteBuffer.allocate(4 * values.length).order(ByteOrder.LITTLE_ENDIAN);
-        for (int value : values) packed.putInt(value);
+    static byte[] items(long[] ids) {
+        ByteBuffer packed = ByteBuffer.allocate(8 * ids.length).order(ByteOrder.LITTLE_ENDIAN);
+        for (long id : ids) packed.putLong(id);
         return packed.array();
     }
 
     public static void main(String[] arguments) throws Exception {
         int length = 200;
         long now = System.currentTimeMillis();
-        int[] items = new int[length];
+        long[] items = new long[length];
         byte[] actions = new byte[length];
         ByteBuffer times = ByteBuffer.allocate(8 * length).order(ByteOrder.LITTLE_ENDIAN);
         for (int at = 0; at < length; at++) {
@@ -121,14 +123,14 @@ public class Client implements AutoCloseable {
             times.putLong(now - 60_000L * (length - at));
         }
         Map<String, Object> history = new LinkedHashMap<>();
-        history.put("items", uint32(items));
+        history.put("items", items(items));
         history.put("actions", actions);
         history.put("times", times.array());
         String user = "用户-17";
         try (Client client = new Client(arguments[0], arguments.length > 1 ? arguments[1] : "relaygr.")) {
             String id = client.announce(user, history, 3);
             Thread.sleep(300); // retrieval
-            Map<?, ?> reply = client.rank(user, id, history, new int[] {11, 12, 13}, 20_000);
+            Map<?, ?> reply = client.rank(user, id, history, new long[] {11, 12, Long.MAX_VALUE}, 20_000);
             String unused = client.announce(user, history, 3);
             client.cancel(user, unused); // retrieval found nothing to rank
             ByteBuffer scores = ByteBuffer.wrap((byte[]) reply.get("scores")).order(ByteOrder.LITTLE_ENDIAN);

@@ -14,7 +14,10 @@ const packed = (values, size, put) => {
   values.forEach((value, at) => put(view, at * size, value));
   return new Uint8Array(view.buffer);
 };
-const items = (ids) => packed(ids, 4, (view, at, id) => view.setUint32(at, id, true));
+// Item ids are 8 bytes each from version 4 on. Where all are below 2³², version 1 with 4 bytes (setUint32) is smaller.
+// Write ids beyond 2⁵³ as BigInt: 9007199254740993n.
+const v = 4;
+const items = (ids) => packed(ids, 8, (view, at, id) => view.setBigInt64(at, BigInt(id), true));
 const times = (each) => packed(each, 8, (view, at, time) => view.setBigInt64(at, BigInt(time), true));
 
 // Answers: kafkajs has groups only, so a group of our own reads all of `scores`, from its end.
@@ -48,7 +51,7 @@ const send = (topic, user, value, headers = {}) =>
 
 const announce = (user, history, candidates) => {
   const request_id = randomUUID();
-  const event = { v: 1, request_id, user_id: user, prefix: history, candidates, sent_ms: Date.now() };
+  const event = { v, request_id, user_id: user, prefix: history, candidates, sent_ms: Date.now() };
   return send("retrieval", user, event).then(() => request_id);
 };
 
@@ -60,7 +63,7 @@ const rank = async (user, request_id, history, candidates, timeout_ms) => {
   });
   answer.catch(() => {}); // where sending fails, nobody waits for it
   const request = {
-    v: 1, request_id, user_id: user, prefix: history, candidates: items(candidates), sent_ms: Date.now(), timeout_ms,
+    v, request_id, user_id: user, prefix: history, candidates: items(candidates), sent_ms: Date.now(), timeout_ms,
   };
   const headers = { "relaygr-correlation-id": correlation, "relaygr-reply-partition": String(partition) };
   let reply;
@@ -87,7 +90,7 @@ const history = {
 try {
   const request_id = await announce(user, history, 3);
   await new Promise((resolve) => setTimeout(resolve, 300)); // retrieval
-  const reply = await rank(user, request_id, history, [11, 12, 13], 20_000);
+  const reply = await rank(user, request_id, history, [11, 12, 2n ** 63n - 1n], 20_000);
   const unused = await announce(user, history, 3);
   await cancel(user, unused); // retrieval found nothing to rank
   const bytes = reply.scores, view = new DataView(bytes.buffer, bytes.byteOffset, bytes.length);

@@ -45,6 +45,7 @@ QUARTERED_FROM = 20
     users="1000000",
     zipf="0",
     revisit="50%",
+    shift="",
     return_s="20",
     length="1024",
     sigma="0",

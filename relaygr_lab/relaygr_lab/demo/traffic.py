@@ -14,7 +14,7 @@ from relaygr_stream.history.store import WritableStore
 from relaygr_stream.models.loading import checkpoint_folder, config_of, read_config
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
-from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.behaviours import WIDE_VERSION, Behaviours
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import with_version
@@ -95,9 +95,11 @@ async def by_reference(items: Iterable[WorkItem], store: WritableStore) -> list[
         if len(prefix) > stored:
             references[user] = await store.append(user, "", prefix.slice(stored, len(prefix)))
             known[user] = prefix
-        changes = {"prefix": Behaviours(), **with_version(references[user])}
-        event = msgspec.structs.replace(item.event, **changes)
-        referring.append(replace(item, event=event, request=msgspec.structs.replace(item.request, **changes)))
+        event, request = item.event, item.request
+        event = msgspec.structs.replace(event, prefix=Behaviours(), **with_version(references[user]))
+        stated = with_version(references[user], request.suffix, wide=request.v >= WIDE_VERSION)
+        request = msgspec.structs.replace(request, prefix=Behaviours(), **stated)
+        referring.append(replace(item, event=event, request=request))
     return referring
 
 

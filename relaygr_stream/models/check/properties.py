@@ -19,8 +19,8 @@ from relaygr_stream.models.check.probe import CANDIDATES, Failed, Items, Measure
 FEW_HISTORIES_LIMIT: Final = 2.0
 #: Tokens of one `prefill` for the longest prefix: a chunk, as in the worker, far below the whole.
 LONG_CHUNK: Final = 1024
-#: Items are uint32 on the wire.
-LARGEST_ID: Final = 2**32 - 1
+#: Of items on the wire.
+LARGEST_ID: Final = 2**63 - 1
 
 
 def contract(probe: Probe) -> Measure | None:
@@ -155,7 +155,9 @@ def edges(probe: Probe) -> Measure:
 def unknown_items(probe: Probe) -> Measure:
     """Item ids up to the largest of the wire, most of them outside any vocabulary, score finitely and as in full."""
     deviations = probe.deviations(half_limit=FEW_HISTORIES_LIMIT)
-    items = np.array((0, probe.bounds.items, probe.bounds.items + 1, 2**31 - 1, 2**31, LARGEST_ID - 1, LARGEST_ID))
+    items = np.array(
+        (0, probe.bounds.items, probe.bounds.items + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, LARGEST_ID - 1, LARGEST_ID)
+    )
     for length in probe.lengths()[-2:]:
         history, candidates = probe.history(length), np.concatenate([items, probe.candidates(3)])
         history.array[0, history.context :] = probe.random.permutation(np.resize(items, length))[history.context :]

@@ -16,6 +16,7 @@ from relaygr_stream.cli.main import main
 from relaygr_stream.errors import InputError, ModelError
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.models.hstu_model import HSTUConfig
+from relaygr_stream.models.item_ids import ITEMS_FILE
 from relaygr_stream.models.loading import random_model, save_checkpoint
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
@@ -25,7 +26,6 @@ from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import RequestEvent
 from relaygr_stream.workload.items import with_zero_features
-from relaygr_stream.workload.rows import ITEMS_FILE
 
 ITEMS = 40
 CONFIG = HSTUConfig(layers=1, dim=8, heads=1, dqk=8, dv=8, scale_tokens=8, vocab=ITEMS, max_positions=8, tasks=("a",))

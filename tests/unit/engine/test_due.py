@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.engine.clients import Clients
 from relaygr_stream.engine.commands import Rank, RankTask, Times
-from relaygr_stream.engine.forecast import IDLE_S, IdleShare
+from relaygr_stream.engine.forecast import IDLE_S, Forecast, IdleShare
 from relaygr_stream.engine.queue import WorkQueue
-from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKENS, USERS, Simulation
+from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKENS, USERS, Simulation, waiting
 from tests.unit.engine.test_queue import job, ranking
 
 SLO_S, TIMEOUT_S = 0.03, 1.0
@@ -134,6 +135,18 @@ def test_a_late_ranking_learns_soon_that_others_leave_it_no_time_any_more() -> N
     assert all(status == "overloaded" and took < TIMEOUT_S / 2 for status, took in refused), refused
 
 
+def test_without_predictions_a_late_ranking_does_not_wait_for_a_device_without_time_either() -> None:
+    """Nothing of its kind has been measured, so that its work counts as none: it is refused all the same."""
+    served = Served()
+    served.load(0.5 * CAPACITY_PER_S, 100)
+    served.device.token_ms = 1.0  # full inference takes two SLOs, and nothing is known of it
+    slow = [served.ask(full=True) for _ in range(6)]
+    served.load(3 * CAPACITY_PER_S, 4500)  # for 0.8 s
+    refused = [served.ends[task] for task in slow if served.ends[task][0] != "ok"]
+    assert refused, "the device had time for all: no test"
+    assert all(status == "overloaded" and took < 0.8 * TIMEOUT_S for status, took in refused), refused
+
+
 @given(st.floats(1.0, 1e5), st.floats(1.0, 1e5), st.floats(0.0, 1e3), st.floats(0.0, 1e4))
 def test_a_ranking_is_due_no_later_than_its_deadline(timeout: float, slo: float, reply: float, age: float) -> None:
     times = Times.of(10.0, timeout, slo, reply, age)
@@ -179,3 +192,25 @@ def test_the_idle_share_is_a_share_and_comes_back(worked: list[tuple[float, floa
         idle.busy(ms, now)
         assert 0.0 <= idle.share(now) <= 1.0
     assert idle.share(now + 40 * IDLE_S) == pytest.approx(1.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 12), st.sampled_from("ab")), min_size=1, max_size=20),
+    st.sampled_from([0.0, 0.125, 0.5, 1.0]),
+    st.data(),
+)
+def test_a_late_ranking_that_waits_is_told_what_it_would_be_if_it_came_now(
+    tasks: list[tuple[int, int, str]], idle: float, data: st.DataObject
+) -> None:
+    """It is asked about several times while it waits, and stays where it is."""
+    clients = Clients(20.0)
+    accounts = {name: clients.account(name) for name in "ab"}
+    forecast, everyone = Forecast(clients), []
+    for number, (at, work, name) in enumerate(tasks):
+        everyone.append(waiting(at / 1e3, float(work)))
+        everyone[-1].booking.account, everyone[-1].booking.number = accounts[name], number
+        forecast.add(everyone[-1])
+    asked = data.draw(st.sampled_from(everyone))
+    told = forecast.full_when_idle(asked, 0.0, idle, waits=True)
+    forecast.remove(asked)
+    assert told == forecast.full_when_idle(asked, 0.0, idle)

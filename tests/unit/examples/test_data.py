@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from examples.movielens.data import DataError, Histories, check_same_rows, read_histories
+from relaygr_stream.models.item_ids import ITEMS_FILE
 from relaygr_stream.models.loading import save_checkpoint
 from relaygr_stream.workload import logfile
 from relaygr_stream.workload.logs import read_log
-from relaygr_stream.workload.rows import ITEMS_FILE
 from tests.unit.models.small_models import small_model
 
 U_DATA = "1\t20\t5\t40\n1\t10\t3\t10\n1\t30\t4\t20\n1\t10\t1\t30\n"

@@ -13,8 +13,8 @@ from examples.movielens.data import DataError, Histories, History
 from examples.movielens.evaluate import TEST, evaluate, quality
 from examples.movielens.recipe import Recipe
 from examples.movielens.train import Run, batches, main, train
+from relaygr_stream.models.item_ids import ITEMS_FILE
 from relaygr_stream.models.loading import load_checkpoint
-from relaygr_stream.workload.rows import ITEMS_FILE
 
 ITEMS = 60
 BACK = 3  # the next item depends on the one so many behaviours back

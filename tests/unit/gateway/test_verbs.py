@@ -208,7 +208,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"history": {**HISTORY, "items": [1, 2, -3]}}, "history: items must be within"),
     ({"history": {**HISTORY, "times": [3, 2, 1]}}, "times must not go back"),
     ({"history": {**HISTORY, "colums": {}}}, "colums"),
-    ({"candidates": [2**32]}, "candidates: item ids must be within"),
+    ({"candidates": [2**63]}, "candidates: item ids must be within"),
     ({"candidates": []}, "candidates must be m ≥ 1"),
     ({"candidates": "AAA="}, "candidates must be m ≥ 1"),
     ({"mode": "fast"}, "$.mode"),

@@ -213,6 +213,7 @@ def test_a_fleet_with_more_lanes_than_topics_may_have_is_said_to_be_several(tmp_
         (["--mix", "80%"], "80%:128"),
         (["--mix", "2:128"], "mix = 2:128"),
         (["--tide", "half:60"], "50%:60"),
+        (["--shift", "30%"], "30%:60"),
         (["--arrivals", "none.csv"], "none.csv: no such file"),
         (["--set", "worker.hbm_bytes=1MiB"], "hbm_bytes"),
         (["--bus-p99", "0.1"], "bus latency"),

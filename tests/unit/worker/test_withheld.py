@@ -15,7 +15,6 @@ from relaygr_stream.errors import ConfigError, Overloaded
 from relaygr_stream.gateway.messages import Ranked
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.settings.worker import Worker
-from relaygr_stream.wire.behaviours import pack_items
 from relaygr_stream.wire.messages import HITS, MISSES, WITHHELD, ScoreReply, Status, Timings
 from relaygr_stream.worker.replies import withheld
 from relaygr_stream.workload.driver import DriveSummary
@@ -99,14 +98,14 @@ def test_a_rejection_says_why() -> None:
 
 
 def test_a_client_takes_it_and_counts_neither_a_hit_nor_a_miss() -> None:
-    ranking = ranking_of(withheld(TELLING), pack_items([1, 2]), 0.01)
+    ranking = ranking_of(withheld(TELLING), np.array([1, 2]), 0.01)
     assert ranking.outcome == WITHHELD and WITHHELD not in HITS and WITHHELD not in MISSES
     assert Ranked.of(ranking, packed=True).outcome == WITHHELD
     summary = DriveSummary(sent=1)
     summary.outcomes[ranking.outcome] += 1
     assert "withheld 1" in live_line(summary, QualityMeter(), None)
     with pytest.raises(Overloaded, match="withhold"):
-        ranking_of(withheld(msgspec.structs.replace(TELLING, status="overloaded", outcome=None)), b"", 0.01)
+        ranking_of(withheld(msgspec.structs.replace(TELLING, status="overloaded", outcome=None)), np.array([]), 0.01)
 
 
 def test_what_counts_hits_by_answers_refuses_workers_that_withhold_them(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_broken_lines_are_counted_located_and_skipped(tmp_path: Path) -> None:
         ("ann,1,view,soon", "time 'soon' is not a number"),
         ("ann,1,view,-5", "time '-5' is out of range"),
         ("ann,-1,view,5", "item '-1' is not an integer"),
-        ("ann,4294967296,view,5", "item '4294967296' is not an integer within 0…4294967295"),
+        ("ann,9223372036854775808,view,5", "item '9223372036854775808' is not an integer within 0…9223372036854775807"),
         ("ann,1,,5", "the action is empty"),
         ("u" * 257 + ",1,view,5", "the user id has 257 characters"),
         ("a" * MAX_LINE_BYTES + ",1,view,5", "longer than"),

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from relaygr_stream.errors import InputError, ModelError
+from relaygr_stream.models.item_ids import ITEMS_FILE
 from relaygr_stream.models.loading import save_checkpoint
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
@@ -18,7 +19,7 @@ from relaygr_stream.workload.logs import InteractionLog
 from relaygr_stream.workload.publish import LogOptions, PublishOptions, prepare
 from relaygr_stream.workload.replay import ReplayOptions
 from relaygr_stream.workload.report import LiveLine
-from relaygr_stream.workload.rows import ITEMS_FILE, read_log_for
+from relaygr_stream.workload.rows import read_log_for
 from tests.unit.models.small_models import small_model
 
 NAMES = ["7", "07", "007", "B1", "900000"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.workload.arrivals import ArrivalLog, read_arrivals
-from relaygr_stream.workload.traffic import Mix, Spread, Tide, Traffic
+from relaygr_stream.workload.traffic import Mix, Shift, Spread, Tide, Traffic
 from relaygr_stream.workload.users import EXACT_RANKS, Part, Returners, UserLaw
 from relaygr_stream.workload.visits import Arrival, Pace, Visit, arrivals, visits
 from tests.properties import examples
@@ -136,6 +136,22 @@ def test_parts_of_a_log_together_are_the_log(tmp_path: Path, kind: str) -> None:
     alike = sorted((one.user, one.at) for one in whole)
     assert [user for user, _ in together] == [user for user, _ in alike]
     assert [at for _, at in together] == pytest.approx([at for _, at in alike])
+
+
+@pytest.mark.parametrize(("revisit", "then"), [(0.9, 0.3), (0.0, 0.9), (0.5, 0.0)])
+@pytest.mark.parametrize("part", [WHOLE, Part(2, 3, 8)])
+def test_the_share_of_returns_shifts_at_the_stated_time(revisit: float, then: float, part: Part) -> None:
+    traffic = Traffic(rate=1000.0, users=10**8, revisit=revisit, return_s=1.0, shift=Shift(then, 20.0))
+    found = [one for one in some(traffic, part, seconds=40.0) if one.at > 10.0]
+    for share, seconds in ((revisit, (10, 20)), (then, (24, 40))):  # those who are about to return come first
+        returning = [one.returning for one in found if seconds[0] < one.at < seconds[1]]
+        assert np.mean(returning) == pytest.approx(share, abs=0.04)
+
+
+@pytest.mark.parametrize(("revisit", "after_s"), [(1.0, 1.0), (-0.1, 1.0), (0.5, 0.0), (0.5, float("inf"))])
+def test_a_shift_out_of_range_is_refused(revisit: float, after_s: float) -> None:
+    with pytest.raises(ConfigError, match="shift"):
+        Shift(revisit, after_s)
 
 
 def test_a_tide_swings_and_keeps_the_mean() -> None:
