@@ -9,7 +9,7 @@ from tests.unit.simulate.scenes import scenario
 
 
 def test_eight_lanes_use_the_room_for_six_prefixes_that_none_of_them_has_alone() -> None:
-    """Eight separate rooms refused three of four; one lane that has it all refuses a quarter, as pins outlast rankings."""
+    """Eight separate rooms refused three of four requests; one lane that has all of it refuses one of four."""
     flags = {"worker.hbm_bytes": "24MiB", "trigger.delegate": "false"}
     refused = {}
     for lanes in (1, 8):
