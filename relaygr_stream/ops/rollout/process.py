@@ -102,6 +102,11 @@ async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, sa
         if started is not None:
             say("this process keeps its workers; stop the former ones now. Ctrl-C ends both")
             await asyncio.wait({stop, asyncio.ensure_future(started.ended())}, return_when=asyncio.FIRST_COMPLETED)
+            if not stop.done():
+                raise RelayError(
+                    f"its processes ended with exit code {started.exit_code}; until workers of the group serve, "
+                    f"another group answers its users"
+                )
         return
     if started is not None:
         await asyncio.sleep(HEARD_S + context.settings.relay.life_window_ms / 1e3)

@@ -228,6 +228,7 @@ class Rollout:
     async def _move(self, share: int, progress: RolloutProgress) -> None:
         routes = self._routes.moved(self._to, self._new.lanes, share)
         routes = msgspec.structs.replace(routes, epoch=max(routes.epoch, now_ms()), rollout=progress)
+        self._routes, self.moved = routes, True  # first: who is stopped in the middle of it goes back all the same
         while True:  # while no broker takes it, the users stay where they are
             try:
                 await self._parts.bus.write(self._parts.producer, routes)
@@ -235,7 +236,6 @@ class Rollout:
             except BrokerError as error:
                 log.warning("the routes cannot be written now", error=str(error))
                 await asyncio.sleep(LOOK_S)
-        self._routes, self.moved = routes, True
         self._parts.metrics.show(routes, {self._to: self._new.observed(), self._from: self._old.observed()})
 
     async def _tell(self, observed: dict[str, Observed], reason: str) -> None:

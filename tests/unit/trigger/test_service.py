@@ -181,7 +181,7 @@ async def test_bad_events_become_dead_letters_and_the_lane_moves_on(kafka_settin
 async def test_the_owners_budget_bounds_the_signals(embedded_settings: Kafka) -> None:
     async with peer_on(embedded_settings) as peer:
         peer.reading = False
-        peer.lane["budget_bytes"] = 700
+        peer.lane["budget_bytes"] = 700 // peer.topics.lanes
         async with trigger_on(embedded_settings) as trigger:
             for number in range(4):
                 await peer.publish(event(25, str(number), "u"))  # 300 bytes each
