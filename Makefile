@@ -111,7 +111,7 @@ format: $(STAMP) ## let ruff rewrite what it can
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/cache.py
 
-bench-change: $(STAMP) ## hits after a worker's kill and a rolling restart, with and without a tier's file (6 minutes; CHECK=1 judges; ARGS=--quick)
+bench-change: $(STAMP) ## hits after a kill, an absence and a rolling restart, with and without a file; hand-over against a plain socket and blocks (10 minutes; CHECK=1 judges; ARGS=--quick)
 	$(BIN)/python relaygr_lab/benchmarks/change.py $(ARGS)
 
 bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (5 minutes; CHECK=1 judges)

@@ -152,7 +152,7 @@ async def _giving(pipe: Connection) -> None:
             if isinstance(told, int):
                 await asyncio.to_thread(_send_plainly, told, data, context)
             elif told:
-                pipe.send(await _rank(giver, answers, told))
+                pipe.send(await _rank(giver, answers, told, pipe))
             else:
                 pipe.send(time.process_time())
 
@@ -163,8 +163,9 @@ def _send_plainly(port: int, data: np.ndarray, context: ssl.SSLContext) -> None:
             plain.sendall(data.data[at : at + CALL_BYTES])
 
 
-async def _rank(giver: LoneWorker, answers: Answers, seconds: float) -> list[tuple[float, float]]:
-    """When each ranking was answered, and after how many seconds; open loop at DUTY of what the device can."""
+async def _rank(giver: LoneWorker, answers: Answers, seconds: float, pipe: Connection) -> list[tuple[float, float]]:
+    """When each ranking was answered, and after how many seconds; open loop at DUTY of what the device can. Tells when
+    it begins."""
 
     async def one(number: int) -> float:
         now = time.monotonic()
@@ -182,6 +183,7 @@ async def _rank(giver: LoneWorker, answers: Answers, seconds: float) -> list[tup
     found: list[tuple[float, float]] = []
     pause, number = median([await one(number) for number in range(30)]) / DUTY, 0
     found.clear()
+    pipe.send(None)
     start = time.monotonic()
     async with asyncio.TaskGroup() as group:
         while time.monotonic() < start + seconds:
@@ -270,8 +272,10 @@ async def _cpu(pipe: Connection) -> float:
 
 async def _felt(taker: LoneWorker, pipe: Connection, address: str, seconds: float) -> list[str]:
     """While the giver ranks, it gives for a while and pauses for as long, in turns."""
-    until, sessions = time.monotonic() + seconds, list[tuple[float, float]]()
     pipe.send(seconds)
+    await asyncio.to_thread(pipe.recv)
+    until, sessions = time.monotonic() + seconds, list[tuple[float, float]]()
+    await asyncio.sleep(1)
     while (start := time.monotonic()) < until:
         await _take(taker, address)
         sessions.append((start, time.monotonic()))

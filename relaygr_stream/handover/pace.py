@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
-#: Most of the processors' time that copies take while there is a ranking. So a ranking takes at most a twentieth
+#: Most of one processor's time that copies take while there is a ranking. So a ranking takes at most a twentieth
 #: longer, even where every processor is busy: P99 stays below 1.1 times what it is without hand-over.
 SHARE: Final = 0.05
 #: What may go at once after a pause, in seconds of the rate.
@@ -47,8 +46,8 @@ class CopyPace:
 
     def __init__(self, works: Works, bytes_per_s: float = 0.0, slice_bytes: int = 0) -> None:
         self._works = works
-        now, share = time.monotonic(), SHARE * processors()
-        self._cpu = Bandwidth(share, share * BURST_S, now)
+        now = time.monotonic()
+        self._cpu = Bandwidth(SHARE, SHARE * BURST_S, now)
         burst = max(slice_bytes, bytes_per_s * BURST_S)
         self._bytes = Bandwidth(bytes_per_s, burst, now) if bytes_per_s else None
         self._lock = threading.Lock()
@@ -65,8 +64,3 @@ class CopyPace:
         if self._works():
             with self._lock:
                 self._cpu.take(cpu_s, time.monotonic())
-
-
-def processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

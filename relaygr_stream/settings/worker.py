@@ -155,7 +155,7 @@ class Handover(Section, frozen=True, kw_only=True):
         Meta(ge=0, le=1e6),
         doc(
             "most that this worker sends to all others together, in MiB per second; 0: as fast as the wire, but while "
-            "it computes, within a twentieth of its processors' time"
+            "it computes, within a twentieth of a processor's time"
         ),
     ] = 0.0
 
