@@ -22,6 +22,7 @@ from relaygr_stream.wire import erase, records, refusals, trigger_status
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
 from relaygr_stream.wire.refusals import Refusals
+from relaygr_stream.wire.routes import Routes, routes_topic
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.trigger_status import TriggerStatus
 
@@ -56,6 +57,7 @@ RECORDS: Final[dict[type[Any], tuple[str, dict[str, Any], list[str]]]] = {
         {records.HEADER_KIND: {"const": trigger_status.KIND}, **_SIGNED},
         [records.HEADER_KIND],
     ),
+    Routes: ("routes", _SIGNED, []),
 }
 #: Messages that travel on a second topic, by the name that they have there.
 ELSEWHERE: Final[dict[str, tuple[type[Any], tuple[str, dict[str, Any], list[str]]]]] = {
@@ -93,7 +95,8 @@ def json_schema() -> dict[str, Any]:
 def asyncapi() -> dict[str, Any]:
     """The AsyncAPI 3 document: topics as channels, and who sends and receives what."""
     channels, operations, messages = {}, {}, {}
-    for topic in load_topics(Kafka(prefix="")).all:
+    topics = load_topics(Kafka(prefix=""))
+    for topic in (*topics.all, routes_topic(topics)):
         kinds = [name for name, _, on, _, _ in named() if on == topic.name]
         channels[topic.name] = {
             "address": PREFIX + topic.name,

@@ -37,6 +37,7 @@ from relaygr_stream.models.api import (
 )
 from relaygr_stream.models.decoder import DecoderModel
 from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.ops.rollout.run import RolloutMetrics
 from relaygr_stream.settings.load import REMOVED, RETIRED, replacement_of
 from relaygr_stream.telemetry.loopwatch import LoopWatch
 from relaygr_stream.telemetry.otlp import SpanCounts
@@ -176,7 +177,9 @@ def _plain(annotation: object) -> str:
 
 
 def _registries() -> dict[str, CollectorRegistry]:
-    made = {title: CollectorRegistry() for title in ("Every process", "Worker", "Trigger", "Client", "Gateway")}
+    made = {
+        title: CollectorRegistry() for title in ("Every process", "Worker", "Trigger", "Client", "Gateway", "Rollout")
+    }
     LoopWatch(made["Every process"], stall_s=1.0)
     SpanCounts(made["Every process"])
     _describe(made["Every process"], "trigger")
@@ -188,6 +191,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     TriggerMetrics(made["Trigger"])
     ClientMetrics(made["Client"])
     GatewayMetrics(made["Gateway"])
+    RolloutMetrics(made["Rollout"])
     return made
 
 

@@ -280,6 +280,11 @@ class OwnerDirectory:
         """Whether any worker is not silent."""
         return (self._clock() - self._heard_s) * 1000.0 <= self._silence_ms
 
+    @property
+    def serves(self) -> bool:
+        """Whether any worker is not silent, and some worker owns a lane."""
+        return bool(self._owners) and self.speaking
+
     def workers(self, silence_ms: float | None = None) -> dict[str, WorkerStatus]:
         """The newest status of every worker that is not silent; silence_ms as for `owner`."""
         horizon = self._clock() - (self._silence_ms if silence_ms is None else silence_ms) / 1000.0

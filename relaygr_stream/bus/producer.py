@@ -284,6 +284,16 @@ class Producer(ClientUser):
                 await client.force_metadata_update()
         return {topic: len(client.cluster.partitions_for_topic(topic) or ()) for topic in topics}
 
+    async def exists(self, topic: str) -> bool:
+        """Whether the cluster has the topic, and this process may see it. Raises BrokerUnavailable, BrokerError."""
+        client = (await self._renewed.present()).client
+        with typed_errors(
+            self._kafka, "ask for a topic"
+        ):  # not `add_topic`: it would be asked for, and missed, for ever
+            async with asyncio.timeout(self._kafka.request_timeout_ms / 1000):
+                found = await client.send(client.get_random_node(), MetadataRequest([topic]))
+        return any(error == 0 and name == topic for error, name, *_ in found.topics)
+
     def _acknowledge(self, sent: asyncio.Future[int], topic: str, size: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled():
             sent.cancel()

@@ -138,6 +138,16 @@ async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
     return TopicReport(created, existing, rows, altered)
 
 
+async def topic_exists(kafka: Kafka, topic: Topic, *, create: bool = False) -> bool:
+    """Whether the cluster has the topic; create: make it if not, as described. Raises BrokerError, TopicError."""
+    async with _admin(kafka) as admin:
+        (row,) = await _describe(admin, [topic])
+        if row.found is None and create:
+            await _create(admin, [topic])
+            (row,) = await _describe_when_visible(admin, [topic], kafka.request_timeout_ms / 1000, set())
+    return row.found is not None
+
+
 @asynccontextmanager
 async def _admin(kafka: Kafka) -> AsyncIterator[Any]:
     admin = AIOKafkaAdminClient(**client_options(kafka, "relaygr-topics"))

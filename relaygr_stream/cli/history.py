@@ -205,7 +205,7 @@ def erase(settings: Settings, user: str, tenant: str | None, wait: float) -> Non
     if done.letters_left:
         click.echo(f"dead letters: could not be removed: {done.letters_left}", err=True)
     click.echo("still held by the logs, if the user was asked for in that time:")
-    for topic, hours in retained(settings):
+    for topic, hours in [each for group in done.groups for each in retained(group)]:
         click.echo(f"  {topic}: up to {hours:.3g} h (retention.ms + segment.ms)")
     click.echo("  and until the brokers next look (log.retention.check.interval.ms, 5 minutes by default)")
     done.away.check()

@@ -34,6 +34,7 @@ _COMMANDS: Final = {
     "history": "relaygr_stream.cli.history:history_command",
     "model": "relaygr_stream.cli.model:model_command",
     "replay": "relaygr_stream.cli.replay:replay_command",
+    "rollout": "relaygr_stream.cli.rollout:rollout_command",
     "status": "relaygr_stream.cli.status:status_command",
     "up": "relaygr_stream.cli.up:up_command",
 }

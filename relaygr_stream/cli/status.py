@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
+from functools import partial
 
 import click
 
@@ -47,10 +48,12 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from rich.live import Live
 
     from relaygr_stream.bus.away import Away
-    from relaygr_stream.bus.topics import verify_topics
+    from relaygr_stream.bus.routes import RoutesTail
+    from relaygr_stream.bus.topics import topic_exists, verify_topics
     from relaygr_stream.ops.status.overview import LISTEN_S, listening
     from relaygr_stream.ops.status.table import as_json, render
     from relaygr_stream.telemetry.printable import SafeConsole, print_table
+    from relaygr_stream.wire.routes import routes_topic
     from relaygr_stream.wire.topic_files import load_topics
 
     away = Away.of(await verify_topics(settings.kafka))
@@ -58,7 +61,17 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     if (topics.worker_status.name, 0) in away:
         away.check()
     console = SafeConsole()
-    async with listening(settings, topics) as (view, tail):
+    async with listening(settings, topics) as (view, tail), AsyncExitStack() as stack:
+        topic = routes_topic(topics)
+        routes = RoutesTail(
+            settings.kafka,
+            topic.name,
+            view.reader,
+            partial(topic_exists, settings.kafka, topic),
+            partial(setattr, view, "routes"),
+        )
+        await routes.start()
+        stack.push_async_callback(routes.stop)
         await tail.listen(LISTEN_S)
         if not watch:
             click.echo(as_json(view)) if as_json_line else print_table(render(view), console)

@@ -6,8 +6,8 @@ A Connection exists only while all of these do. Requests enter as encoded messag
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from copy import copy
 from typing import Final
 
@@ -37,6 +37,8 @@ limited = LogLimiter().limited
 #: How often lines that a limit held back are counted in the log; a process of the relay does so itself.
 FLUSH_LOGS_S: Final = 1.0
 
+Beside = Callable[[Producer, Background], AbstractAsyncContextManager[None]]
+
 
 @asynccontextmanager
 async def connected(
@@ -47,10 +49,12 @@ async def connected(
     owners: OwnerDirectory,
     metrics: ClientMetrics,
     background: Background,
+    beside: Beside | None = None,
 ) -> AsyncIterator[Connection]:
     """Connect to the brokers; at the end, send what is buffered and disconnect.
 
-    background: fails when it can no longer serve, as when answers cannot be read. Raises BrokerUnavailable,
+    background: fails when it can no longer serve, as when answers cannot be read. beside: made with the producer
+    and the background, and entered before the connection is used. Raises BrokerUnavailable,
     TopicError, CoPartitionError, ConfigError.
     """
     kafka, client = settings.kafka, settings.client
@@ -81,6 +85,8 @@ async def connected(
         background.start(periodically(SILENT_S, sender.probe, "ask the brokers that are away"))
         counts = PartitionCounts(topics, producer, route)
         background.start(counts.run())
+        if beside is not None:
+            await stack.enter_async_context(beside(producer, background))
         background.start(periodically(FLUSH_LOGS_S, _flush_logs, "write what log lines were held back"))
         connection = Connection(
             settings,
@@ -97,6 +103,7 @@ async def connected(
                 silence_ms=client.silence_ms if listening else 0.0,
             ),
             metrics,
+            owners if listening else None,
         )
         stack.push_async_callback(end, "announcing", connection.announcements.flush)
         yield connection
@@ -116,9 +123,11 @@ class Connection:
         counts: PartitionCounts,
         hedges: Hedges,
         metrics: ClientMetrics,
+        owners: OwnerDirectory | None,
     ) -> None:
         self._settings = settings
-        self._topics = topics
+        self.topics: Final = topics
+        self._owners = owners
         self._answers = answers
         self._replies = replies
         self._route = route
@@ -138,6 +147,11 @@ class Connection:
         """Why nothing is sent, or what is sent is refused; None if all is well."""
         return self._sender.trouble
 
+    @property
+    def serves(self) -> bool:
+        """Whether a worker serves, by the statuses; True where they are not read."""
+        return self._owners is None or self._owners.serves
+
     def check_lanes(self) -> None:
         """Raise LanesChanged if the cluster has another number of lanes than the settings."""
         if self._counts.error is not None:
@@ -145,10 +159,10 @@ class Connection:
 
     async def announce(self, user_id: str, message: Outgoing) -> None:
         """Buffer a request event. Raises BrokerError if its lane's broker accepts no messages."""
-        lane = lane_of(user_id, self._topics.lanes)
+        lane = lane_of(user_id, self.topics.lanes)
         try:
             async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
-                self._sender.check(self._topics.retrieval.name, lane)
+                self._sender.check(self.topics.retrieval.name, lane)
                 await self.announcements.add(lane, message)
         except TimeoutError:
             self._metrics.announcements.labels("BrokerUnavailable").inc()
@@ -162,7 +176,7 @@ class Connection:
         headers = [(HEADER_KIND, KIND_CANCEL.encode())]
         try:
             async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
-                topic = self._topics.ranking.name
+                topic = self.topics.ranking.name
                 await self._sender.send(topic, value, key=b"", partition=lane, headers=headers, settled=self._cancelled)
         except TimeoutError:
             raise BrokerUnavailable(self._buffer_full()) from None
@@ -178,8 +192,8 @@ class Connection:
         try:
             exchange = Exchange(
                 call,
-                lane_of(request.user_id, self._topics.lanes) if lane is None else lane,
-                Copies(self._sender, self._route, self._topics.ranking.name, request, message),
+                lane_of(request.user_id, self.topics.lanes) if lane is None else lane,
+                Copies(self._sender, self._route, self.topics.ranking.name, request, message),
                 self._hedges,
                 between_copies_s(self._settings.client.hedge_ms, timeout_ms),
                 self._metrics,
@@ -197,7 +211,7 @@ class Connection:
 
     async def send_lane(self, lane: int, events: list[Outgoing]) -> None:
         """Hand one lane's request events to the producer (LaneSender)."""
-        await self._sender.send_events(self._topics.retrieval.name, lane, events, settled=self._announced)
+        await self._sender.send_events(self.topics.retrieval.name, lane, events, settled=self._announced)
 
     def _buffer_full(self) -> str:
         settings = self._settings

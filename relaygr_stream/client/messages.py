@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from copy import copy
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -18,7 +19,8 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.client.answers import Answers, Ranking, ranking_of
-from relaygr_stream.client.connection import Connection, connected
+from relaygr_stream.client.connection import Beside, Connection, connected
+from relaygr_stream.client.groups import Groups
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.errors import (
     BrokerError,
@@ -49,7 +51,8 @@ from relaygr_stream.wire.messages import (
     ScoreReply,
     prefix_length,
 )
-from relaygr_stream.wire.topic_files import Topic, lane_of, load_topics
+from relaygr_stream.wire.routes import OWN
+from relaygr_stream.wire.topic_files import Topic, TopicSet, lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
 M = TypeVar("M", RequestEvent, RankingRequest)
@@ -103,6 +106,7 @@ class MessageClient:
         )
         self._reader = StatusReader.of(settings, self._topics)
         self._owners = OwnerDirectory(settings.client.silence_ms, reader=self._reader)
+        self._groups = Groups(settings, self._open_group, self._metrics)
         self._connection: Connection | None = None
         self._stack = AsyncExitStack()
         self._ended: RelayError = RequestError("the client is not open: use `async with RelayClient(…) as relay`")
@@ -135,17 +139,15 @@ class MessageClient:
         return not self._settings.client.hedge_ms
 
     async def __aenter__(self) -> Self:
-        if self._settings.client.hedge_ms:
-            await self._reader.prepare()
+        await self._reader.prepare()
         async with AsyncExitStack() as stack:
             tracing = self._callers_tracing  # what an earlier opening made has ended with it
             if not tracing.on:
                 tracing = await stack.enter_async_context(tracing_of(self._settings.telemetry, "client", self.registry))
             background = Background()
             background.failed.add_done_callback(self._on_failed)
-            way = connected(
-                self._settings, self._topics, self._client_id, self._answers, self._owners, self._metrics, background
-            )
+            beside = partial(self._groups.following, self._topics, self._reader)
+            way = self._open_group(self._settings, self._topics, self._owners, background, beside)
             self._connection, self._tracing = await stack.enter_async_context(way), tracing
             self._stack = stack.pop_all()
         return self
@@ -160,15 +162,25 @@ class MessageClient:
         self._end(RequestError("the client was closed"))
         await self._stack.aclose()
 
-    async def announce(self, event: RequestEvent, *, within: Trace | TraceContext | None = None) -> None:
+    def group_of(self, user_id: str) -> str:
+        """The group of workers for a new request of this user, by the newest routes; "": that of the settings.
+
+        `request` passes it on to all messages of a request.
+        """
+        return self._groups.group_of(self._opened(), user_id)
+
+    async def announce(
+        self, event: RequestEvent, *, within: Trace | TraceContext | None = None, group: str | None = None
+    ) -> None:
         """Publish a request event when retrieval starts; sets its `sent_ms`. `request` does this for you.
 
         Returns once the event is buffered, without waiting for the broker: a lost event costs speed, not scores. The
         event is sent, together with others, within client.announce_linger_ms. within: the request's span, or headers
-        with a trace context. Raises Rejected (invalid or too large), BrokerUnavailable (no broker answers),
-        LanesChanged (the cluster has another number of lanes than the settings).
+        with a trace context. group: as `group_of` gave it; None: this client asks, and remembers it for the ranking.
+        Raises Rejected (invalid or too large), BrokerUnavailable (no broker answers), LanesChanged (the cluster has
+        another number of lanes than the settings).
         """
-        connection = self._open()
+        own = self._opened()
         event = msgspec.structs.replace(event, sent_ms=now_ms(), tenant=event.tenant or self._settings.client.tenant)
         trace = within if isinstance(within, Trace) else self.begin("relaygr.announce", event.request_id, within)
         if trace is not None and trace is not within:
@@ -178,7 +190,10 @@ class MessageClient:
             self._announced[event.request_id] = trace
         message = self._encoded(event, self._topics.retrieval, trace)
         _check_times(event)
-        await connection.announce(event.user_id, message)
+        stated, group = group, self._groups.group_of(own, event.user_id, stated=group)
+        if stated is None:
+            self._groups.begin(event.tenant, event.request_id, group)
+        await self._open(group).announce(event.user_id, message)
 
     def begin(self, name: str, request_id: str, within: Trace | TraceContext | None = None) -> Trace | None:
         """Start a span of a request: inside another one, a context from elsewhere, or the caller's current span. None:
@@ -188,12 +203,18 @@ class MessageClient:
         return self._tracing.begin(name, within, attributes={"relaygr.request_id": request_id})
 
     async def rank(
-        self, request: RankingRequest, *, timeout: float | None = None, within: Trace | TraceContext | None = None
+        self,
+        request: RankingRequest,
+        *,
+        timeout: float | None = None,
+        within: Trace | TraceContext | None = None,
+        group: str | None = None,
     ) -> Ranking:
         """Score the request's candidates; sets its `sent_ms` and `timeout_ms`. `Request.rank` does this for you.
 
-        timeout: seconds; None: client.timeout_ms. within: the request's span. Raises DeadlineExceeded (no answer in
-        time, or the worker answers that it is too late), Overloaded (the worker refuses, or too many calls
+        timeout: seconds; None: client.timeout_ms. within: the request's span. group: as of `announce`; None: that of
+        the announced request, or by the routes. Raises DeadlineExceeded (no answer in time, or the worker answers that
+        it is too late), Overloaded (the worker refuses, or too many calls
         are in flight), Rejected (invalid, too large, or beyond a limit, which it names), WorkerFailed,
         BrokerUnavailable or BrokerError (not sent), LanesChanged (the cluster has another number of lanes than the
         settings), TopicError (the partition that this client's answers came on exists no more), RequestError (the
@@ -202,7 +223,7 @@ class MessageClient:
         timeout_s = self._settings.client.timeout_ms / 1000 if timeout is None else float(timeout)
         trace = self.begin("relaygr.rank", request.request_id, within or self._announced.pop(request.request_id, None))
         try:
-            ranking = await self._rank(request, timeout_s, trace)
+            ranking = await self._rank(request, timeout_s, trace, group)
         except BaseException as error:
             if isinstance(error, RelayError):
                 self._metrics.rankings.labels(type(error).__name__).inc()
@@ -215,30 +236,34 @@ class MessageClient:
         self._metrics.rank_seconds.observe(ranking.latency_s)
         return ranking
 
-    async def cancel(self, user: str | int, request_id: str, *, tenant: str = "") -> None:
+    async def cancel(self, user: str | int, request_id: str, *, tenant: str = "", group: str | None = None) -> None:
         """Say that an announced request will not be ranked: its prefix KV are released at once, not only at the end of
         relay.life_window_ms. A ranking that follows nevertheless is answered. `request` does this for you.
 
-        user: the user's id, or the number of the lane that it is on. Returns once the cancel is buffered. Raises
+        user: the user's id, or the number of the lane that it is on in its group. group: as of `rank`.
+        Returns once the cancel is buffered. Raises
         Rejected (invalid), BrokerError (no broker takes it), LanesChanged.
         """
-        connection = self._open()
+        own, tenant = self._opened(), tenant or self._settings.client.tenant
         try:
-            cancel = validated(Cancel(request_id=request_id, tenant=tenant or self._settings.client.tenant))
-            lane = self.lane(msgspec.convert(user, Id)) if isinstance(user, str) else user
+            cancel = validated(Cancel(request_id=request_id, tenant=tenant))
+            user_id = msgspec.convert(user, Id) if isinstance(user, str) else ""
         except (DecodeError, ValueError) as error:
             raise Rejected(f"not a valid Cancel: {error}") from error
-        if not 0 <= lane < self._topics.lanes:
-            raise Rejected(f"lane {lane}: this relay has lanes 0…{self._topics.lanes - 1}")
+        connection = self._open(self._groups.group_of(own, user_id, tenant, request_id) if group is None else group)
+        lanes = connection.topics.lanes
+        lane = lane_of(user_id, lanes) if isinstance(user, str) else user
+        if not 0 <= lane < lanes:
+            raise Rejected(f"lane {lane}: this relay has lanes 0…{lanes - 1}")
         await connection.cancel(lane, encode(cancel))
 
-    def lane(self, user_id: str) -> int:
-        """The number of the user's lane."""
-        return lane_of(user_id, self._topics.lanes)
+    def lane(self, user_id: str, group: str = OWN) -> int:
+        """The number of the user's lane in its group."""
+        return lane_of(user_id, self._groups.connection(self._opened(), group).topics.lanes)
 
-    async def _rank(self, request: RankingRequest, timeout_s: float, trace: Trace | None) -> Ranking:
+    async def _rank(self, request: RankingRequest, timeout_s: float, trace: Trace | None, group: str | None) -> Ranking:
         started = time.perf_counter()
-        connection = self._open()
+        own = self._opened()
         if timeout_s <= 0:
             raise DeadlineExceeded(f"the timeout is {timeout_s:g} s: too late before it was sent")
         request = msgspec.structs.replace(
@@ -254,7 +279,8 @@ class MessageClient:
         most = self._settings.client.max_in_flight
         if len(self._answers) >= most:
             raise Overloaded(f"{most} calls are under way")
-        reply = await self._ask(connection, request, message)
+        group = self._groups.group_of(own, request.user_id, request.tenant, request.request_id, group)
+        reply = await self._ask(self._open(group), request, message)
         items = np.frombuffer(request.candidates, CANDIDATE_DTYPES[(request.min_v or request.v) >= WIDE_VERSION])
         return ranking_of(reply, items, time.perf_counter() - started)
 
@@ -262,11 +288,25 @@ class MessageClient:
         """The worker's answer; the laboratory asks other workers than the lane's owner."""
         return await connection.rank(request, message)
 
-    def _open(self) -> Connection:
+    def _opened(self) -> Connection:
         if self._connection is None:
             raise copy(self._ended)  # each caller gets its own traceback
-        self._connection.check_lanes()
         return self._connection
+
+    def _open(self, group: str) -> Connection:
+        connection = self._groups.connection(self._opened(), group)
+        connection.check_lanes()
+        return connection
+
+    def _open_group(
+        self,
+        settings: Settings,
+        topics: TopicSet,
+        owners: OwnerDirectory,
+        background: Background,
+        beside: Beside | None = None,
+    ) -> AbstractAsyncContextManager[Connection]:
+        return connected(settings, topics, self._client_id, self._answers, owners, self._metrics, background, beside)
 
     def _on_failed(self, failed: asyncio.Future[None]) -> None:
         """The connection can serve no longer."""

@@ -34,6 +34,12 @@ class ClientMetrics:
             ["outcome"],
             registry=registry,
         )
+        self.route_share = Gauge(
+            "relaygr_client_route_share",
+            "Part of the users that the newest known routes give to a group of workers.",
+            ["group"],
+            registry=registry,
+        )
         self.hedges = Counter(
             "relaygr_client_hedges",
             "Copies of ranking requests sent on another lane: slow (no answer in time), silent (the lane's "

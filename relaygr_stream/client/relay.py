@@ -126,6 +126,7 @@ class Request:
         self._store = store  # to be asked for the reference
         self._store_s = store_s
         self._pinned = False  # as far as is known: announced, and not yet ranked
+        self._group: str | None = None  # that of all its messages
 
     @property
     def request_id(self) -> str:
@@ -136,7 +137,8 @@ class Request:
         self._trace = self._relay.begin("relaygr.request", self._event.request_id)
         try:
             await self._refer()
-            await self._relay.announce(self._event, within=self._trace)
+            self._group = self._relay.group_of(self._event.user_id)
+            await self._relay.announce(self._event, within=self._trace, group=self._group)
             self._pinned = True
         except BaseException as error:
             # Counted; a lost event costs speed, not scores, and the ranking raises if the brokers are away.
@@ -160,7 +162,9 @@ class Request:
         if self._pinned:
             self._pinned = False
             with suppress(RelayError):  # counted; without the cancel, the life window ends what is pinned
-                await self._relay.cancel(self._event.user_id, self.request_id, tenant=self._event.tenant)
+                await self._relay.cancel(
+                    self._event.user_id, self.request_id, tenant=self._event.tenant, group=self._group
+                )
         if self._trace is not None:
             if error is None:
                 self._trace.end()
@@ -200,7 +204,7 @@ class Request:
             tenant=event.tenant,
             **fields,
         )
-        ranking = await self._relay.rank(request, timeout=timeout, within=self._trace)
+        ranking = await self._relay.rank(request, timeout=timeout, within=self._trace, group=self._group)
         self._pinned = False
         return ranking
 

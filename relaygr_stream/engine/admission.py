@@ -21,6 +21,7 @@ from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.forecast import (
     LEAST_IDLE,
     QUEUED_DEADLINE_FRACTION,
+    STILL_IDLE,
     Calibration,
     Forecast,
     Full,
@@ -136,15 +137,16 @@ class Admission:
     def _too_late(self, ranking: Ranking, now: float) -> Full | None:
         return self._too_late_when_idle(ranking, now) if ranking.late else self._forecast.full(ranking, now)
 
-    def _too_late_when_idle(self, ranking: Ranking, now: float) -> Full | None:
+    def _too_late_when_idle(self, ranking: Ranking, now: float, *, waits: bool = False) -> Full | None:
         idle = self.idle.share(now)
-        return self._late.full_when_idle(ranking, now, idle if idle >= LEAST_IDLE else 0.0)
+        enough = idle >= (STILL_IDLE if waits else LEAST_IDLE)
+        return self._late.full_when_idle(ranking, now, idle if enough else 0.0, waits=waits)
 
     def overdue(self, ranking: Ranking, now: float) -> Full | None:
         """A waiting ranking was not done when due, or is late: it gets the time that others leave. Why that will be too
         late; None: it will not."""
-        if ranking.late:  # it was admitted so, and waits while there is any hope
-            return self._late.full_when_idle(ranking, now, self.idle.share(now), waits=True)
+        if ranking.late:
+            return self._too_late_when_idle(ranking, now, waits=True)
         self._forecast.remove(ranking)
         ranking.is_late()
         full = self._too_late_when_idle(ranking, now)

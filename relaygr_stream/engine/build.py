@@ -22,6 +22,7 @@ from relaygr_stream.errors import CapacityError
 from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.loading import load_model
+from relaygr_stream.models.mapped import HOT_PART
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Worker as WorkerSettings
 from relaygr_stream.wire.worker_status import counted_bytes
@@ -66,7 +67,10 @@ def load_executor(settings: Settings) -> Executor:
     if device.type == "cpu":
         torch.set_num_threads(worker.threads)
     dtype = getattr(torch, worker.dtype)
-    model = load_model(settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels)
+    hot_bytes = worker.hbm_bytes // HOT_PART
+    model = load_model(
+        settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels, hot_bytes=hot_bytes
+    )
     return Executor(model, device)
 
 

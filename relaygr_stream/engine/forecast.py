@@ -152,7 +152,7 @@ class Forecast:
         self._plant()
         left, own = (ranking.due - now) * 1e3, work_ms(ranking)
         mine, ahead = self._ahead(ranking, own, counted=waits)
-        if ahead + own <= QUEUED_DEADLINE_FRACTION * left * idle:
+        if idle > 0 and ahead + own <= QUEUED_DEADLINE_FRACTION * left * idle:
             return None
         reason = (
             f"it cannot be done in time for the SLO; rankings that can be leave {idle:.0%} of the device's time; "
@@ -187,6 +187,8 @@ IDLE_S: Final = 0.25
 #: Less admits no ranking as late. Under overload the share wavers about a tenth, and what were admitted by that would
 #: wait in vain: simulated at 1.25 times the load that is carried, 1 of 100 refusals came after a second, not 15 ms.
 LEAST_IDLE: Final = 0.25
+#: With less, one that was admitted as late does not wait on: its own predicted work may be none, and no time is enough.
+STILL_IDLE: Final = LEAST_IDLE / 2
 
 
 class IdleShare:

@@ -219,6 +219,11 @@ class Scheduler:
         """Prefill jobs that are not over, those that rankings wait for among them, without one in scratch."""
         return len(self._jobs)
 
+    @property
+    def works(self) -> bool:
+        """Whether there are rankings without an answer, or prefill jobs. Any thread may ask."""
+        return bool(len(self.rankings) or len(self._jobs))
+
     def totals(self) -> dict[str, float]:
         """Running totals by name: signals by what became of them, device time by kind of work, failures, audits."""
         return {

@@ -57,7 +57,7 @@ from relaygr_stream.wire.messages import with_version
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 #: An id that a gateway made. It ends with the user's lane, by which any gateway finds it for a DELETE.
-_LANE: Final = re.compile(r"[0-9a-f]{16}-([0-9]{1,5})")
+_ID: Final = re.compile(r"[0-9a-f]{16}-([0-9]{1,5})(?:-([a-z0-9-]{1,24}))?")  # lane and group: any gateway finds both
 _TRACKED: Final = re.compile(r"[\x21-\x7e]{1,128}")
 #: A stranger beyond its rate gets its answer after this: one that asks again at once takes little of the gateway.
 STRANGERS_PAUSE_S: Final = 0.25
@@ -136,7 +136,7 @@ class Door:
         body = await read_body(asked.http, Announce, self._limits, self._settings.relay)
         request_id = self._request_id(body.request_id, body.user_id)
         event = body.event(request_id, asked.tenant, await self._prefix(body, asked.tenant))
-        await self._relay.announce(event, within=trace_context(asked.http))
+        await self._relay.announce(event, within=trace_context(asked.http), group=_group_in(request_id))
         return answer(202, asked.reply, Announced(request_id=request_id))
 
     async def _rank(self, asked: Asked) -> Response:
@@ -144,17 +144,19 @@ class Door:
         request_id, prefix = self._request_id(body.request_id, body.user_id), await self._prefix(body, asked.tenant)
         request = body.request(request_id, asked.tenant, prefix)
         left = None if asked.deadline_s is None else asked.deadline_s - time.monotonic()
-        asking = self._relay.rank(request, timeout=left, within=trace_context(asked.http))
+        group = _group_in(request_id)
+        asking = self._relay.rank(request, timeout=left, within=trace_context(asked.http), group=group)
         ranking = await while_connected(asked.http, asking)
         return answer(200, asked.reply, Ranked.of(ranking, packed=asked.reply is MSGPACK))
 
     async def _cancel(self, asked: Asked) -> Response:
         request_id = asked.http.path_params["request_id"]
         user_id = asked.http.query_params.get("user_id", "")
-        lane = _LANE.fullmatch(request_id)
-        if not user_id and lane is None:
+        made = _ID.fullmatch(request_id)
+        if not user_id and made is None:
             raise Rejected("this id was not made by a gateway: name the user, …/v1/requests/ID?user_id=USER")
-        await self._relay.cancel(user_id or int(lane[1]), request_id, tenant=asked.tenant)  # type: ignore[index]
+        user = user_id or int(made[1])  # type: ignore[index]
+        await self._relay.cancel(user, request_id, tenant=asked.tenant, group=_group_in(request_id))
         return Response(status_code=204)
 
     async def _prefix(self, body: Asking, tenant: str) -> dict[str, Any]:
@@ -174,7 +176,10 @@ class Door:
         return {"prefix": Behaviours(), **with_version(reference)}
 
     def _request_id(self, stated: str | msgspec.UnsetType, user_id: str) -> str:
-        return f"{secrets.token_hex(8)}-{self._relay.lane(user_id)}" if stated is UNSET else stated
+        if stated is not UNSET:
+            return stated
+        group = self._relay.group_of(user_id)
+        return f"{secrets.token_hex(8)}-{self._relay.lane(user_id, group)}" + (f"-{group}" if group else "")
 
     # ---- the door ----
 
@@ -275,8 +280,9 @@ class Door:
     async def _trace(self, http: Request) -> Response:
         """A request of the caller's own tenant."""
         tenant = self._tokens.tenant(http, browser=True) or self._settings.client.tenant
-        lane = _LANE.fullmatch(http.query_params.get("id", ""))
-        lanes = [int(lane[1])] if lane and int(lane[1]) < self._board.view.topics.lanes else []
+        made = _ID.fullmatch(http.query_params.get("id", ""))
+        own = made is not None and not made[2] and int(made[1]) < self._board.view.topics.lanes
+        lanes = [int(made[1])] if made and own else []
         return Response(await self._board.trace(http.url.query, lanes, tenant), media_type="text/html", headers=HEADERS)
 
     def _scraped(self, http: Request) -> Response:
@@ -286,6 +292,12 @@ class Door:
     def _check(self, why_not: str | None) -> Response:
         found = {"status": "unavailable", "reason": self._details.public(why_not)} if why_not else {"status": "ok"}
         return Response(msgspec.json.encode(found), 503 if why_not else 200, media_type=JSON.media)
+
+
+def _group_in(request_id: str) -> str | None:
+    """The group of workers in an id that a gateway made; None for another id."""
+    made = _ID.fullmatch(request_id)
+    return None if made is None else made[2] or ""
 
 
 def _beyond(whose: str, rate: float, wait_s: int) -> RequestRefused:

@@ -20,14 +20,16 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.away import Away
 from relaygr_stream.bus.contents import read_all
 from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.routes import read_routes
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import TopicRow
-from relaygr_stream.bus.topics import delete_before, verify_topics
+from relaygr_stream.bus.topics import delete_before, topic_exists, verify_topics
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.erase import KEY_PREFIX, KIND, Erase, encode_erase
 from relaygr_stream.wire.messages import WorkerStatus, tenant_key
 from relaygr_stream.wire.records import HEADER_KIND, HEADER_REASON, HEADER_REPLAY_OF, Record
+from relaygr_stream.wire.routes import OWN, Routes, group_settings
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.trigger_status import TriggerStatus, read_trigger
 from relaygr_stream.wire.worker_status import StatusReader
@@ -42,7 +44,8 @@ LISTEN_S: Final = 3.0
 class Erased:
     """What was done. confirmed, triggers: workers and triggers that said so; …unconfirmed: living ones that did not say
     so in time; unread: how many of their statuses this process does not believe; unasked: why none was asked;
-    letters_left: why letters are left; away: partitions of dead letters that no broker serves."""
+    letters_left: why letters are left; away: partitions of dead letters that no broker serves. groups: the settings of
+    each group of workers that was asked."""
 
     confirmed: list[str] = field(default_factory=list)
     unconfirmed: list[str] = field(default_factory=list)
@@ -53,6 +56,7 @@ class Erased:
     letters: int = 0
     letters_left: str = ""
     away: Away = field(default_factory=Away)
+    groups: list[Settings] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -66,17 +70,29 @@ async def erase_from_fleet(settings: Settings, user_id: str, tenant: str, wait_s
 
     Raises BrokerError, TopicError, ConfigError.
     """
-    rows = {row.topic.name: row for row in await verify_topics(settings.kafka)}
     done = Erased()
+    topics = load_topics(settings.kafka)
+    reader = StatusReader.of(settings, topics)
+    await reader.prepare()
+    routes = await read_routes(settings.kafka, topics, reader) or Routes.of_one(OWN, topics.lanes)
+    for part in routes.parts:  # those without users, too: they may keep something of them
+        group = group_settings(settings, part.group, part.lanes)
+        if part.group == OWN or await topic_exists(group.kafka, load_topics(group.kafka).worker_status):
+            await _erase_from_group(group, user_id, tenant, wait_s, done)
+            done.groups.append(group)
+    return done
+
+
+async def _erase_from_group(settings: Settings, user_id: str, tenant: str, wait_s: float, done: Erased) -> None:
+    rows = {row.topic.name: row for row in await verify_topics(settings.kafka)}
     try:
         await _ask(settings, tenant_key(tenant, user_id), wait_s, done)
     except BrokerError as error:  # dead letters can be removed all the same
         done.unasked = str(error)
     try:
-        done.letters = await _remove_letters(settings.kafka, rows, user_id, tenant, done.away)
+        done.letters += await _remove_letters(settings.kafka, rows, user_id, tenant, done.away)
     except BrokerError as error:
         done.letters_left = str(error)
-    return done
 
 
 async def _ask(settings: Settings, user_key: str, wait_s: float, done: Erased) -> None:

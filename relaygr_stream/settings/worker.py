@@ -154,8 +154,13 @@ class Handover(Section, frozen=True, kw_only=True):
         str, doc("host name for other workers; empty: handover.host, or this machine's name if that is 0.0.0.0 or ::")
     ] = ""
     mib_per_s: Annotated[
-        float, Meta(gt=0, le=1e6), doc("most that this worker sends to all others together, in MiB per second")
-    ] = 64.0
+        float,
+        Meta(ge=0, le=1e6),
+        doc(
+            "most that this worker sends to all others together, in MiB per second; 0: as fast as the wire, but while "
+            "it computes, within a twentieth of its processors' time"
+        ),
+    ] = 0.0
 
 
 class Model(Section, frozen=True, kw_only=True):

@@ -7,11 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from relaygr_lab.bench.modes import CACHE, FULL, RELAY
+from relaygr_lab.dlrmv3.assemble import run_dlrmv3
 from relaygr_lab.dlrmv3.loadgen import SUMMARY
 from relaygr_lab.dlrmv3.model import Shape
 from relaygr_lab.dlrmv3.report import Report
-from relaygr_lab.dlrmv3.run import Options, run_dlrmv3
+from relaygr_lab.dlrmv3.run import Options
 from relaygr_lab.dlrmv3.workload import Workload
+from relaygr_lab.simulate.costs import KV, DeviceCosts
 from rich.console import Console
 
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
@@ -58,3 +60,32 @@ async def test_a_toy_run_has_loadgens_verdict_on_every_mode(embedded_settings: K
     assert report.kv_user_bytes > 0
     assert report.quotient >= 1
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".bench")]
+
+
+@pytest.mark.stack
+@pytest.mark.timeout(600)
+async def test_an_emulated_device_is_measured_in_dilated_time(embedded_settings: Kafka, tmp_path: Path) -> None:
+    """Its costs allow hundreds of queries a second, so time is dilated; what is reported is not."""
+    needs_loadgen()
+    settings: Settings = msgspec.structs.replace(
+        TEST_SETTINGS,
+        kafka=embedded_settings,
+        relay=Relay(slo_ms=20_000.0, life_window_ms=60_000, max_prefix_tokens=512, max_suffix_tokens=16),
+        model=Model(),
+    )
+    costs = DeviceCosts(
+        source="made up", kv=KV(1, 2, 16, 16, "float32"), prefill_ms=(1.0, 0.01, 0.0), score_ms=(4.0, 0.0, 0.0),
+        reload_bytes_per_s=1e10, spill_bytes_per_s=1e10,
+    )  # fmt: skip
+    options = Options(
+        workload=Workload(users=120, candidates=16, scale=0.02), shape=Shape(), modes=(RELAY,), engine=False,
+        broker=None, queries=459, budget_s=1e4, most_runs=1, out=tmp_path / "out", emulated=costs,
+    )  # fmt: skip
+    await run_dlrmv3(options, settings, "relaygr bench dlrmv3", Console(width=160, quiet=True))
+    report = msgspec.json.decode((tmp_path / "out" / "report.json").read_bytes(), type=Report)
+    (run,) = report.runs
+    assert run.valid
+    assert run.qps > 100
+    assert run.p99_ms < report.slo_ms == 20_000.0
+    assert "time dilated by" in report.conditions["machine"]
+    assert report.reused_ms == pytest.approx(5.0, rel=0.1)

@@ -24,6 +24,8 @@ MODES: Final = ("full", "cache", "relay", ENGINE)
 SIZES: Final = {True: (700, 560.0), False: (2000, 3600.0)}
 #: What a processor is given: a tenth of the length and of the candidates, and a model a tenth as deep and wide.
 ON_CPU: Final[dict[str, Any]] = {"candidates": 205, "scale": 0.1, "layers": 2, "dim": 256}
+#: Memory of an emulated device and its host, which takes none here.
+EMULATED: Final[dict[str, Any]] = {"worker.hbm_bytes": "40GiB", "worker.dram_bytes": "256GiB"}
 
 
 @click.command(name="dlrmv3")
@@ -31,7 +33,8 @@ ON_CPU: Final[dict[str, Any]] = {"candidates": 205, "scale": 0.1, "layers": 2, "
 @click.option("--broker", type=click.Choice(["embedded", "kafka"]), help="Private broker to start. [embedded]")
 @click.option("--bootstrap", metavar="HOST:PORT", help="Use this running cluster instead of a private broker.")
 @click.option("--device", metavar="cpu|cuda[:N]|npu[:N]", help="Device of the worker. [cpu]")
-@click.option("--modes", default=",".join(MODES), show_default=True, metavar="NAME,…", help="Modes to compare.")
+@click.option("--costs", metavar="NAME|FILE", help="Emulate a device of these costs: npu, h100, cpu, or a TOML file.")
+@click.option("--modes", metavar="NAME,…", help="Of full, cache, relay, engine. [all; with --costs without engine]")
 @click.option("--users", type=click.IntRange(1), help="Users of a run, of 5,000. [a quarter of the queries]")
 @click.option("--candidates", type=click.IntRange(1, 65536), help="Items to rank. [2,048; cpu: 205]")
 @click.option("--scale", type=float, help="Factor of the histories' length. [1; cpu: 0.1]")
@@ -53,7 +56,8 @@ def dlrmv3_command(
     broker: BrokerKind | None,
     bootstrap: str | None,
     device: str | None,
-    modes: str,
+    costs: str | None,
+    modes: str | None,
     queries: int | None,
     budget: float | None,
     seed: int,
@@ -73,27 +77,32 @@ def dlrmv3_command(
     Examples:
       relaygr bench dlrmv3 --quick
       relaygr bench dlrmv3 --device cuda --set worker.dtype=bfloat16
+      relaygr bench dlrmv3 --quick --costs h100
     """
     check_cluster(broker, bootstrap)
-    overrides = {"kafka.bootstrap": bootstrap, "worker.device": device}
+    if costs and device:
+        raise click.UsageError("--costs emulates a device, --device names one; give one of them")
+    overrides = {"kafka.bootstrap": bootstrap, "worker.device": device, **(EMULATED if costs else {})}
     settings = load_settings(["dlrmv3", *files], {**overrides, **parse_flags(assignments)}).settings
     check_writable(out / "report.json", "--out")
+    from relaygr_lab.bench.lengths import costs_named
     from relaygr_lab.bench.modes import MODES as BUS_MODES
-    from relaygr_lab.dlrmv3.loadgen import loadgen
+    from relaygr_lab.dlrmv3.assemble import run_dlrmv3
+    from relaygr_lab.dlrmv3.loadgen import leave, loadgen
     from relaygr_lab.dlrmv3.model import Shape
-    from relaygr_lab.dlrmv3.run import Options, run_dlrmv3
+    from relaygr_lab.dlrmv3.run import Options
     from relaygr_lab.dlrmv3.workload import Workload
     from relaygr_stream.ops.stopping import run_until_stopped
     from relaygr_stream.telemetry.process import loop_factory
 
     loadgen()
-    asked = [name.strip() for name in modes.split(",")]
+    asked = [name.strip() for name in modes.split(",")] if modes else [*MODES[:-1], *([] if costs else [ENGINE])]
     if unknown := sorted(set(asked) - set(MODES)):
         raise ConfigError(f"modes {', '.join(unknown)}: no such mode; there are {', '.join(MODES)}")
     of_run, seconds = SIZES[quick]
     queries = queries or of_run
     given = {name: value for name, value in shape.items() if value is not None}
-    given = {"users": max(1, queries // 4), **(ON_CPU if settings.worker.device == "cpu" else {}), **given}
+    given = {"users": max(1, queries // 4), **({} if costs or settings.worker.device != "cpu" else ON_CPU), **given}
     workload = Workload(seed=seed, **{name: given[name] for name in ("users", "candidates", "scale") if name in given})
     options = Options(
         workload=workload,
@@ -104,9 +113,14 @@ def dlrmv3_command(
         queries=queries,
         budget_s=budget or seconds,
         out=out,
+        emulated=costs_named(costs) if costs else None,
     )
     if beyond := settings.relay.beyond(prefix=workload.longest(), candidates=workload.candidates):
         raise ConfigError(beyond)
     bench = run_dlrmv3(options, settings, f"relaygr {shlex.join(sys.argv[1:])}")
-    met = run_until_stopped(bench, loop_factory())
+    try:
+        met = run_until_stopped(bench, loop_factory())
+    except SystemExit as stopped:  # by a signal
+        leave(int(stopped.code or 0))
+        raise
     sys.exit(int(not met and os.environ.get("CHECK") == "1"))

@@ -8,7 +8,9 @@ can be announced before; how far off the times were is part of the result.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -29,12 +31,15 @@ INSTALL: Final = (
 )
 SUMMARY: Final = "mlperf_log_summary.txt"
 CONFIDENCE: Final = 0.99
+THREAD: Final = "loadgen"
 #: A query without scores is completed this many SLOs after it was issued, so that LoadGen counts it as late.
 LATE_SLOS: Final = 4.0
 #: Rates in LoadGen's summary have two decimals.
 ROUNDED: Final = 0.0051
 #: Requests are made before a test up to so many bytes; further ones when they are issued or announced.
 MADE_BYTES: Final = 512 << 20
+#: LoadGen's thread waits for the interpreter's lock to issue, by default up to 5 ms while the loop computes.
+SWITCH_S: Final = 5e-4
 #: LoadGen's further files, which are empty.
 EMPTY_LOGS: Final = ("mlperf_log_accuracy.json", "mlperf_log_trace.json")
 
@@ -46,6 +51,14 @@ def loadgen() -> Any:
     except ImportError as error:
         raise ConfigError(INSTALL) from error
     return mlperf_loadgen
+
+
+def leave(code: int) -> None:
+    """End the process at once if LoadGen has not ended: it cannot be told to, and does not survive an orderly exit."""
+    if any(thread.name == THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 @dataclass(frozen=True)
@@ -127,15 +140,18 @@ class Sut:
     async def run(self, folder: Path) -> Outcome:
         """Run the test; LoadGen's logs go to the folder. Raises what ranking raised, other than RelayErrors."""
         done: asyncio.Future[None] = self._loop.create_future()
+        switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
         self._make_ready()
         # No executor's thread: one cannot leave LoadGen before its last query, and a loop that ends waits for those.
-        threading.Thread(target=self._test_thread, args=(folder, done), name="loadgen", daemon=True).start()
+        threading.Thread(target=self._test_thread, args=(folder, done), name=THREAD, daemon=True).start()
         try:
             await done
         except BaseException:
             self._abandoned = True
             raise
         finally:
+            sys.setswitchinterval(switch_s)
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)

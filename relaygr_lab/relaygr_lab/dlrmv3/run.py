@@ -7,8 +7,7 @@ take turns, one run of LoadGen each. Every run has users of its own, whose last 
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
+import math
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,9 +18,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
-from rich.console import Console
 
 from relaygr_lab.bench.broker_warm_up import compile_broker
+from relaygr_lab.bench.dilation import Fleet
 from relaygr_lab.bench.modes import FULL, RELAY, Mode
 from relaygr_lab.bench.pipeline import Pipeline
 from relaygr_lab.bench.probe import no_collections
@@ -29,19 +28,19 @@ from relaygr_lab.bench.progress import Progress
 from relaygr_lab.bench.search import Search
 from relaygr_lab.cpu_times import CpuTimes
 from relaygr_lab.dlrmv3.loadgen import Load, Sut, System, allowed_late, loadgen
-from relaygr_lab.dlrmv3.model import ITEM_ROWS, Shape
+from relaygr_lab.dlrmv3.model import Shape
 from relaygr_lab.dlrmv3.oracle import Floats, Work
-from relaygr_lab.dlrmv3.report import ENGINE, Found, Report, Run, render, spread
+from relaygr_lab.dlrmv3.report import ENGINE, Found, Run, spread
 from relaygr_lab.dlrmv3.systems import Engine, Relay
-from relaygr_lab.dlrmv3.workload import CANDIDATES, ITEMS, MEAN, USERS, Item, Visit, Workload
+from relaygr_lab.dlrmv3.workload import Item, Visit, Workload
 from relaygr_lab.processes import cluster
-from relaygr_stream.errors import ConfigError, DeadlineExceeded, Overloaded, RelayError
+from relaygr_lab.simulate.costs import DeviceCosts
+from relaygr_stream.errors import ConfigError, DeadlineExceeded, Overloaded
 from relaygr_stream.models.loading import config_of
 from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
-from relaygr_stream.telemetry.printable import SafeConsole, print_table
-from relaygr_stream.wire.features import FeatureSchema
+from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 from relaygr_stream.wire.messages import CostModel
 
 #: The search of the largest rate: first step, and tolerance of its bracket.
@@ -54,6 +53,9 @@ LEAST_QPS: Final = 0.5
 HEADROOM: Final = 2.0
 #: Head starts are drawn evenly between these, in seconds.
 HEAD_START_S: Final = (0.02, 0.15)
+#: An emulated device's time is dilated until this share of the oracle queue's rate is at most so many queries a second,
+#: of 100 KB each: two cores then have time for the bus.
+HEADROOM_DILATED, MOST_DILATED_QPS = 1.25, 40.0
 #: Requests of the warm-up at a time, and the longest that one may take.
 FILLING: Final = 2
 FILL_TIMEOUT_S: Final = 20.0
@@ -72,8 +74,11 @@ class Options:
     budget_s: float
     out: Path
     most_runs: int = 8  # of a search
+    emulated: DeviceCosts | None = None  # of an emulated device, whose time is dilated; None: a real one
 
     def __post_init__(self) -> None:
+        if self.emulated is not None and self.engine:
+            raise ConfigError("modes: an emulated device has no engine without a bus; leave `engine` out")
         if allowed_late(self.queries) < 0:
             raise ConfigError(f"queries = {self.queries}: LoadGen calls fewer than 459 never VALID")
         if (there := len(self.workload.requests[1])) < self.queries:
@@ -108,11 +113,14 @@ class Bench:
         self.heads_s: Floats = rng.uniform(*HEAD_START_S, options.queries)
         self.cells: list[Cell] = []
         self.about: dict[str, Any] = {}
+        self.fleet: Fleet | None = None
+        self.factor = 1.0  # of dilated time: of the processes' and LoadGen's, not of what is reported
         self.costs: CostModel | None = None
         self.bytes_per_token = 0
         self.started = time.monotonic()
+        self._judged = False  # the costs that the report judges by are final
         self._rounds = 0
-        self._schema: FeatureSchema
+        self._schema = NO_FEATURES
 
     async def run(self) -> None:
         """Make the model, then search all modes, as far as the time allows."""
@@ -120,16 +128,27 @@ class Bench:
         options.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.out, ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            if not self.settings.model.checkpoint:
+            if options.emulated is not None:
+                self._emulate(options.emulated, folder)
+            elif not self.settings.model.checkpoint:
                 self.progress.say("making a model with random weights …")
                 workload = options.workload
                 saved = options.shape.save(workload.users, workload.seed, folder / "model")
                 self.settings = msgspec.structs.replace(self.settings, model=Model(checkpoint=str(saved)))
-            self._schema = FeatureSchema(config_of(self.settings.model).features)
+            if self.fleet is None:
+                self._schema = FeatureSchema(config_of(self.settings.model).features)
             if options.modes:
                 await self._over_the_bus(folder)
             if options.engine:
                 await self._engine()
+
+    def _emulate(self, costs: DeviceCosts, folder: Path) -> None:
+        """Dilate time so that what the oracle queue carries is at most MOST_DILATED_QPS."""
+        most = self.work(Fleet(costs, 1.0).cost_model).largest_rate(RELAY.name, self.test, self.heads_s)
+        self.factor = max(1.0, math.ceil(HEADROOM_DILATED * most / MOST_DILATED_QPS))
+        self.fleet = Fleet(costs, self.factor)
+        self.settings = self.fleet.settings(self.settings, folder)
+        self.about["device"] = f"an emulated device ({costs.source}), time dilated by {self.factor:g}"
 
     async def _over_the_bus(self, folder: Path) -> None:
         options = self.options
@@ -138,14 +157,15 @@ class Bench:
             if options.broker == "kafka":
                 await compile_broker(settings.kafka, self.progress.say)
             self.progress.say("starting a trigger and a worker …")
-            async with Pipeline("dlrmv3", settings, 1, folder) as pipeline:
-                self.about["device"] = pipeline.device
+            async with Pipeline("dlrmv3", settings, 1, folder, self.fleet) as pipeline:
+                self.about.setdefault("device", pipeline.device)
                 self.bytes_per_token = pipeline.bytes_per_token
                 share = len(options.modes) / (len(options.modes) + options.engine)
                 until = self.started + share * options.budget_s
                 systems = [(mode.name, Relay(pipeline, mode)) for mode in options.modes]
-                await self._search(systems, lambda: pipeline.costs, until, pipeline.fresh_statuses)
-                pipeline.check_children()
+                costs = self.fleet and Fleet(self.fleet.costs, 1.0).cost_model
+                await self._search(systems, lambda: costs or pipeline.costs, until, pipeline.fresh_statuses)
+                self._judged = True
 
     async def _engine(self) -> None:
         self.progress.say("starting an engine in this process …")
@@ -164,7 +184,7 @@ class Bench:
         """Search each system's largest rate, in turns. costs(): as fitted so far. settle(): awaited before `costs`."""
         await self._fill(systems[0][1], self._round(), self.options.workload.requests[1][:20])
         await settle()
-        cells, work = [], self.work(costs())
+        cells, work = [], self.work(self._fitted(costs()))
         self.progress.say(f"a request takes {work.full_ms:.1f} ms in full, {work.reused_ms:.1f} ms with prefix KV")
         for name, system in systems:
             oracle = work.largest_rate(name, self.test, self.heads_s)
@@ -178,14 +198,20 @@ class Bench:
         while open_cells:
             open_cells = [each for each in open_cells if await self._turn(*each, until)]
             await settle()
-        self.costs = self.costs or costs()
+        work = self.work(self._fitted(costs()))
         for cell, _ in cells:
-            cell.oracle_qps = self.work(costs()).largest_rate(cell.name, self.test, self.heads_s)
+            cell.oracle_qps = work.largest_rate(cell.name, self.test, self.heads_s)
+
+    def _fitted(self, costs: CostModel) -> CostModel:
+        """These costs; the report judges by them, unless the bus's modes were measured before."""
+        if not self._judged:
+            self.costs = costs
+        return costs
 
     async def _turn(self, cell: Cell, system: System, until: float) -> bool:
         """One run of LoadGen; False where the search is complete or there is no time left."""
         qps = cell.search.next()
-        if qps is None or time.monotonic() + self.options.queries / qps > until:
+        if qps is None or time.monotonic() + self.options.queries * self.factor / qps > until:
             return False
         name = self._round()
         if cell.name != FULL.name:
@@ -203,21 +229,23 @@ class Bench:
         options, visits = self.options, self.options.workload.requests[1]
         folder = options.out / f"{mode}-{qps:g}"
         folder.mkdir(parents=True, exist_ok=True)
-        test = Load(qps, options.queries, self.test.slo_ms, self.test.seed)
-        heads = self.heads_s.tolist() if mode == RELAY.name else None
+        factor = self.factor
+        test = Load(qps / factor, options.queries, self.test.slo_ms * factor, self.test.seed)
+        heads = (factor * self.heads_s).tolist() if mode == RELAY.name else None
         sut = Sut(self.module, test, system, lambda index, head: self._item(visits[index], name, head), heads)
         self.progress.live(f"{mode}: LoadGen issues {test.queries} queries at {qps:g}/s …")
         before = CpuTimes.now()
         with no_collections():
             outcome = await sut.run(folder)
         after = CpuTimes.now()
-        off, heads_ms = spread(outcome.off_ms, 0.5, 0.99), spread(outcome.heads_ms, 0.01, 0.5)
+        off = spread([ms / factor for ms in outcome.off_ms], 0.5, 0.99)
+        heads_ms = spread([ms / factor for ms in outcome.heads_ms], 0.01, 0.5)
         return Run(
             mode=mode,
             qps=qps,
             queries=test.queries,
             valid=outcome.valid,
-            p99_ms=outcome.p99_ms,
+            p99_ms=outcome.p99_ms / factor,
             outcomes=dict(outcome.outcomes),
             errors=dict(outcome.errors),
             heads_ms=None if heads is None else (heads_ms[0], heads_ms[1]),
@@ -234,7 +262,7 @@ class Bench:
         async def serve() -> None:
             for visit in waiting:
                 with suppress(DeadlineExceeded, Overloaded):  # its user has no prefix KV then
-                    await system.rank(self._item(visit, name), FILL_TIMEOUT_S)
+                    await system.rank(self._item(visit, name), FILL_TIMEOUT_S * self.factor)
 
         await asyncio.gather(*(serve() for _ in range(FILLING)))
 
@@ -249,68 +277,3 @@ class Bench:
         """Device times of the measured queries."""
         visits = self.options.workload.requests[1][: self.options.queries]
         return Work.of(costs, visits, self.options.workload.candidates)
-
-    def report(self, command: str) -> Report:
-        """What was measured. Raises RelayError if that is nothing."""
-        if self.costs is None or not any(cell.runs for cell in self.cells):
-            raise RelayError(f"no run of LoadGen fitted into {self.options.budget_s:g} s; give --budget more seconds")
-        options, worker = self.options, self.settings.worker
-        work = self.work(self.costs)
-        visits = options.workload.requests[1][: options.queries]
-        mean = float(np.mean([visit.length for visit in visits]))
-        conditions = {
-            "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}; one worker on "
-            f"{self.about.get('device') or worker.device}, {worker.dtype}, {worker.threads} thread(s)",
-            "broker": self.about.get("broker", "none"),
-            "memory": f"{worker.hbm_bytes >> 20:,} MiB HBM tier, {worker.dram_bytes >> 20:,} MiB DRAM tier",
-            "LoadGen": f"Server scenario, {options.queries} queries a run, of which VALID may have "
-            f"{allowed_late(options.queries)} late; no least duration; announced {HEAD_START_S[0] * 1e3:g} to "
-            f"{HEAD_START_S[1] * 1e3:g} ms before in mode relay",
-            "other processes": f"used up to {self._others():.2f} cores during a run",
-            "command": command,
-        }
-        return Report(
-            conditions=conditions,
-            reductions=self._reductions(mean, visits),
-            slo_ms=self.test.slo_ms,
-            runs=[run for cell in self.cells for run in cell.runs],
-            found=[cell.found() for cell in self.cells],
-            costs=msgspec.structs.asdict(self.costs),
-            full_ms=work.full_ms,
-            reused_ms=work.reused_ms,
-            quotient=work.quotient,
-            kv_user_bytes=mean * self.bytes_per_token,
-            wall_s=time.monotonic() - self.started,
-        )
-
-    def _others(self) -> float:
-        return max((run.others_cores or 0.0 for cell in self.cells for run in cell.runs), default=0.0)
-
-    def _reductions(self, mean: float, visits: Sequence[Visit]) -> dict[str, str]:
-        """What is smaller than published, as text."""
-        workload, shape, whole = self.options.workload, self.options.shape, Shape()
-        published = [visit._replace(length=int(visit.length / workload.scale)) for visit in visits]
-        theirs = np.mean([whole.flop(visit, CANDIDATES, reused=False) for visit in published])
-        ours = np.mean([shape.flop(visit, workload.candidates, reused=False) for visit in visits])
-        return {
-            "users": f"{workload.users:,} of {USERS:,}",
-            "history": f"{mean:,.0f} behaviours at the mean, {MEAN * workload.scale:g} a timestamp of {MEAN:g}",
-            "candidates": f"{workload.candidates:,} of {CANDIDATES:,}",
-            "model": f"{shape.layers} layers of {whole.layers}, D {shape.dim} of {whole.dim}, random weights; an item "
-            f"table of {ITEM_ROWS:,} rows for {ITEMS:,} ids",
-            "work of a request in full": f"{ours / 1e9:,.2f} GFLOP of {theirs / 1e9:,.0f}",
-        }
-
-
-async def run_dlrmv3(options: Options, settings: Settings, command: str, console: Console | None = None) -> bool:
-    """Measure, write report.json and report.txt, and print; returns whether every target was met. Raises RelayError."""
-    console = console or SafeConsole()
-    with Progress(console) as progress:
-        bench = Bench(options, settings, progress)
-        await bench.run()
-    report = bench.report(command)
-    written = options.out / "report.json"
-    written.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    print_table(render(report), console)
-    console.print(f"report: {written}", soft_wrap=True)
-    return not report.missed()

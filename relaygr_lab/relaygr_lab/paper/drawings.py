@@ -26,6 +26,7 @@ COLOURS: Final = {
 Y_WORDS: Final = {
     "rate": Axis("requests/s within the SLO", log=True),
     "p99": Axis("P99, ms", log=True),
+    "goodput": Axis("scores within the SLO, 1/s"),
     "hits": Axis("share of returns"),
 }
 BY_WORDS: Final = {"revisit": "{:.0%} returning", "width": "{:g} × width"}
@@ -71,7 +72,7 @@ def _series(rows: Sequence[Sequence[Any]], curve: Curve) -> Iterable[Series]:
         if measured:
             dots = [Dot(row[0], row[5], hollow=not row[9]) for row in measured]
             yield Series(f"{name}, measured", colour, dots, lines=False)
-        if curve.shown == "rate":
+        if curve.shown in ("rate", "goodput"):
             bounds = {row[0]: row[8] for row in mine if row[8]}
             yield Series(
                 f"{mode}, oracle", colour, [Dot(*pair) for pair in bounds.items()], dots=False, dashed=True, faint=True

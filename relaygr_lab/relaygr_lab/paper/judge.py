@@ -13,7 +13,7 @@ from relaygr_lab.bench.interference import LATE_DEVICE
 from relaygr_lab.bench.modes import ABLATIONS, CACHE, FULL_LANE, RELAY
 from relaygr_lab.bench.results import Probe
 from relaygr_lab.bench.search import ROUNDING
-from relaygr_lab.paper.plan import NO_GAIN, REGIMES, REVISITS, UNDELEGATED, Where
+from relaygr_lab.paper.plan import GOODPUT_LOADS, NO_GAIN, PATIENT, REGIMES, REVISITS, UNDELEGATED, Where
 from relaygr_lab.paper.readings import (
     ALIKE,
     PLACES,
@@ -36,6 +36,8 @@ LANE_TARGETS: Final = {0.0: 2.0, 0.5: 4.5, 0.9: 8.0}
 CACHE_TARGET: Final = 1.5
 #: Times the length of full inference by the lane's owner, at a rate that it carries.
 LENGTH_TARGET: Final = 4.0
+#: Beyond its largest rate the relay goes on serving this share of it within the SLO.
+KEPT: Final = 0.9
 #: Hits over all announced, and over the admitted.
 ANNOUNCED_HITS, ADMITTED_HITS = 0.97, 0.99
 #: With delegation the P99 of first visits at this load is at most this share of that without; at the low load no more.
@@ -61,6 +63,7 @@ def judge(points: Sequence[Point], outcomes: Sequence[Outcome]) -> list[Verdict]
         *_oracle_lengths(points),
         *(_against(points, FULL_LANE.name, revisit, times) for revisit, times in LANE_TARGETS.items()),
         _against(points, CACHE.name, 0.5, CACHE_TARGET),
+        _goodput(points),
         *lengths,
         *_ablations(points),
         *_hits(outcomes),
@@ -138,6 +141,27 @@ def _against(points: Sequence[Point], baseline: str, revisit: float, times: floa
 
     target = f"relay ≥ {times:g} × {baseline} at revisit {revisit:.0%}, where the oracle allows it"
     return _verdict(target, *_each(judged))
+
+
+def _goodput(points: Sequence[Point]) -> Verdict:
+    """Scores within the SLO at loads of the oracle's rate and more, for callers who wait for a second."""
+
+    def judged(where: Where) -> tuple[set[State], list[str]]:
+        carried = find(points, Setup(), RELAY.name, where)
+        if carried is None or not (carried.value and carried.settled):
+            return set(), []
+        states: set[State] = set()
+        parts = []
+        for load in (load for load in GOODPUT_LOADS if load >= 1):
+            one = find(points, PATIENT.at(load=load), RELAY.name, where)
+            if one is None or one.given is None or (good := one.shown("goodput")) is None:
+                continue
+            kept = good[0] / min(carried.value, one.given)
+            states.add("met" if kept >= KEPT else "missed")
+            parts.append(f"{kept:.2f} at {load:g} × load")
+        return states, parts
+
+    return _verdict(f"relay ≥ {KEPT:g} of its largest rate within the SLO, at up to 3 × load", *_each(judged))
 
 
 def _lengths(points: Sequence[Point], revisit: float) -> Verdict:
@@ -229,12 +253,14 @@ def _ablations(points: Sequence[Point]) -> Iterator[Verdict]:
 
 
 def _hits(outcomes: Sequence[Outcome]) -> Iterator[Verdict]:
-    """Judged by all probes up to the rate carried, or at a given load, whether they passed; told of those beyond it."""
+    """Judged by all probes up to the rate carried, or at a given load, whether they passed; told of those beyond it
+    and of the curve of goodput, whose loads nobody carries."""
     within: list[Probe] = []
     beyond: list[Probe] = []
     for one in outcomes:
         if one.mode == RELAY.name and one.where == "fleet":
-            most = ROUNDING * (one.given or one.rate or 0.0) / one.factor
+            carried = 0.0 if one.setup.timeout == PATIENT.timeout else one.given or one.rate or 0.0
+            most = ROUNDING * carried / one.factor
             for probe in one.probes:
                 if not probe.set_aside:
                     (within if probe.rate <= most else beyond).append(probe)

@@ -59,7 +59,7 @@ def make_report(
 
 def _rows(curve: Curve, known: Sequence[Point]) -> list[list[Any]]:
     """[x, value of curve.by, mode, where, what, median, least, greatest, oracle, settled] of each point; two of one of
-    hits."""
+    hits. oracle: of goodput, what the oracle could serve of the load."""
     shown = {"hits": ("hits", "dram")}.get(curve.shown, (curve.shown,))
     rows = []
     for step in curve.steps:
@@ -70,7 +70,8 @@ def _rows(curve: Curve, known: Sequence[Point]) -> list[list[Any]]:
             x, by = getattr(one.setup, curve.x), getattr(one.setup, curve.by)
             for what in shown:
                 value = one.shown(what) or (None, None, None)
-                rows.append([x, by, one.mode, one.where, what, *value, one.oracle, one.settled])
+                oracle = one.ideal if what == "goodput" else one.oracle
+                rows.append([x, by, one.mode, one.where, what, *value, oracle, one.settled])
     return rows
 
 

@@ -94,6 +94,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (median(self.values) or None) if self.values else None
 
     @property
+    def ideal(self) -> float:
+        """The largest rate of the oracle queue; of a given rate, what of it that could serve."""
+        return self.oracle if self.given is None else min(self.given, self.oracle)
+
+    @property
     def interval(self) -> tuple[float, float] | None:
         """The range of the repeats; of one repeat, from the rate that passed to the one that failed."""
         if not any(self.values):
@@ -106,7 +111,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Median, least and greatest of what a curve shows."""
         if what == "rate":
             return None if self.value is None else (self.value, *(self.interval or (self.value, self.value)))
-        values = {"p99": self.p99_ms, "hits": self.reused, "dram": self.from_dram}[what]
+        good = [share * (self.given or 0.0) for share in self.within]
+        values = {"p99": self.p99_ms, "goodput": good, "hits": self.reused, "dram": self.from_dram}[what]
         return (median(values), min(values), max(values)) if values else None
 
 

@@ -147,7 +147,7 @@ class Paper:
 
     def factor(self, setup: Setup) -> int:
         """Its dilation: the relay's is the largest rate of all modes. The real engine takes the time that it takes."""
-        return 1 if setup.real else factor_for(self.oracle(setup, RELAY))
+        return 1 if setup.real else factor_for(self.oracle(setup, RELAY), setup.load)
 
     def _known(self, step: Step, mode: Mode, repeat: int) -> bool:
         return self.record.find(step.setup, mode.name, step.where, repeat) is not None

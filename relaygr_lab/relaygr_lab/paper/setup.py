@@ -149,6 +149,7 @@ def tide_s(rate: float) -> float:
     return TIDE_REQUESTS / rate
 
 
-def factor_for(oracle: float) -> int:
-    """The dilation with which HEADROOM times this rate (undilated, requests/s) becomes MOST_RATE or less."""
-    return max(1, math.ceil(HEADROOM * oracle / MOST_RATE))
+def factor_for(oracle: float, load: float = 0.0) -> int:
+    """The dilation with which HEADROOM times this rate (undilated, requests/s) becomes MOST_RATE or less; of a given
+    load, a share of that rate, if more, that load."""
+    return max(1, math.ceil(max(HEADROOM, load) * oracle / MOST_RATE))

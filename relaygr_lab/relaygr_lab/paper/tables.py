@@ -219,6 +219,9 @@ def _shown_text(what: Shown, one: Point) -> str:
         return rate_text(one)
     if what == "p99":
         return f"{median(one.p99_ms):,.1f}" if one.p99_ms else ""
+    if what == "goodput":
+        good = one.shown(what)
+        return f"{good[0]:,.0f} of {one.ideal:,.0f}" if good else ""
     return f"{median(one.reused):.0%}, {median(one.from_dram):.0%} from DRAM" if one.reused else ""
 
 

@@ -130,7 +130,7 @@ class Fleet:
         self.requests: list[Request] = []
         self.forwards: Counter[str] = Counter()  # `sent`, or why a refused ranking was not
         self._announces_at = 0.0  # when the client sends the events that it has gathered
-        self._zeros = bytes(4 * settings.relay.max_prefix_tokens)
+        self._zeros = bytes(settings.relay.max_prefix_tokens)
         self._sequence = np.zeros((1, settings.relay.max_prefix_tokens), np.int8)
         self._suffix = self._tokens(scenario.traffic.suffix)
         self._candidates = np.zeros(scenario.traffic.candidates, np.int64)
@@ -195,7 +195,7 @@ class Fleet:
         event = RequestEvent(
             request_id=request.name,
             user_id=request.user_id,
-            prefix=Behaviours(items=self._zeros[: 4 * request.prefix]),  # the decision uses only the length
+            prefix=Behaviours(actions=self._zeros[: request.prefix]),  # the decision uses only the length
             candidates=self._scenario.traffic.candidates,
             rank_in_ms=self._scenario.traffic.delay.median_ms,
         )

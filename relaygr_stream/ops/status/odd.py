@@ -10,6 +10,7 @@ from relaygr_stream.ops.status.overload import SLO_SHARE, overload
 from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.ops.status.tally import Tally, lately
 from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.routes import OWN
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, TriggerStatus
 from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_SKEW_S, THROTTLED_MS, never_at_risk, prefix_bytes
 
@@ -42,7 +43,14 @@ def oddities(view: Overview) -> list[str]:
     return [each.line for each in findings(view)]
 
 
+def _moved(view: Overview) -> bool:
+    """Whether all users are in other groups of workers, so that these may have ended."""
+    return view.routes is not None and not view.routes.share_of(OWN)
+
+
 def _unanswered(view: Overview) -> Iterator[str]:
+    if _moved(view):
+        return
     serving = [status for status in view.living_workers().values() if status.state == "serving"]
     if not view.living_workers():
         yield "no worker is ready: no request is answered; start one with `relaygr worker`, or look at its log"
@@ -89,7 +97,7 @@ def _speed_up(tally: Tally) -> str:
 
 
 def _missing(view: Overview) -> Iterator[str]:
-    if not view.living_triggers():
+    if not view.living_triggers() and not _moved(view):
         yield (
             "no trigger runs: nothing is pre-inferred, and only users with prefix KV of earlier rankings hit; "
             "start `relaygr trigger`"

@@ -20,6 +20,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
+from relaygr_stream.wire.routes import Routes
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND, TriggerStatus, read_trigger
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
@@ -70,7 +71,7 @@ class Follower(Protocol):
 class Overview:
     """All processes by name, and the number of refused records by reason, since it is live.
 
-    follower: also takes each status that is read.
+    follower: also takes each status that is read. routes: the newest, if the caller follows them.
     """
 
     settings: Settings
@@ -81,6 +82,7 @@ class Overview:
     workers: dict[str, Seen[WorkerStatus]] = field(default_factory=dict)
     triggers: dict[str, Seen[TriggerStatus]] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
+    routes: Routes | None = None
     live: bool = False  # whether records from now on are written just now; False while old records are read
 
     def _follow(self, status: WorkerStatus | TriggerStatus, written_s: float) -> None:

@@ -13,6 +13,7 @@ from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.ops.status.tally import KINDS, Tally, lately
 from relaygr_stream.telemetry.printable import listing, printable, printable_json
 from relaygr_stream.wire.messages import WITHHELD, WorkerStatus
+from relaygr_stream.wire.routes import POSITIONS, Figures, Routes
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -29,6 +30,7 @@ def render(view: Overview) -> RenderableType:
     lines = "\n".join(f"odd: {printable(line)}" for line in odd) if odd else "nothing is odd"
     # What is odd comes before the workers: a screen that is refreshed shows no more than its height.
     parts: list[RenderableType] = [head, lines, ""]
+    parts += [_groups(view.routes), ""] if view.routes else []
     parts += [_triggers(view), ""] if triggers else []
     parts += [_rankings(view), "", _workers(view)] if workers else []
     return Group(*parts)
@@ -50,6 +52,7 @@ def as_json(view: Overview) -> str:
             "triggers": [msgspec.to_builtins(status) for _, status in sorted(view.living_triggers().items())],
             "rankings": _figures(*lately(view.workers[name] for name in view.living_workers())),
             "workers": workers,
+            "routes": msgspec.to_builtins(view.routes),
             "silent": view.silent(),
             "odd": oddities(view),
         }
@@ -65,6 +68,25 @@ def _figures(tally: Tally, rate: float) -> dict[str, Any]:
         "within_slo": tally.slo_share(),
         **{kind: {"p50_ms": tally.quantile_ms(0.5, kind), "p99_ms": tally.quantile_ms(0.99, kind)} for kind in KINDS},
     }
+
+
+def _groups(routes: Routes) -> RenderableType:
+    """The groups of workers, and the rollout that wrote the routes last, with what each did in its step."""
+    numbers = ("users", "lanes", "answers", "errors", "late", "hits", "P99 ms")
+    table = listing(("group", "model", *numbers), numbers=numbers)
+    rollout = routes.rollout or None
+    for part in routes.parts:
+        seen = rollout.figures.get(part.group, Figures()) if rollout else Figures()
+        told = (
+            str(seen.answers), str(seen.errors), str(seen.late), _share(seen.hits), f"{seen.p99_ms:.1f}"
+        ) if seen.answers else ("–",) * 5  # fmt: skip
+        name, users = printable(part.group or "default"), _share(part.share / POSITIONS)
+        table.add_row(name, printable(seen.version), users, str(part.lanes), *told)
+    if rollout is None:
+        return table
+    step = f", step {rollout.step + 1} of {len(rollout.steps)}" if rollout.state == "moving" else ""
+    why = f": {rollout.reason}" if rollout.reason else ""
+    return Group(printable(f"rollout to {rollout.group or 'default'} is {rollout.state}{step}{why}"), table)
 
 
 def _rankings(view: Overview) -> Table:

@@ -73,12 +73,12 @@ class Tally:
         """Answers without scores by status, the most frequent first."""
         return {status: count for status, count in self.answers.most_common() if status != "ok" and count}
 
-    def quantile_ms(self, share: float, kind: str) -> float | None:
+    def quantile_ms(self, share: float, *kinds: str) -> float | None:
         """Milliseconds from reading a ranking to its reply; None: no such ranking, or the workers do not tell.
 
-        kind: RELAY, FULL.
+        kinds: RELAY, FULL.
         """
-        found = quantile_s(total(self.latencies.get(outcome, ()) for outcome in KINDS[kind]), share)
+        found = quantile_s(total(self.latencies.get(each, ()) for kind in kinds for each in KINDS[kind]), share)
         return None if found is None else found * 1e3
 
     def hit_rate(self) -> float | None:

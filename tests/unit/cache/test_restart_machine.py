@@ -15,6 +15,7 @@ from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tier_file import SlotState, TierFile
 from relaygr_stream.models.kv import KVLayout
+from tests.properties import examples
 from tests.unit.cache.play import Going, Play
 from tests.unit.cache.worlds import LAYOUT, MOST, WITH_STATE, Flaky, entries, file_of, holds, make, settle
 
@@ -212,8 +213,8 @@ class RestartWithState(RestartMachine):
     layout = WITH_STATE
 
 
-SETTINGS = settings(max_examples=50, stateful_step_count=30, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=examples(50), stateful_step_count=30, suppress_health_check=list(HealthCheck))
 TestRestart = RestartMachine.TestCase
 TestRestart.settings = SETTINGS
 TestRestartWithState = RestartWithState.TestCase
-TestRestartWithState.settings = settings(SETTINGS, max_examples=15)
+TestRestartWithState.settings = settings(SETTINGS, max_examples=examples(15))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,33 @@ def test_without_loadgen_the_command_says_how_to_install_it(monkeypatch: pytest.
     shown = CliRunner().invoke(main, ["bench", "dlrmv3", "--out", str(tmp_path / "out")])
     assert shown.exit_code != 0
     assert "pip install mlcommons-loadgen" in shown.output
+
+
+def test_a_process_leaves_at_once_only_while_loadgen_goes_on() -> None:
+    """LoadGen's thread would make an orderly exit crash."""
+    code = (
+        "import threading\nfrom relaygr_lab.dlrmv3.loadgen import THREAD, leave\nleave(3)\nprint('on')\n"
+        "threading.Thread(target=threading.Event().wait, name=THREAD, daemon=True).start()\nleave(4)\nprint('never')"
+    )
+    left = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (left.returncode, left.stdout) == (4, "on\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--modes", "full,half"], "half: no such mode"),
+        (["--queries", "100"], "fewer than 459 never VALID"),
+        (["--queries", "700", "--users", "20"], "give more --users"),
+        (["--costs", "h100", "--device", "cpu"], "give one of them"),
+        (["--costs", "h100", "--modes", "engine"], "leave `engine` out"),
+        (["--candidates", "5000"], "relay.max_candidates"),
+        (["--scale", "0"], "scale = 0"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(arguments: list[str], words: str, tmp_path: Path) -> None:
+    needs_loadgen()
+    shown = CliRunner().invoke(main, ["bench", "dlrmv3", "--out", str(tmp_path / "out"), *arguments])
+    assert shown.exit_code != 0
+    assert words in shown.output
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())

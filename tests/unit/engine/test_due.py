@@ -135,6 +135,18 @@ def test_a_late_ranking_learns_soon_that_others_leave_it_no_time_any_more() -> N
     assert all(status == "overloaded" and took < TIMEOUT_S / 2 for status, took in refused), refused
 
 
+def test_without_predictions_a_late_ranking_does_not_wait_for_a_device_without_time_either() -> None:
+    """Nothing of its kind has been measured, so that its work counts as none: it is refused all the same."""
+    served = Served()
+    served.load(0.5 * CAPACITY_PER_S, 100)
+    served.device.token_ms = 1.0  # full inference takes two SLOs, and nothing is known of it
+    slow = [served.ask(full=True) for _ in range(6)]
+    served.load(3 * CAPACITY_PER_S, 4500)  # for 0.8 s
+    refused = [served.ends[task] for task in slow if served.ends[task][0] != "ok"]
+    assert refused, "the device had time for all: no test"
+    assert all(status == "overloaded" and took < 0.8 * TIMEOUT_S for status, took in refused), refused
+
+
 @given(st.floats(1.0, 1e5), st.floats(1.0, 1e5), st.floats(0.0, 1e3), st.floats(0.0, 1e4))
 def test_a_ranking_is_due_no_later_than_its_deadline(timeout: float, slo: float, reply: float, age: float) -> None:
     times = Times.of(10.0, timeout, slo, reply, age)

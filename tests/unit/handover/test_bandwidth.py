@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.handover.channel import Bandwidth
+from relaygr_stream.handover.pace import Bandwidth
 
 
 @given(

@@ -13,7 +13,10 @@ from click.testing import CliRunner
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.away import Away
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.routes import write_routes
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import topic_exists
 from relaygr_stream.cli.main import main
 from relaygr_stream.engine.commands import EraseUser
 from relaygr_stream.errors import DecodeError
@@ -34,7 +37,9 @@ from relaygr_stream.wire.records import (
     Record,
     kind_of,
 )
+from relaygr_stream.wire.routes import Routes, group_settings, routes_topic
 from relaygr_stream.wire.signature import Signer
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.requests import Requests
 from tests.statuses import worker_status
@@ -294,3 +299,23 @@ async def test_the_command_says_what_it_did_and_what_the_logs_hold(embedded_sett
         assert "ranking: up to" in done.output
     assert await store.reference("ann") is None
     await store.close()
+
+
+async def test_workers_of_every_group_drop_the_user(embedded_settings: Kafka, tmp_path: Path) -> None:
+    """Those of a group without users, too: a user may have moved away from it."""
+    own = settings_with(embedded_settings, sqlite(tmp_path))
+    lanes = load_topics(own.kafka).lanes
+    other = group_settings(own, "next", lanes)
+    async with Peer(own.kafka) as here, Peer(other.kafka) as there, worker_on(own) as w, worker_on(other) as v:
+        for peer in (here, there):
+            await peer.reply(await peer.rank("r", "ann", 50))
+        topics = load_topics(own.kafka)
+        await topic_exists(own.kafka, routes_topic(topics), create=True)
+        async with Producer(own.kafka, client_id="routes") as producer:
+            routes = Routes.of_one("", lanes).moved("next", lanes, 0)
+            await write_routes(producer, topics, StatusReader(), routes)
+        done = await erase_from_fleet(own, "ann", "", 20.0)
+        assert (done.confirmed, done.unconfirmed, done.complete) == (["w1", "w1"], [], True)
+        assert [group.kafka.prefix for group in done.groups] == [other.kafka.prefix, own.kafka.prefix]
+        for worker in (w, v):
+            assert "ann" not in table_of(worker.runtime.scheduler.cache).users()

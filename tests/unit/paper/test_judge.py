@@ -291,5 +291,36 @@ def test_a_p99_of_requests_without_scores_counts() -> None:
     assert (found.state, found.found.split(" at ")[0]) == ("missed", "simulated: 220.0 against 80.0 ms")
 
 
+def at_load(load: float, within: float, where: Where = "simulated", mode: str = "relay") -> Outcome:
+    made = outcome(mode, None, where=where, load=load, timeout=20.0)
+    return msgspec.structs.replace(made, given=400.0 * load, within=within)
+
+
+def test_goodput_beyond_the_largest_rate_is_judged_by_that_rate() -> None:
+    """Where less is sent than that, by what is sent; beside a lower bound of the largest rate nothing is."""
+    carried = [outcome("relay", 380.0, where=where) for where in ("fleet", "simulated")]
+    kept = [
+        at_load(1.0, 0.9),
+        at_load(2.0, 0.48),
+        at_load(3.0, 0.3),
+        at_load(0.5, 0.1),
+        at_load(2.0, 0.1, mode="cache"),
+    ]
+    found = verdict([*carried, *kept], "largest rate within the SLO")
+    words = "simulated: 0.95 at 1 × load, 1.01 at 2 × load, 0.95 at 3 × load"
+    assert (found.state, found.found) == ("met", words)
+    found = verdict([*carried, *kept, at_load(3.0, 0.2, "fleet")], "largest rate within the SLO")
+    assert (found.state, found.found) == ("missed", f"fleet: 0.63 at 3 × load; {words}")
+    bound = msgspec.structs.replace(carried[1], settled=False)
+    assert verdict([bound, *kept], "largest rate within the SLO").state == "not measured"
+
+
+def test_hits_at_the_loads_of_goodput_are_told_and_not_judged() -> None:
+    few = [msgspec.structs.replace(PROBE, rate=200.0, outcomes={"hbm": 40}, admitted_hits=40)]
+    high = msgspec.structs.replace(at_load(3.0, 0.3, "fleet"), probes=few)
+    found = verdict([outcome("relay", 380.0), high], "hits over all announced")
+    assert (found.state, found.found) == ("met", "fleet: 99.0% of 100 up to the rate carried; 40.0% of 100 beyond it")
+
+
 def test_nothing_measured_is_no_miss() -> None:
     assert {one.state for one in judge([], [])} == {"not measured"}

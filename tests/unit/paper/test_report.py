@@ -23,7 +23,7 @@ from relaygr_lab.paper.tables import (
 )
 
 from relaygr_stream.telemetry.printable import render_plain
-from tests.unit.paper.test_judge import PROBE, grid, outcome
+from tests.unit.paper.test_judge import PROBE, at_load, grid, outcome
 
 #: Where, P99 in ms, and the share within the SLO.
 PLACES_AT_80: list[tuple[Where, float, float]] = [("fleet", 18.6, 0.985), ("simulated", 7.4, 1.0)]
@@ -178,6 +178,21 @@ def test_a_curve_has_a_table_of_what_it_shows_simulated_and_measured() -> None:
     assert heads == ("", "full-any", "relay", "relay, measured")
     assert [row[1:] for row in rows] == [("", "70", "71"), ("none", "", "")]
     assert "<td>71</td>" in page(report, (curve,))
+
+
+def test_goodput_is_drawn_beside_what_the_oracle_could_serve_of_the_load() -> None:
+    (curve,) = [one for one in curves(quick=True) if one.name == "goodput"]
+    some = [at_load(1.0, 0.95), at_load(3.0, 0.3), at_load(1.0, 0.2, mode="cache"), at_load(2.0, 0.5, "fleet")]
+    report = make_report(some, (curve,), {"words": {}}, [], 1.0)
+    ((_, series, _, y, _),) = drawings(curve, report.curves["goodput"])
+    drawn = {one.name: [(dot.x, dot.y) for dot in one.points] for one in series}
+    assert drawn["relay"] == [(1.0, 380.0), (3.0, pytest.approx(360.0))]
+    assert drawn["relay, oracle"] == [(1.0, 400.0), (3.0, 400.0), (2.0, 400.0)]
+    assert (drawn["cache"], drawn["relay, measured"]) == ([(1.0, 80.0)], [(2.0, 400.0)])
+    assert y.words == "scores within the SLO, 1/s"
+    heads, rows = curve_rows(curve, report.points)
+    assert heads == ("", "full-lane", "full-any", "cache", "relay", "relay, measured")
+    assert rows[0][3:] == ("80 of 400", "380 of 400", "")
 
 
 def test_nothing_in_dram_is_drawn_as_zero() -> None:

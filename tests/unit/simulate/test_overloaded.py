@@ -1,11 +1,15 @@
-"""What the report says of an overloaded fleet stays within its bounds."""
+"""An overloaded fleet: what the report says of it stays within its bounds, and its end is the end of lateness."""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 from relaygr_lab.simulate.report import summary
 from relaygr_lab.simulate.run import run_group
 
-from tests.unit.simulate.scenes import scenario
+from relaygr_stream.workload.arrivals import ArrivalLog
+from relaygr_stream.workload.items import StageDelay
+from tests.unit.simulate.scenes import fleet_of, scenario
 
 
 def test_a_device_is_busy_at_most_all_the_time_and_pins_stay_within_their_share() -> None:
@@ -19,3 +23,35 @@ def test_a_device_is_busy_at_most_all_the_time_and_pins_stay_within_their_share(
     assert story.held_bytes.max() <= worker.hbm_bytes
     found = summary(scene, story)
     assert (found["pinned_bytes_most"], found["held_bytes_most"]) == (story.pinned_bytes.max(), story.held_bytes.max())
+
+
+def test_when_the_load_falls_back_rankings_are_in_time_again_within_two_slos() -> None:
+    """Callers wait for a second: a queue of theirs would be with the next ones for as long. 1,200 requests/s for a
+    second and a half, four times what is carried, then 90."""
+    ends_s, calm_s = 2.5, 1.5
+    rng = np.random.default_rng(5)
+    times = np.concatenate([_times(rng, 90, 0.0, 1.0), _times(rng, 1200, 1.0, ends_s), _times(rng, 90, ends_s, 5.0)])
+    log = ArrivalLog("a burst", times, None)
+    rate = (len(times) - 1) / (times[-1] - times[0])
+    traffic = {"arrivals": log, "delay": StageDelay(80.0, 0.0), "revisit": 0.5}
+    scene = scenario(rate=rate, seconds=4.0, warm_s=1.0, traffic=traffic)
+    fleet = fleet_of(scene)
+    fleet.run()
+    slo_ms = scene.settings.relay.slo_ms
+    asked = sorted(fleet.requests, key=lambda each: each.rank_at)
+    begins = asked[0].rank_at
+    ends = begins + ends_s - float(times[0])
+
+    def late(since: float, until: float) -> tuple[int, int]:
+        some = [each for each in asked if since <= each.rank_at < until]
+        return sum(each.status != "ok" or each.latency_s > slo_ms / 1e3 for each in some), len(some)
+
+    missed, of = late(ends - 1.0, ends)
+    assert missed > 0.5 * of, "no overload: no test"
+    missed, of = late(ends + 2 * slo_ms / 1e3, ends + calm_s)
+    assert of > 100 and missed <= 0.01 * of
+
+
+def _times(rng: np.random.Generator, rate: float, begins: float, ends: float) -> npt.NDArray[np.float64]:
+    """Poisson arrivals."""
+    return np.sort(rng.uniform(begins, ends, rng.poisson(rate * (ends - begins))))

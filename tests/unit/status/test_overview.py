@@ -17,6 +17,7 @@ from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.routes import Figures, RolloutProgress, Routes
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus, encode_trigger
@@ -295,3 +296,26 @@ def test_nobody_is_removed_by_who_has_not_the_secret_or_by_an_old_tombstone() ->
     assert view.refused == {"unsigned": 2}
     view.on_records([signed(of_trigger), signed(of_worker._replace(headers=((HEADER_INCARNATION, b"7"),)))])
     assert not (view.workers or view.triggers)
+
+
+def test_groups_and_the_rollout_between_them_are_shown() -> None:
+    figures = {"": Figures(version="m1", answers=900, hits=0.8, p99_ms=20.0), "next": Figures(answers=300, errors=3)}
+    progress = RolloutProgress(state="moving", group="next", steps=(500, 2500, 10_000), step=1, figures=figures)
+    routes = Routes.of_one("", 4).moved("next", 8, 2500)
+    view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader())
+    assert json.loads(as_json(view))["routes"] is None
+    assert "rollout" not in render_plain(render(view))
+    view.routes = msgspec.structs.replace(routes, rollout=progress)
+    text = render_plain(render(view))
+    assert "rollout to next is moving, step 2 of 3" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["default", "m1", "75%", "4", "900", "0", "0", "80%", "20.0"] in rows
+    assert ["next", "25%", "8", "300", "3", "0", "0%", "0.0"] in rows
+    assert max(len(line) for line in text.splitlines() if "next" in line or "default" in line) <= 80
+    found = json.loads(as_json(view))["routes"]
+    assert found["rollout"]["figures"]["next"]["errors"] == 3
+    view.routes = msgspec.structs.replace(routes, rollout=msgspec.structs.replace(progress, state="back", reason="bad"))
+    assert "rollout to next is back: bad" in render_plain(render(view))
+    assert any("no worker" in line for line in oddities(view))
+    view.routes = routes.moved("next", 8, 10_000)
+    assert not any("no worker" in line or "no trigger" in line for line in oddities(view))

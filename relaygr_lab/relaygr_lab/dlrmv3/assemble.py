@@ -1,0 +1,111 @@
+"""`relaygr bench dlrmv3`: runs the bench, makes its report, prints and writes it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from relaygr_lab.bench.progress import Progress
+from relaygr_lab.dlrmv3.loadgen import allowed_late
+from relaygr_lab.dlrmv3.model import ITEM_ROWS, Shape
+from relaygr_lab.dlrmv3.report import Report, render
+from relaygr_lab.dlrmv3.run import HEAD_START_S, Bench, Options
+from relaygr_lab.dlrmv3.workload import CANDIDATES, ITEMS, MEAN, USERS, Visit
+from relaygr_stream.errors import RelayError
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.printable import SafeConsole, print_table
+
+
+def assemble(bench: Bench, command: str) -> Report:
+    """What was measured. Raises RelayError if that is nothing."""
+    if bench.costs is None or not any(cell.runs for cell in bench.cells):
+        raise RelayError(
+            f"no run of {bench.options.queries} queries fitted into {bench.options.budget_s:g} s: give --budget more "
+            f"seconds, or reduce --scale, --candidates or the model"
+        )
+    options, worker = bench.options, bench.settings.worker
+    work = bench.work(bench.costs)
+    visits = options.workload.requests[1][: options.queries]
+    mean = float(np.mean([visit.length for visit in visits]))
+    conditions = {
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}; one worker on "
+        f"{bench.about.get('device') or worker.device}"
+        + ("" if bench.fleet else f", {worker.dtype}, {worker.threads} thread(s)"),
+        "broker": bench.about.get("broker", "none"),
+        "memory": f"{worker.hbm_bytes >> 20:,} MiB HBM tier, {worker.dram_bytes >> 20:,} MiB DRAM tier",
+        "LoadGen": f"Server scenario, {options.queries} queries a run, of which VALID may have "
+        f"{allowed_late(options.queries)} late; no least duration; announced {HEAD_START_S[0] * 1e3:g} to "
+        f"{HEAD_START_S[1] * 1e3:g} ms before in mode relay",
+        "other processes": f"used up to {_others(bench):.2f} cores during a run",
+        "command": command,
+    }
+    return Report(
+        conditions=conditions,
+        reductions=_reductions(bench, mean, visits),
+        slo_ms=bench.test.slo_ms,
+        runs=[run for cell in bench.cells for run in cell.runs],
+        found=[cell.found() for cell in bench.cells],
+        costs=msgspec.structs.asdict(bench.costs),
+        full_ms=work.full_ms,
+        reused_ms=work.reused_ms,
+        quotient=work.quotient,
+        kv_user_bytes=mean * bench.bytes_per_token,
+        wall_s=time.monotonic() - bench.started,
+    )
+
+
+def _others(bench: Bench) -> float:
+    return max((run.others_cores or 0.0 for cell in bench.cells for run in cell.runs), default=0.0)
+
+
+def _reductions(bench: Bench, mean: float, visits: Sequence[Visit]) -> dict[str, str]:
+    """What is smaller than published, as text."""
+    workload, shape, whole = bench.options.workload, bench.options.shape, Shape()
+    published = [visit._replace(length=int(visit.length / workload.scale)) for visit in visits]
+    theirs = np.mean([whole.flop(visit, CANDIDATES, reused=False) for visit in published])
+    ours = np.mean([shape.flop(visit, workload.candidates, reused=False) for visit in visits])
+    own = {
+        "model": f"{shape.layers} layers of {whole.layers}, D {shape.dim} of {whole.dim}, random weights; an item "
+        f"table of {ITEM_ROWS:,} rows for {ITEMS:,} ids",
+        "work of a request in full": f"{ours / 1e9:,.2f} GFLOP of {theirs / 1e9:,.0f}",
+    }
+    return {
+        "users": f"{workload.users:,} of {USERS:,}",
+        "history": f"{mean:,.0f} behaviours at the mean, {MEAN * workload.scale:g} a timestamp of {MEAN:g}",
+        "candidates": f"{workload.candidates:,} of {CANDIDATES:,}",
+        **({"model": "that of the cost file, which computes nothing"} if bench.fleet else own),
+    }
+
+
+async def run_dlrmv3(options: Options, settings: Settings, command: str, console: Console | None = None) -> bool:
+    """Measure, write report.json and print; returns whether every target was met. Raises RelayError.
+
+    A run that ends early writes what it measured to partial.json.
+    """
+    console = console or SafeConsole()
+    with Progress(console) as progress:
+        bench = Bench(options, settings, progress)
+        try:
+            await bench.run()
+        except BaseException:
+            if any(cell.runs for cell in bench.cells):
+                progress.say(f"report of what was measured: {_write(assemble(bench, command), 'partial', options.out)}")
+            raise
+    report = assemble(bench, command)
+    written = _write(report, "report", options.out)
+    print_table(render(report), console)
+    console.print(f"report: {written}", soft_wrap=True)
+    return not report.missed()
+
+
+def _write(report: Report, name: str, folder: Path) -> Path:
+    written = folder / f"{name}.json"
+    written.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    return written

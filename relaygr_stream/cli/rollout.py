@@ -1,0 +1,107 @@
+"""`relaygr rollout`: another model, or another number of lanes, for more and more users."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import partial
+
+import click
+
+from relaygr_stream.cli.options import parse_flags, parse_share, source_options
+from relaygr_stream.ops.stopping import run_until_stopped
+
+#: Seconds in a unit of --hold.
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_NAME = re.compile(r"(default|[a-z0-9][a-z0-9-]{0,23})")
+
+
+def _seconds(_: click.Context, __: click.Parameter, value: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value)
+    if found is None:
+        raise click.BadParameter(f"{value!r}: write 30s, 10m or 1h")
+    return float(found[1]) * _UNITS[found[2] or "s"]
+
+
+def _steps(_: click.Context, __: click.Parameter, value: str) -> list[float]:
+    """Percent, with or without the sign."""
+    return [parse_share(part if part.strip().endswith("%") else f"{part}%") for part in value.split(",")]
+
+
+def _group(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not _NAME.fullmatch(value):
+        raise click.BadParameter(f"{value!r}: up to 24 of a–z, 0–9 and -, or `default`")
+    return "" if value == "default" else value
+
+
+@click.command(name="rollout")
+@click.option("--checkpoint", metavar="FOLDER", help="Start workers with this model here, with `relaygr up`.")
+@click.option(
+    "--workers", default=1, show_default=True, type=click.IntRange(1, 256), help="So many; with --checkpoint."
+)
+@click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Their devices, in turn; with --checkpoint.")
+@click.option("--canary", default="5%", show_default=True, callback=_steps, help="Part of the users in the first step.")
+@click.option("--steps", default="25,50,100", show_default=True, callback=_steps, help="Percent in the next ones.")
+@click.option("--hold", default="10m", show_default=True, callback=_seconds, help="How long a step lasts at least.")
+@click.option(
+    "--group", metavar="NAME", callback=_group, help="Group to move to. [next, or default if all are in next]"
+)
+@click.option(
+    "--lanes", default=0, type=click.IntRange(0, 10_000), help="Lanes of a group that is made now. [as before]"
+)
+@click.option("--back", is_flag=True, help="Only move all users back to the group they came from.")
+@click.option("--port", default=0, type=click.IntRange(0, 65535), help="Port of /metrics. [any free one]")
+@source_options
+@click.option("--bootstrap", metavar="HOST:PORT", help="Kafka brokers; short for --set kafka.bootstrap=…")
+def rollout_command(
+    checkpoint: str | None,
+    workers: int,
+    devices: str | None,
+    canary: list[float],
+    steps: list[float],
+    hold: float,
+    group: str | None,
+    lanes: int,
+    back: bool,
+    port: int,
+    files: tuple[str, ...],
+    assignments: tuple[str, ...],
+    bootstrap: str | None,
+) -> None:
+    """Move users to another group of workers by steps, and back by itself where that group is worse.
+
+    A group has topics, triggers and workers of its own, behind kafka.prefix and its name: another model, or another
+    number of lanes. This command makes its topics. With --checkpoint it starts a trigger and workers on this host, and
+    keeps them to its end; without, start them with RELAYGR_KAFKA_PREFIX set to the group's prefix. When each lane has
+    an owner, users move, each to stay. All go back, and it exits with 1, where answers of the new group fail, audits
+    deviate, lanes have no owner, late answers or P99 grow, or scores have another distribution.
+
+    \b
+    Examples:
+      relaygr rollout --checkpoint models/new --hold 10m
+      relaygr rollout --group next --canary 1% --steps 10,50,100
+      relaygr rollout --back
+    """
+    import msgspec
+
+    from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back
+    from relaygr_stream.ops.rollout.run import Plan
+    from relaygr_stream.settings.load import load_settings
+    from relaygr_stream.telemetry.process import run_process
+
+    settings = load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags(assignments)}).settings
+    if back:
+        run_until_stopped(take_back(settings, group, click.echo))
+        return
+    up = None
+    if checkpoint is not None:
+        up = [
+            *(argument for file in files for argument in ("--config", file)),
+            *(argument for assignment in assignments for argument in ("--set", assignment)),
+            *(("--bootstrap", bootstrap) if bootstrap else ()),
+            *("--set", f"model.checkpoint={checkpoint}", "--workers", str(workers)),
+            *(("--devices", devices) if devices else ()),
+        ]
+    asked = RolloutRequest(Plan.of([*canary, *steps], hold), group, lanes, up)
+    settings = msgspec.structs.replace(settings, telemetry=msgspec.structs.replace(settings.telemetry, port=port))
+    sys.exit(run_process("rollout", settings, partial(run_rollout, asked=asked, say=click.echo)))

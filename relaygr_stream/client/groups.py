@@ -1,0 +1,152 @@
+"""The client's connections to groups of workers beside its own, and the choice of a request's group (wire/routes.py).
+
+routes ─► which groups there are: one Connection each
+user, routes, which group serves ─► group of the request, for all its messages
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Final
+
+import msgspec
+import structlog
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.routes import RoutesTail
+from relaygr_stream.client.connection import Connection
+from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.errors import RelayError
+from relaygr_stream.fleet import OwnerDirectory
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.background import Background
+from relaygr_stream.wire.routes import OWN, POSITIONS, RoutePart, Routes, group_settings, routes_topic
+from relaygr_stream.wire.topic_files import TopicSet, load_topics
+from relaygr_stream.wire.worker_status import StatusReader
+
+log = structlog.get_logger(__name__)
+
+#: A group that cannot be reached is tried again after this.
+RETRY_S: Final = 5.0
+#: Longest wait for the groups at the client's start; a request meanwhile goes to one that is reached.
+OPEN_S: Final = 10.0
+#: Announced requests whose group is remembered for their rankings: six seconds of 10,000 a second.
+MAX_BEGUN: Final = 65_536
+
+#: Opens a connection with these settings, topics and owners; its failure is the background's.
+Open = Callable[[Settings, TopicSet, OwnerDirectory, Background], AbstractAsyncContextManager[Connection]]
+
+
+class Groups:
+    """The groups of one client whose own settings are those of the group "".
+
+    open_group: opens the connection to another one.
+    """
+
+    def __init__(self, settings: Settings, open_group: Open, metrics: ClientMetrics) -> None:
+        self._settings = settings
+        self._open_group = open_group
+        self._metrics = metrics
+        self._routes: Routes | None = None
+        self._others: dict[str, Connection] = {}
+        self._begun: dict[tuple[str, str], str] = {}  # (tenant, request id) → group
+        self._keeping: dict[RoutePart, asyncio.Task[object]] = {}  # share 0: by name and lanes
+        self._reached = asyncio.Event()
+        self._background = Background()
+
+    @asynccontextmanager
+    async def following(
+        self, topics: TopicSet, reader: StatusReader, producer: Producer, owner: Background
+    ) -> AsyncIterator[None]:
+        """Follow the routes, and keep a connection to each group that they name. topics, reader: of the own group.
+
+        owner: fails with what ends this for good.
+        """
+        self._background = background = Background()
+        owner.watch(background.failed)
+        name = routes_topic(topics).name
+        tail = RoutesTail(self._settings.kafka, name, reader, partial(producer.exists, name), self._on_routes)
+        await tail.start()
+        background.start(tail.run())
+        await self._wait_until_reached()
+        try:
+            yield
+        finally:
+            await background.end()
+            self._keeping.clear()
+            self._routes = None
+
+    def group_of(
+        self, own: Connection, user_id: str, tenant: str = "", request_id: str = "", stated: str | None = None
+    ) -> str:
+        """The group of a request: the stated one, that of the announced request of this id, or the user's by routes.
+
+        If no worker of it serves, the first group where one does: all users are answered when a whole group is gone.
+        """
+        if self._routes is None:
+            return OWN
+        wanted = stated
+        if wanted is None:
+            wanted = self._begun.get((tenant, request_id))
+        if wanted is None:
+            wanted = self._routes.group_of(user_id)
+        reached = (OWN, *self._others)
+        if wanted in reached and self.connection(own, wanted).serves:
+            return wanted
+        serving = (group for group in reached if self.connection(own, group).serves)
+        return next(serving, wanted if wanted in reached else OWN)
+
+    def begin(self, tenant: str, request_id: str, group: str) -> None:
+        """Remember the group of an announced request."""
+        if self._routes is not None:
+            if len(self._begun) >= MAX_BEGUN:
+                del self._begun[next(iter(self._begun))]
+            self._begun[tenant, request_id] = group
+
+    def connection(self, own: Connection, group: str) -> Connection:
+        """The connection to the group; the own one where that group is not reached."""
+        return self._others.get(group, own)
+
+    def _on_routes(self, routes: Routes) -> None:
+        self._routes = routes
+        self._metrics.route_share.clear()
+        others = {
+            part for part in (msgspec.structs.replace(part, share=0) for part in routes.parts) if part.group != OWN
+        }
+        for part in self._keeping.keys() - others:
+            self._keeping.pop(part).cancel()
+        for part in others - self._keeping.keys():
+            self._keeping[part] = self._background.start(self._keep(part))
+        for part in routes.parts:
+            self._metrics.route_share.labels(part.group or "default").set(part.share / POSITIONS)
+
+    async def _wait_until_reached(self) -> None:
+        try:
+            async with asyncio.timeout(OPEN_S):
+                while len(self._others) < len(self._keeping):
+                    self._reached.clear()
+                    await self._reached.wait()
+        except TimeoutError:
+            groups = {part.group for part in self._keeping} - self._others.keys()
+            log.warning("groups are not reached yet", groups=sorted(groups))
+
+    async def _keep(self, part: RoutePart) -> None:
+        while True:
+            try:
+                settings = group_settings(self._settings, part.group, part.lanes)
+                topics, background = load_topics(settings.kafka), Background()
+                reader = StatusReader.of(settings, topics)
+                await reader.prepare()
+                owners = OwnerDirectory(settings.client.silence_ms, reader=reader)
+                async with self._open_group(settings, topics, owners, background) as connection:
+                    self._others[part.group] = connection
+                    self._reached.set()
+                    await background.until(asyncio.Event().wait())
+            except RelayError as error:
+                log.warning("a group cannot be reached", group=part.group, error=str(error))
+            finally:
+                self._others.pop(part.group, None)
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,202 @@
+"""The process `relaygr rollout`: what a rollout needs, its end, and the workers of the new group if it starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.errors import ConfigError, RelayError
+from relaygr_stream.ops.children import end_with_parent
+from relaygr_stream.ops.rollout.observing import watching
+from relaygr_stream.ops.rollout.run import (
+    FIRST_S,
+    Bus,
+    Parts,
+    Plan,
+    Rollout,
+    RolloutMetrics,
+    label,
+    next_group,
+    source_of,
+)
+from relaygr_stream.ops.status.overview import LISTEN_S
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.wire.routes import OWN, RolloutProgress, group_settings
+
+#: Clients hear of routes within a second; a request that has begun lives for relay.life_window_ms.
+HEARD_S: Final = 1.0
+#: Beyond worker.drain_ms, for `up` and its processes to end.
+END_S: Final = 20.0
+#: Longest kafka.prefix (settings/schema.py).
+LONGEST_PREFIX: Final = 64
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """group: where users move to; None: the other one of two. lanes: of the group; 0: as it has, or as the others have.
+    up: arguments of `relaygr up` for its processes; None: an operator starts them."""
+
+    plan: Plan
+    group: str | None = None
+    lanes: int = 0
+    up: Sequence[str] | None = None
+
+
+async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Callable[[str], object]) -> None:
+    """Roll out; with processes of its own, keep these until it is stopped.
+
+    Raises RelayError where the users came back, and for what is missing; BrokerError.
+    """
+    bus = Bus(context.settings)
+    routes = await bus.read()
+    to = next_group(routes) if asked.group is None else asked.group
+    source = source_of(routes, to)
+    of_group = group_settings(context.settings, to, asked.lanes or routes.lanes_of(to) or bus.topics.lanes)
+    _check(of_group, to)
+    report = await apply_topics(of_group.kafka)
+    say(f"rollout from group {label(source)} to group {label(to)}, topics {of_group.kafka.prefix}…")
+    if report.created:
+        say(f"made {len(report.created)} topics")
+    if not await bus.make_topic():
+        say(f"made the topic of routes; clients know of it within {FIRST_S:g} s")
+        await asyncio.sleep(FIRST_S)
+    of_source = group_settings(context.settings, source, routes.lanes_of(source))
+    async with (
+        watching(of_source) as old,
+        watching(of_group) as new,
+        Producer(context.settings.kafka, client_id="relaygr-rollout") as producer,
+    ):
+        await asyncio.sleep(LISTEN_S)
+        if asked.up is not None and new.versions:
+            raise ConfigError(f"group {label(to)} has workers already ({', '.join(new.versions)}): stop them first")
+        async with _started(asked.up, of_group) as started:
+            parts = Parts(bus, producer, RolloutMetrics(context.registry), say, started)
+            rollout = Rollout(parts, asked.plan, routes, to, new, old)
+            context.set_ready(True)
+            await _run(context, rollout, started, say)
+
+
+async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, say: Callable[[str], object]) -> None:
+    stop = asyncio.ensure_future(context.stop.wait())
+    work = asyncio.ensure_future(_whole(rollout))
+    await asyncio.wait({stop, work}, return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+        work.cancel()
+        await asyncio.wait({work})
+        if started is None or not rollout.moved:
+            say("stopped; the users stay where they are: run it again to go on, or with --back")
+            return
+        await rollout.back("it was stopped")
+    elif work.result():
+        if started is not None:
+            say("this process keeps its workers; stop the former ones now. Ctrl-C ends both")
+            await asyncio.wait({stop, asyncio.ensure_future(started.ended())}, return_when=asyncio.FIRST_COMPLETED)
+        return
+    if started is not None:
+        await asyncio.sleep(HEARD_S + context.settings.relay.life_window_ms / 1e3)
+    raise RelayError(f"the users came back: {rollout.why_back}")
+
+
+async def _whole(rollout: Rollout) -> bool:
+    await rollout.wait_for_workers()
+    return await rollout.run()
+
+
+async def take_back(settings: Settings, group: str | None, say: Callable[[str], object]) -> None:
+    """Move all users of a group to the one they came from.
+
+    Raises RelayError if there are none, or no worker serves all lanes of the other group; BrokerError.
+    """
+    bus = Bus(settings)
+    routes = await bus.read()
+    named = routes.rollout.group if routes.rollout else OWN
+    to = named if group is None else group
+    if not routes.share_of(to) or len(routes.groups) == 1:
+        raise RelayError(f"group {label(to)} has no users that could go back")
+    source = source_of(routes, to)
+    async with (
+        watching(group_settings(settings, source, routes.lanes_of(source))) as old,
+        Producer(settings.kafka, client_id="relaygr-rollout") as producer,
+    ):
+        if old.missing_lanes:
+            await asyncio.sleep(2 * LISTEN_S)
+        if old.missing_lanes:
+            raise RelayError(
+                f"group {label(source)} does not serve {old.missing_lanes} of {old.lanes} lanes: start its workers "
+                f"first"
+            )
+        back = routes.moved(to, routes.lanes_of(to), 0)
+        steps = routes.rollout.steps if routes.rollout else ()
+        progress = RolloutProgress(state="back", group=to, steps=steps, reason="by hand")
+        await bus.write(producer, msgspec.structs.replace(back, epoch=max(back.epoch, now_ms()), rollout=progress))
+    say(f"all users are in group {label(source)}")
+
+
+def _check(settings: Settings, group: str) -> None:
+    """Raise ConfigError for a group that can have no topics."""
+    if len(settings.kafka.prefix) > LONGEST_PREFIX:
+        raise ConfigError(
+            f"group {group}: {settings.kafka.prefix} has more than {LONGEST_PREFIX} characters; shorten it"
+        )
+
+
+# ---- the processes of the group, on this host ----
+
+
+class Up:
+    """`relaygr up` as a child; it prints its processes' states."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode
+
+    async def ended(self) -> int:
+        """Wait for its end; returns the exit code."""
+        return await self._process.wait()
+
+    async def stop(self, within_s: float) -> None:
+        """Have its processes drain and end; kill it after so many seconds, and they end with it."""
+        if self._process.returncode is None:
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+@asynccontextmanager
+async def _started(up: Sequence[str] | None, settings: Settings) -> AsyncIterator[Up | None]:
+    if up is None:
+        yield None
+        return
+    kafka = settings.kafka
+    # Any free ports, since those that are set are the former group's; what is set on the command line comes later.
+    any_port = ["--set", "telemetry.port=0", "--set", "handover.port=0"]
+    group = ["--set", f"kafka.prefix={kafka.prefix}", "--set", f"kafka.partitions={kafka.partitions}"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "relaygr_stream", "up", *any_port, *up, *group),
+        stdin=asyncio.subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches only this process, which moves the users first
+        preexec_fn=end_with_parent,
+    )
+    child = Up(process)
+    try:
+        yield child
+    finally:
+        await child.stop(settings.worker.drain_ms / 1e3 + END_S)

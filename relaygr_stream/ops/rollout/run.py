@@ -1,0 +1,265 @@
+"""Runs a rollout: makes the group's topics, waits for its workers, moves the routes step by step, and back if it must.
+
+The routes are the state: a rollout that is started again goes on from the share that they name. Users who move take one
+step at a time; what they have in the old group stays there, and is used again if they come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+import structlog
+from prometheus_client import CollectorRegistry, Gauge
+
+from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.routes import ASK_S, read_routes, write_routes
+from relaygr_stream.bus.topics import topic_exists, verify_topics
+from relaygr_stream.errors import BrokerError, ConfigError, RelayError
+from relaygr_stream.ops.rollout.judgement import Observed, decide
+from relaygr_stream.ops.rollout.observing import WorkersView
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.routes import OWN, POSITIONS, RolloutProgress, Routes, routes_topic
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.worker_status import StatusReader
+
+log = structlog.get_logger(__name__)
+
+#: The group that a rollout makes where none is named; back from it the users come to the group "".
+OTHER: Final = "next"
+LOOK_S: Final = 0.5
+#: Figures are stated so often.
+TELL_S: Final = 5.0
+#: Clients look for a topic that is new every ASK_S; one that is told late serves its users where they were.
+FIRST_S: Final = 2 * ASK_S
+#: A new group must have all its lanes served within this: a large model loads for minutes.
+START_S: Final = 1800.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """steps: shares of the users in 10,000ths, rising, the last one all. hold_s: how long each lasts at least."""
+
+    steps: tuple[int, ...]
+    hold_s: float
+
+    @classmethod
+    def of(cls, steps: Sequence[float], hold_s: float) -> Plan:
+        """Of shares between 0 and 1. Raises ConfigError unless they rise to 1."""
+        shares = tuple(round(step * POSITIONS) for step in steps)
+        if not shares or shares[0] <= 0 or list(shares) != sorted(set(shares)) or shares[-1] != POSITIONS:
+            raise ConfigError("--canary and --steps must rise to 100, such as --canary 5% --steps 25,50,100")
+        return cls(shares, hold_s)
+
+
+def label(group: str) -> str:
+    """The group's name for people and metrics."""
+    return group or "default"
+
+
+def next_group(routes: Routes | None) -> str:
+    """Where a rollout goes that names no group: the other one of two."""
+    return OWN if routes is not None and routes.share_of(OTHER) == POSITIONS else OTHER
+
+
+class RolloutMetrics:
+    """Of a rollout in progress."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.step = Gauge("relaygr_rollout_step", "Number of the rollout's step, from 1.", registry=registry)
+
+        def gauge(name: str, meaning: str) -> Gauge:
+            return Gauge(f"relaygr_rollout_{name}", meaning, ["group", "version"], registry=registry)
+
+        self.share = gauge("share", "Part of the users in the group.")
+        self.hits = gauge("hit_rate", "Part of the group's rankings in this step that found prefix KV.")
+        self.p99 = gauge("p99_seconds", "P99 of the group's rankings in this step, on the worker.")
+
+    def show(self, routes: Routes, observed: dict[str, Observed]) -> None:
+        """Of the step as it is now."""
+        if routes.rollout:
+            self.step.set(routes.rollout.step + 1)
+        for group, found in observed.items():
+            labels, figures = (label(group), found.version), found.figures()
+            self.share.labels(*labels).set(routes.share_of(group) / POSITIONS)
+            self.hits.labels(*labels).set(figures.hits)
+            self.p99.labels(*labels).set(figures.p99_ms / 1e3)
+
+
+class Bus:
+    """The routes on the cluster, of a relay whose own settings are those of the group ""."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.topics = load_topics(settings.kafka)
+        self._reader = StatusReader.of(settings, self.topics)
+
+    async def read(self) -> Routes:
+        """The newest routes; all users in the group "" where there are none. Raises BrokerError, TopicError."""
+        await verify_topics(self.settings.kafka)
+        await self._reader.prepare()
+        found = await read_routes(self.settings.kafka, self.topics, self._reader)
+        return found or Routes.of_one(OWN, self.topics.lanes)
+
+    async def write(self, producer: Producer, routes: Routes) -> None:
+        """Write them, at this time. Raises BrokerError."""
+        await write_routes(producer, self.topics, self._reader, msgspec.structs.replace(routes, sent_ms=now_ms()))
+
+    async def make_topic(self) -> bool:
+        """Make `routes` if it is not there; returns whether it was."""
+        topic = routes_topic(self.topics)
+        return await topic_exists(self.settings.kafka, topic) or not await topic_exists(
+            self.settings.kafka, topic, create=True
+        )
+
+
+class Started(Protocol):
+    """The processes that a rollout has started for its group."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of what keeps them; None while it runs."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a rollout works with. started: its group's processes; None: an operator's. say: prints a line."""
+
+    bus: Bus
+    producer: Producer
+    metrics: RolloutMetrics
+    say: Callable[[str], object]
+    started: Started | None = None
+
+
+class Rollout:
+    """One rollout to the group `to`; new, old: the views of that group, and of the one that the users come from."""
+
+    def __init__(self, parts: Parts, plan: Plan, routes: Routes, to: str, new: WorkersView, old: WorkersView) -> None:
+        self._parts = parts
+        self._plan = plan
+        self._routes = routes
+        self._to = to
+        self._from = source_of(routes, to)
+        self._new, self._old = new, old
+        self.why_back = ""
+        self.moved = False  # whether any user has moved
+        self._before = Observed()  # what the old group did in the last step in which it had users
+
+    async def wait_for_workers(self) -> None:
+        """Until all lanes of the new group have an owner. Raises RelayError if that takes too long, or cannot be."""
+        began = time.monotonic()
+        while self._new.missing_lanes:
+            self._check_started()
+            if time.monotonic() - began > START_S:
+                raise RelayError(
+                    f"group {label(self._to)}: {self._new.missing_lanes} lanes have no owner after {START_S:g} s; look "
+                    f"at its workers' logs"
+                )
+            await asyncio.sleep(LOOK_S)
+        if len(self._new.versions) > 1:
+            raise RelayError(
+                f"group {label(self._to)} has workers of several models: {', '.join(self._new.versions)}; stop those "
+                f"that are not to serve, and run the rollout again"
+            )
+        self._parts.say(f"group {label(self._to)} serves {', '.join(self._new.versions)}")
+
+    async def run(self) -> bool:
+        """Move all users; False: they have come back. Cancelled, it leaves the routes as they are."""
+        for number, share in enumerate(self._plan.steps):
+            if share <= self._routes.share_of(self._to) and share != POSITIONS:
+                continue  # of a rollout that is continued
+            await self._move(
+                share, RolloutProgress(state="moving", group=self._to, steps=self._plan.steps, step=number)
+            )
+            self._parts.say(
+                f"step {number + 1} of {len(self._plan.steps)}: {share / POSITIONS:.0%} of the users are in group "
+                f"{label(self._to)}, for at least {self._plan.hold_s:g} s"
+            )
+            if (why := await self._hold(last=share == POSITIONS)) is not None:
+                await self.back(why)
+                return False
+        await self._state("done")
+        self._parts.say(f"done: all users are in group {label(self._to)}")
+        return True
+
+    async def back(self, why: str) -> None:
+        """Move the users back, and say why."""
+        self.why_back = why
+        self._parts.say(f"back: {why}")
+        assert self._routes.rollout, "it has moved"
+        await self._move(0, msgspec.structs.replace(self._routes.rollout, state="back", reason=why[:500]))
+        self._parts.say(f"all users are in group {label(self._from)} again")
+
+    async def _hold(self, *, last: bool) -> str | None:
+        """Watch the step to its end; returns why the users must go back."""
+        began = told = time.monotonic()
+        self._new.begin()
+        self._old.begin()
+        said = ""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now_s = time.monotonic()
+            if now_s - began >= self._plan.hold_s / 2:
+                self._new.settle()
+                self._old.settle()
+            new, old = self._new.observed(), self._old.observed()
+            decision = decide(new, self._before if last else old, now_s - began, self._plan.hold_s, last=last)
+            if self._parts.started is not None and self._parts.started.exit_code is not None:
+                return f"its processes have ended with exit code {self._parts.started.exit_code}"
+            if decision.action == "back":
+                return decision.reason
+            if decision.action != "stay":
+                self._before = old
+                return None
+            if decision.reason and not said:
+                said = decision.reason
+                self._parts.say(said)
+            if now_s - told >= TELL_S:
+                told = now_s
+                await self._tell({self._to: new, self._from: old}, decision.reason)
+
+    async def _move(self, share: int, progress: RolloutProgress) -> None:
+        routes = self._routes.moved(self._to, self._new.lanes, share)
+        routes = msgspec.structs.replace(routes, epoch=max(routes.epoch, now_ms()), rollout=progress)
+        while True:  # while no broker takes it, the users stay where they are
+            try:
+                await self._parts.bus.write(self._parts.producer, routes)
+                break
+            except BrokerError as error:
+                log.warning("the routes cannot be written now", error=str(error))
+                await asyncio.sleep(LOOK_S)
+        self._routes, self.moved = routes, True
+        self._parts.metrics.show(routes, {self._to: self._new.observed(), self._from: self._old.observed()})
+
+    async def _tell(self, observed: dict[str, Observed], reason: str) -> None:
+        self._parts.metrics.show(self._routes, observed)
+        await self._state("moving", reason, observed)
+
+    async def _state(self, state: str, reason: str = "", observed: dict[str, Observed] | None = None) -> None:
+        assert self._routes.rollout, "it has moved"
+        figures = {group: each.figures() for group, each in (observed or {}).items()} or self._routes.rollout.figures
+        progress = msgspec.structs.replace(self._routes.rollout, state=state, reason=reason, figures=figures)
+        self._routes = msgspec.structs.replace(self._routes, rollout=progress)
+        try:
+            await self._parts.bus.write(self._parts.producer, self._routes)
+        except BrokerError as error:  # for people only
+            log.warning("the figures cannot be written now", error=str(error))
+
+    def _check_started(self) -> None:
+        started = self._parts.started
+        if started is not None and started.exit_code is not None:
+            raise RelayError(f"the processes of group {label(self._to)} ended with exit code {started.exit_code}")
+
+
+def source_of(routes: Routes, to: str) -> str:
+    """The group that users come from. Raises ConfigError if they would come from several."""
+    beside = [part for part in routes.parts if part.group != to]
+    if len(serving := [label(part.group) for part in beside if part.share]) > 1:
+        raise ConfigError(f"groups {' and '.join(serving)} have users: finish that rollout, or take it --back, first")
+    return max(beside, key=lambda part: part.share).group if beside else OWN

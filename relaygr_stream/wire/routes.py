@@ -1,0 +1,184 @@
+"""Which group of workers serves which users: the record of `routes`, a compacted topic that `relaygr rollout` makes.
+
+A group is a relay of its own: its topics and consumer groups begin with `kafka.prefix`, the group's name and a dot;
+those of the group "" with `kafka.prefix` alone. So nothing of one group reaches another one: no signal, no forward, no
+prefix KV. Clients choose the group of a request, by the newest routes that they know. Without a record all users are in
+the group "".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Annotated, Final, Self
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.settings.schema import MAX_LANES, Settings
+from relaygr_stream.wire.messages import Finite, Label, LeastVersion, UnixMillis
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import Topic, TopicSet, murmur2
+from relaygr_stream.wire.versions import SCHEMA_VERSION, VersionedDecoder
+from relaygr_stream.wire.worker_status import StatusReader
+
+#: The name of the topic behind kafka.prefix, and the key of its record.
+TOPIC: Final = "routes"
+KEY: Final = b"default"
+#: Positions of users, and the unit of shares.
+POSITIONS: Final = 10_000
+#: An epoch is Unix time in milliseconds, or one more than the last.
+MAX_AHEAD_MS: Final = 86_400_000
+#: The group that all users are in without a record.
+OWN: Final = ""
+
+GroupName = Annotated[str, Meta(pattern=r"\A([a-z0-9][a-z0-9-]{0,23})?\Z")]
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Share = Annotated[int, Meta(ge=0, le=POSITIONS)]
+
+
+class RoutePart(msgspec.Struct, frozen=True, kw_only=True):
+    """One group: its part of the users, and the number of its lanes."""
+
+    group: GroupName
+    share: Share  # in 10,000ths
+    lanes: Annotated[int, Meta(ge=1, le=MAX_LANES)]
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one group answered during a step, for people."""
+
+    version: Annotated[str, Meta(max_length=300)] = ""  # of its model
+    answers: Count = 0
+    errors: Count = 0  # answers without scores
+    late: Count = 0  # answers without scores within relay.slo_ms
+    hits: Finite = 0.0  # share of its scored rankings that found prefix KV
+    p99_ms: Finite = 0.0
+
+
+class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollout that wrote the routes last, for people."""
+
+    state: Label  # "moving", "done", "back"; later releases may add more
+    group: GroupName  # where users move to
+    steps: Annotated[tuple[Share, ...], Meta(max_length=100)]
+    step: Count = 0  # index of the present one
+    reason: Annotated[str, Meta(max_length=500)] = ""  # why it stays or went back
+    figures: Annotated[dict[GroupName, Figures], Meta(max_length=16)] = {}
+
+
+class Routes(msgspec.Struct, frozen=True, kw_only=True):
+    """On `routes`: which part of the users each group serves, in order of their positions. The highest epoch counts."""
+
+    v: int = SCHEMA_VERSION
+    min_v: LeastVersion = 0
+    epoch: Count
+    sent_ms: UnixMillis
+    parts: Annotated[tuple[RoutePart, ...], Meta(min_length=1, max_length=16)]
+    rollout: RolloutProgress | UnsetType = UNSET
+
+    def validate(self) -> None:
+        """Raise DecodeError where the parts are not all users, each in one group."""
+        if sum(part.share for part in self.parts) != POSITIONS:
+            raise DecodeError("invalid", f"the shares of the groups must be {POSITIONS} together")
+        if len({part.group for part in self.parts}) != len(self.parts):
+            raise DecodeError("invalid", "a group stands twice in the routes")
+
+    def group_of(self, user_id: str) -> str:
+        """The group that serves the user."""
+        at = position(user_id)
+        for part in self.parts:
+            if at < part.share:
+                return part.group
+            at -= part.share
+        return self.parts[-1].group
+
+    def share_of(self, group: str) -> int:
+        """The group's part of the users, in 10,000ths; 0 for one that the routes do not name."""
+        return next((part.share for part in self.parts if part.group == group), 0)
+
+    def lanes_of(self, group: str) -> int:
+        """The group's number of lanes; 0 for one that the routes do not name."""
+        return next((part.lanes for part in self.parts if part.group == group), 0)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """All groups, those without users, too, which may still keep something of them."""
+        return tuple(part.group for part in self.parts)
+
+    def moved(self, to: str, lanes: int, share: int) -> Self:
+        """The routes with this share of the users in the group `to`, which has so many lanes, and a later epoch.
+
+        Its users stay in it while its share grows, and no other user moves. A group without users gets the first place.
+        It takes users from the groups beside it, the earlier one first, and gives them back to the later one.
+        """
+        parts = list(self.parts)
+        if not (before := self.share_of(to)):
+            parts = [RoutePart(group=to, share=0, lanes=lanes), *(part for part in parts if part.group != to)]
+        at = next(index for index, part in enumerate(parts) if part.group == to)
+        parts[at] = RoutePart(group=to, share=share, lanes=lanes)
+        earlier, later = [*reversed(range(at))], [*range(at + 1, len(parts))]
+        change = share - before
+        if change <= 0:  # to the nearest group with users, since those between have no place
+            last = [*later, *earlier]
+            earlier, later = [], [next((index for index in last if parts[index].share), last[0])] if last else []
+        for index in (*earlier, *later):
+            taken = min(change, parts[index].share)  # negative: given back
+            parts[index] = msgspec.structs.replace(parts[index], share=parts[index].share - taken)
+            change -= taken
+        return msgspec.structs.replace(self, epoch=self.epoch + 1, parts=tuple(parts))
+
+    @classmethod
+    def of_one(cls, group: str, lanes: int, epoch: int = 0) -> Self:
+        """All users in one group."""
+        return cls(epoch=epoch, sent_ms=0, parts=(RoutePart(group=group, share=POSITIONS, lanes=lanes),))
+
+
+def position(user_id: str) -> int:
+    """A user's place among POSITIONS: the high bits of the hash whose remainder is the lane, so that each part of the
+    users is spread over all lanes."""
+    return (murmur2(user_id.encode()) & 0x7FFFFFFF) * POSITIONS >> 31
+
+
+def routes_topic(topics: TopicSet) -> Topic:
+    """The topic as it is made: kept as `worker-status` is, in one partition."""
+    status = topics.worker_status
+    name = status.name.removesuffix("worker-status") + TOPIC
+    told = {"key": "default", "message": "Routes", "producers": ("operators",), "consumers": ("service", "operators")}
+    return msgspec.structs.replace(status, name=name, min_compaction_lag_ms=None, **told)
+
+
+def group_settings(settings: Settings, group: str, lanes: int) -> Settings:
+    """The settings of what belongs to a group of this relay."""
+    if group == OWN:
+        return settings
+    kafka = msgspec.structs.replace(settings.kafka, prefix=f"{settings.kafka.prefix}{group}.", partitions=lanes)
+    return msgspec.structs.replace(settings, kafka=kafka)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = VersionedDecoder(Routes, min_v=1)
+
+
+def encode_routes(routes: Routes) -> bytes:
+    """The message as MessagePack."""
+    return _encoder.encode(routes)
+
+
+def newest_routes(records: Iterable[Record], reader: StatusReader, known: Routes | None = None) -> Routes | None:
+    """The routes of the highest epoch among these and the known ones; None: there are none.
+
+    Signed as the statuses are. Raises DecodeError for the first record that is not to be believed.
+    """
+    for record in records:
+        found = reader.other(record, "", _decoder)
+        if found is not None:
+            found.validate()
+            if found.epoch > time.time() * 1e3 + MAX_AHEAD_MS:
+                raise DecodeError(
+                    "invalid", f"epoch {found.epoch} is more than a day ahead, and no later one would count"
+                )
+            if known is None or found.epoch >= known.epoch:
+                known = found
+    return known

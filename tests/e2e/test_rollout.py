@@ -1,0 +1,176 @@
+"""`relaygr rollout` with real processes and traffic: a good model gets all users, a bad one stops at the canary."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.torch import load_file, save_file
+
+from relaygr_stream.bus.routes import read_routes
+from relaygr_stream.client import RelayClient
+from relaygr_stream.errors import RelayError
+from relaygr_stream.settings.schema import Client, Kafka
+from relaygr_stream.wire.routes import POSITIONS
+from relaygr_stream.wire.worker_status import StatusReader
+from tests.e2e.fleet import Fleet, serving_fleet
+from tests.waiting import until
+
+pytestmark = pytest.mark.stack
+USERS = 400
+CANDIDATES = 20
+#: Requests at a time: both workers are asked, neither is overloaded.
+AT_ONCE = 3
+
+
+class Traffic:
+    """Requests of many users without a pause, and their answers by the model's version."""
+
+    def __init__(self, relay: RelayClient) -> None:
+        self._relay = relay
+        self.versions: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.total = 0
+
+    async def run(self, seed: int) -> None:
+        choice = random.Random(seed)
+        for number in itertools.count():
+            user = choice.randrange(USERS)
+            length = 20 + user % 50
+            items = [1 + (user * 31 + index) % 4999 for index in range(length)]
+            history = (items, [1] * length, [1000 * index for index in range(length)])
+            candidates = [choice.randrange(1, 5000) for _ in range(CANDIDATES)]
+            try:
+                name = f"{seed}-{number}"
+                async with self._relay.request(f"u{user}", history, candidates=CANDIDATES, request_id=name) as request:
+                    ranking = await request.rank(candidates, timeout=60)
+                self.versions[ranking.model_version] += 1
+            except RelayError as error:
+                self.errors[f"{type(error).__name__}: {error}"[:200]] += 1
+            self.total += 1
+
+
+@contextlib.asynccontextmanager
+async def traffic(fleet: Fleet) -> AsyncIterator[Traffic]:
+    settings = msgspec.structs.replace(fleet.settings, client=Client(timeout_ms=60_000))
+    async with RelayClient(settings=settings) as relay:
+        found = Traffic(relay)
+        running = [asyncio.create_task(found.run(seed)) for seed in range(AT_ONCE)]
+        try:
+            yield found
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+
+class Command:
+    """`relaygr rollout` as a process, and what it printed."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.text = ""
+
+    async def read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            self.text += line.decode()
+
+
+@contextlib.asynccontextmanager
+async def rollout(fleet: Fleet, folder: Path, *arguments: str) -> AsyncIterator[Command]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "relaygr_stream", "rollout", "--config", str(folder / "settings.toml"), *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    command = Command(process)
+    reading = asyncio.create_task(command.read())
+    try:
+        yield command
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+        await reading
+        print(command.text[-6000:])  # what a failed test shows
+
+
+def changed_model(folder: Path, name: str, factor: float) -> str:
+    """The fleet's model, whose scores are so many times as large."""
+    (original,) = (path.parent for path in folder.glob("model-*/config.json"))
+    copy = folder / name
+    shutil.copytree(original, copy)
+    (weights,) = copy.glob("*.safetensors")
+    tensors = load_file(weights)
+    scaled = {key: value * factor if key.startswith("head.") else value for key, value in tensors.items()}
+    assert any(key.startswith("head.") for key in tensors)
+    save_file(scaled, weights)
+    return str(copy)
+
+
+async def share(fleet: Fleet) -> int:
+    routes = await read_routes(fleet.settings.kafka, fleet.topics, StatusReader())
+    return 0 if routes is None else routes.share_of("next")
+
+
+@pytest.mark.parametrize(
+    ("factor", "reason"),
+    [(1e38, "failed or were rejected|not finite"), (30.0, "another distribution")],
+    ids=["overflow", "scale"],
+)
+async def test_a_bad_model_is_stopped_at_the_canary(
+    embedded_settings: Kafka, tmp_path: Path, factor: float, reason: str
+) -> None:
+    async with serving_fleet(embedded_settings, tmp_path, "w") as fleet, traffic(fleet) as asked:
+        bad = changed_model(tmp_path, "bad", factor)
+        arguments = ("--checkpoint", bad, "--canary", "50%", "--steps", "100", "--hold", "1h")
+        async with rollout(fleet, tmp_path, *arguments) as command:
+            code = await command.process.wait()
+            await until(lambda: "the users came back" in command.text)
+        assert code == 1
+        assert re.search(reason, command.text)
+        assert "step 1 of 2" in command.text
+        assert "step 2 of 2" not in command.text
+        assert await share(fleet) == 0
+        before, errors = asked.total, asked.errors.total()
+        await until(lambda: asked.total > before + 100, "answers after it")
+        assert asked.errors.total() == errors
+        if factor < 1e38:
+            assert asked.errors == {}
+
+
+async def test_a_good_model_gets_all_users_and_nobody_an_error(embedded_settings: Kafka, tmp_path: Path) -> None:
+    """With more lanes, too; when its processes end, the former ones answer again."""
+    async with serving_fleet(embedded_settings, tmp_path, "w") as fleet, traffic(fleet) as asked:
+        await until(lambda: asked.total > 50)
+        (version,) = asked.versions
+        good = changed_model(tmp_path, "good", 1.0001)
+        arguments = ("--checkpoint", good, "--canary", "40%", "--steps", "70,100", "--hold", "1s")
+        lanes = str(2 * fleet.topics.lanes)
+        async with rollout(fleet, tmp_path, *arguments, "--lanes", lanes) as command:
+            await until(lambda: "done: all users" in command.text or command.process.returncode is not None)
+            assert command.process.returncode is None
+            assert await share(fleet) == POSITIONS
+            assert len(asked.versions) == 2
+            before, old = asked.total, asked.versions[version]
+            await until(lambda: asked.total > before + 100)
+            assert asked.versions[version] <= old + AT_ONCE
+            command.process.send_signal(signal.SIGINT)
+            assert await command.process.wait() == 0
+        old = asked.versions[version]
+        await until(lambda: asked.versions[version] > old + 50, "the former workers answer")
+        assert asked.errors == {}

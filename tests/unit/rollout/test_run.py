@@ -1,0 +1,210 @@
+"""Whole rollouts on a broker, with groups that state themselves as workers do: steps, ends, returns, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.routes import read_routes
+from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.errors import ConfigError, RelayError
+from relaygr_stream.ops.rollout import process
+from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back
+from relaygr_stream.ops.rollout.run import Plan, next_group, source_of
+from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.telemetry.process import ProcessContext
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.routes import POSITIONS, Routes, group_settings
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.worker_status import WITHIN_SLO, StatusReader
+from tests.statuses import lane_statuses, worker_status
+from tests.waiting import until
+
+LANES = 8
+
+
+class Group:
+    """One worker of a group, by its statuses: it answers a hundred rankings between two of them."""
+
+    def __init__(self, settings: Settings, version: str) -> None:
+        self.topic = load_topics(settings.kafka).worker_status.name
+        self.version = version
+        self.failing = 0.0
+        self.answers = dict.fromkeys(("answers_ok", "answers_failed", "outcome_hbm", WITHIN_SLO), 0.0)
+
+    async def run(self, producer: Producer) -> None:
+        sent_ms = 1
+        while True:
+            ok = 100 * (1 - self.failing)
+            for name, more in zip(self.answers, (ok, 100 - ok, ok, ok), strict=True):
+                self.answers[name] += more
+            sent_ms += 100
+            status = worker_status(
+                "w",
+                lane_statuses(range(LANES)),
+                model_version=self.version,
+                counters=dict(self.answers),
+                latencies={"hbm": (0, 0, int(self.answers["answers_ok"]))},
+                sent_ms=sent_ms,
+            )
+            await producer.send_and_wait(self.topic, encode(status), key=b"w")
+            await asyncio.sleep(0.05)
+
+
+class World:
+    """A relay whose users are all in the group "", and what the command says."""
+
+    def __init__(self, kafka: Kafka, producer: Producer) -> None:
+        self.settings = Settings(kafka=kafka)
+        self.producer = producer
+        self.lines: list[str] = []
+        self.context = ProcessContext(self.settings, asyncio.Event(), CollectorRegistry())
+        self.old = Group(self.settings, "m1")
+        self.new = Group(group_settings(self.settings, "next", LANES), "m2")
+
+    async def share(self, group: str = "next") -> int:
+        routes = await read_routes(self.settings.kafka, load_topics(self.settings.kafka), StatusReader())
+        return 0 if routes is None else routes.share_of(group)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    async def roll_out(self, hold_s: float = 0.2, **asked: object) -> None:
+        plan = Plan.of([0.05, 0.5, 1.0], hold_s)
+        await run_rollout(self.context, RolloutRequest(plan, **asked), self.say)  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def stating(self, *groups: Group) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(group.run(self.producer)) for group in groups]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+@pytest.fixture
+async def world(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(process, "FIRST_S", 0.0)
+    kafka = msgspec.structs.replace(embedded_settings, partitions=LANES)
+    await apply_topics(kafka)
+    await apply_topics(group_settings(Settings(kafka=kafka), "next", LANES).kafka)
+    async with Producer(kafka, client_id="groups") as producer:
+        yield World(kafka, producer)
+
+
+async def test_all_users_move_by_steps_and_the_next_rollout_comes_back(world: World) -> None:
+    async with world.stating(world.old, world.new):
+        await world.roll_out()
+        assert [line.split(":")[1].split("%")[0].strip() for line in world.lines if line.startswith("step")] == [
+            "5",
+            "50",
+            "100",
+        ]
+        assert world.lines[-1] == "done: all users are in group next"
+        assert await world.share() == POSITIONS
+        sample = world.context.registry.get_sample_value
+        assert sample("relaygr_rollout_share", {"group": "next", "version": "m2"}) == 1.0
+        assert sample("relaygr_rollout_step") == 3
+        world.lines.clear()
+        world.context = ProcessContext(world.settings, asyncio.Event(), CollectorRegistry())
+        await world.roll_out()
+        assert world.lines[-1] == "done: all users are in group default"
+        assert await world.share("") == POSITIONS
+
+
+async def test_users_come_back_and_the_reason_stays(world: World) -> None:
+    world.new.failing = 0.5
+    async with world.stating(world.old, world.new):
+        with pytest.raises(RelayError, match="failed or were rejected"):
+            await world.roll_out(hold_s=3600)
+    assert await world.share() == 0
+    routes = await read_routes(world.settings.kafka, load_topics(world.settings.kafka), StatusReader())
+    assert routes is not None
+    assert routes.rollout
+    assert routes.rollout.state == "back"
+    assert "failed or were rejected" in routes.rollout.reason
+
+
+async def test_a_later_step_goes_back_all_the_way(world: World) -> None:
+    async with world.stating(world.old, world.new):
+        rolling = asyncio.create_task(world.roll_out(hold_s=1.0))
+        await until(lambda: any(line.startswith("step 2") for line in world.lines))
+        world.new.failing = 0.5
+        with pytest.raises(RelayError, match="failed or were rejected"):
+            await rolling
+    assert await world.share() == 0
+
+
+async def test_what_is_stopped_stays_and_goes_on(world: World) -> None:
+    async with world.stating(world.old, world.new):
+        rolling = asyncio.create_task(world.roll_out(hold_s=3600))
+        await until(lambda: any(line.startswith("step 1") for line in world.lines))
+        world.context.stop.set()
+        await rolling
+        assert await world.share() == 500
+        assert "stay where they are" in world.lines[-1]
+        world.context = ProcessContext(world.settings, asyncio.Event(), CollectorRegistry())
+        world.lines.clear()
+        await world.roll_out()
+        assert [line[:6] for line in world.lines if line.startswith("step")] == ["step 2", "step 3"]
+
+
+async def test_nobody_moves_before_every_lane_has_an_owner(world: World) -> None:
+    async with world.stating(world.old):
+        rolling = asyncio.create_task(world.roll_out())
+        await until(lambda: len(world.lines) > 1)
+        await asyncio.sleep(3 * process.HEARD_S)
+        assert not any(line.startswith("step") for line in world.lines)
+        async with world.stating(world.new):
+            await rolling
+    assert await world.share() == POSITIONS
+
+
+async def test_back_by_hand_needs_workers_there(world: World) -> None:
+    with pytest.raises(RelayError, match="has no users"):
+        await take_back(world.settings, None, world.say)
+    async with world.stating(world.new), world.stating(world.old):
+        await world.roll_out()
+    async with world.stating(world.old):
+        await take_back(world.settings, None, world.say)
+    assert await world.share() == 0
+
+
+async def test_back_to_a_group_without_workers_is_refused(world: World) -> None:
+    async with world.stating(world.old, world.new):
+        await world.roll_out()
+    world.settings = msgspec.structs.replace(
+        world.settings, trigger=msgspec.structs.replace(world.settings.trigger, max_status_age_ms=1.0)
+    )
+    with pytest.raises(RelayError, match="start its workers first"):
+        await take_back(world.settings, None, world.say)
+    assert await world.share() == POSITIONS
+
+
+async def test_workers_that_are_there_already_are_not_joined(world: World) -> None:
+    async with world.stating(world.old, world.new):
+        with pytest.raises(ConfigError, match="has workers already"):
+            await world.roll_out(up=())
+
+
+def test_a_third_group_waits_for_the_rollout_under_way() -> None:
+    mixed = Routes.of_one("", 8).moved("next", 8, 500)
+    with pytest.raises(ConfigError, match="finish that rollout"):
+        source_of(mixed, "third")
+    assert source_of(mixed, "next") == ""
+    assert next_group(mixed) == "next"
+    assert next_group(Routes.of_one("next", 8)) == ""
+    assert next_group(None) == "next"
+
+
+@pytest.mark.parametrize("steps", [[], [0.0, 1.0], [0.5, 0.25, 1.0], [0.5], [0.5, 0.5, 1.0], [0.5, 2.0]])
+def test_steps_rise_to_all(steps: list[float]) -> None:
+    with pytest.raises(ConfigError, match="must rise"):
+        Plan.of(steps, 1.0)

@@ -1,0 +1,198 @@
+"""RelayClient and groups of workers, on real topics: routes come while it runs, a request stays in its group, and a
+group whose workers are gone costs nobody an answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+import pytest
+
+from relaygr_stream.bus import routes as bus_routes
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.routes import read_routes, write_routes
+from relaygr_stream.bus.topics import topic_exists
+from relaygr_stream.client import RelayClient
+from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.routes import POSITIONS, Routes, group_settings, routes_topic
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.worker_status import StatusReader
+from tests.statuses import lane_statuses, worker_status
+from tests.unit.client_peers import PREFIX, Responder, client_on, event, request, responder_on
+from tests.waiting import until
+
+LANES = 8
+READER = StatusReader()
+
+
+class World:
+    """Two groups with a peer each that answers, and the routes."""
+
+    def __init__(self, kafka: Kafka, own: Responder, other: Responder) -> None:
+        self.kafka = kafka
+        self.topics = load_topics(kafka)
+        self.peers = {"": own, "next": other}
+        self.routes = Routes.of_one("", LANES)
+        self._other = load_topics(group_settings(Settings(kafka=kafka), "next", LANES).kafka)
+
+    async def move(self, share: int) -> None:
+        self.routes = self.routes.moved("next", LANES, share)
+        await topic_exists(self.kafka, routes_topic(self.topics), create=True)
+        await write_routes(self.peers[""].producer, self.topics, READER, self.routes)
+
+    async def state(self, group: str, state: str = "serving") -> None:
+        """A worker of the group that owns all its lanes says so."""
+        topic = (self._other if group else self.topics).worker_status.name
+        status = worker_status("w", lane_statuses(range(LANES)), state=state)
+        await self.peers[""].producer.send_and_wait(topic, encode(status), key=b"w")
+
+    def asked(self, group: str) -> list[str]:
+        return [asked.request_id for _, asked in self.peers[group].requests]
+
+
+@pytest.fixture
+async def world(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(bus_routes, "ASK_S", 0.1)
+    kafka = msgspec.structs.replace(embedded_settings, partitions=LANES)
+    async with AsyncExitStack() as stack:
+        own = await stack.enter_async_context(responder_on(kafka))
+        other = group_settings(Settings(kafka=kafka), "next", LANES).kafka
+        yield World(kafka, own, await stack.enter_async_context(responder_on(other)))
+
+
+@asynccontextmanager
+async def opened(world: World) -> AsyncIterator[RelayClient]:
+    async with client_on(world.kafka, silence_ms=60_000.0, timeout_ms=30_000.0) as relay:
+        yield relay
+
+
+def user_of(group: str, routes: Routes) -> str:
+    return next(user for user in map(str, range(1000)) if routes.group_of(user) == group)
+
+
+async def test_without_routes_nothing_goes_elsewhere(world: World) -> None:
+    async with opened(world) as relay:
+        for number in range(20):
+            await relay.rank(request(number, user_id=f"u{number}"))
+        assert not await topic_exists(world.kafka, routes_topic(world.topics))
+        assert relay.group_of("u1") == ""
+    assert len(world.asked("")) == 20
+    assert world.asked("next") == []
+
+
+async def test_routes_that_come_while_it_runs_move_their_users_and_no_others(world: World) -> None:
+    async with opened(world) as relay:
+        await world.move(POSITIONS // 2)
+        await until(lambda: {relay.group_of(str(user)) for user in range(40)} == {"", "next"}, "the client moves users")
+        for number in range(40):
+            await relay.rank(request(number, user_id=str(number)))
+        expected = {f"r-{number}" for number in range(40) if world.routes.group_of(str(number)) == "next"}
+        assert set(world.asked("next")) == expected
+        assert len(world.asked("")) == 40 - len(expected)
+
+
+async def test_a_client_that_starts_knows_the_routes_before_its_first_request(world: World) -> None:
+    await world.move(POSITIONS)
+    async with opened(world) as relay:
+        await relay.rank(request(1))
+    assert world.asked("next") == ["r-1"]
+
+
+async def test_a_request_stays_in_the_group_it_was_announced_to(world: World) -> None:
+    """By `request`, and by the verbs alone; its cancel, too."""
+    await world.move(0)
+    async with opened(world) as relay:
+        await world.state("")
+        await world.state("next")
+        await until(lambda: relay.group_of("u") == "")
+        history = PREFIX
+        async with relay.request("u", history, candidates=3, request_id="whole") as whole:
+            await relay.announce(event(1))
+            cancelled = relay.request("u", history, candidates=3, request_id="cancelled")
+            await cancelled.__aenter__()
+            await world.move(POSITIONS)
+            await until(lambda: relay.group_of("u") == "next", "the user moves")
+            await whole.rank([1, 2])
+            await relay.rank(request(1))
+            await cancelled.__aexit__(None, None, None)
+            await relay.rank(request(2))  # a new one
+    own, other = world.peers[""], world.peers["next"]
+    await until(lambda: own.cancels, "the cancel")
+    assert world.asked("") == ["whole", "r-1"]
+    assert world.asked("next") == ["r-2"]
+    assert [cancel.request_id for cancel in own.cancels] == ["cancelled"]
+    assert other.cancels == []
+
+
+async def test_users_of_a_group_without_workers_are_answered_by_one_that_serves(world: World) -> None:
+    """Also those in the middle of a request; and they come back with the workers."""
+    await world.move(POSITIONS)
+    async with opened(world) as relay:
+        await world.state("")
+        await world.state("next")
+        await until(lambda: relay.group_of("u") == "next")
+        async with relay.request("u", PREFIX, candidates=3, request_id="whole") as whole:
+            await world.state("next", "draining")
+            await until(lambda: relay.group_of("u") == "", "the group is gone")
+            await whole.rank([1, 2])
+        await world.state("next")
+        await until(lambda: relay.group_of("u") == "next", "the group is back")
+    assert world.asked("") == ["whole"]
+
+
+async def test_a_record_that_nobody_can_read_changes_nothing(world: World) -> None:
+    await world.move(POSITIONS)
+    async with opened(world) as relay:
+        name = routes_topic(world.topics).name
+        await world.peers[""].producer.send_and_wait(name, b"\x00", key=b"default")
+        world.routes = world.routes.moved("next", LANES, 0)
+        await write_routes(world.peers[""].producer, world.topics, READER, world.routes)
+        await until(lambda: relay.group_of("u") == "")
+    assert await read_routes(world.kafka, world.topics, READER) == world.routes
+
+
+async def test_the_client_tells_the_shares_that_it_knows(world: World) -> None:
+    await world.move(2500)
+    async with opened(world) as relay:
+        share = relay.registry.get_sample_value
+        assert share("relaygr_client_route_share", {"group": "next"}) == 0.25
+        assert share("relaygr_client_route_share", {"group": "default"}) == 0.75
+
+
+async def test_both_numbers_of_lanes_may_differ(world: World) -> None:
+    """A group has its own number of lanes, which the routes name."""
+    few = group_settings(Settings(kafka=world.kafka), "few", 2)
+    async with responder_on(few.kafka) as peer:
+        world.routes = world.routes.moved("few", 2, POSITIONS)
+        await topic_exists(world.kafka, routes_topic(world.topics), create=True)
+        async with Producer(world.kafka, client_id="routes") as producer:
+            await write_routes(producer, world.topics, READER, world.routes)
+        async with opened(world) as relay:
+            for number in range(10):
+                await relay.rank(request(number, user_id=f"u{number}"))
+            assert {relay.lane(f"u{number}", "few") for number in range(10)} == {0, 1}
+        assert {record.lane for record, _ in peer.requests} == {0, 1}
+
+
+async def test_a_group_that_routes_name_no_more_is_left(world: World) -> None:
+    """Else a writer of the topic could fill a client's memory with names."""
+    await world.move(POSITIONS)
+    async with opened(world) as relay:
+        await until(lambda: relay.group_of("u") == "next")
+        world.routes = msgspec.structs.replace(Routes.of_one("", LANES), epoch=world.routes.epoch + 1)
+        await write_routes(world.peers[""].producer, world.topics, READER, world.routes)
+        await until(
+            lambda: (
+                relay.group_of(
+                    "u",
+                )
+                == ""
+                and not relay._groups._others
+            ),
+            "the group is left",
+        )
+        assert relay.registry.get_sample_value("relaygr_client_route_share", {"group": "next"}) is None
+        await relay.rank(request(1))
+    assert world.asked("") == ["r-1"]
