@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
 from types import UnionType
 from typing import Any, Final, TypeVar, overload
 
 from relaygr_stream.errors import DecodeError, RelayError
-from relaygr_stream.handover.pace import CopyPace
+from relaygr_stream.handover.pace import CopyPace, Count
 from relaygr_stream.handover.tls import TlsSocket
 from relaygr_stream.handover.wire import HEADER, Message, decode, encode
 
@@ -43,14 +42,14 @@ class Channel:
         except OSError as error:
             raise PeerError(_describe(error, "accepted nothing", ANSWER_S)) from error
 
-    async def send_copy(self, data: memoryview, pace: CopyPace, count: Callable[[int], None]) -> None:
+    async def send_copy(self, data: memoryview, pace: CopyPace, count: Count) -> None:
         """Send a copy, at this pace. count: gets the bytes of each slice, in a thread."""
         try:
             await self._connection.send_copy(data, pace, ANSWER_S, count)
         except OSError as error:
             raise PeerError(_describe(error, "accepted nothing", ANSWER_S)) from error
 
-    async def receive_copy(self, into: memoryview, pace: CopyPace, count: Callable[[int], None]) -> None:
+    async def receive_copy(self, into: memoryview, pace: CopyPace, count: Count) -> None:
         """Receive a copy of this length, as send_copy. A peer that trickles it is hung up on."""
         try:
             await self._connection.receive_copy(into, pace, ANSWER_S, count)

@@ -14,6 +14,11 @@ SHARE: Final = 0.05
 #: What may go at once after a pause, in seconds of the rate.
 BURST_S: Final = 1 / 30
 
+#: Whether the worker has a ranking, or a prefix that one will need, to compute; called in the threads that copy.
+Works = Callable[[], bool]
+#: Gets the bytes of each slice, in the thread that copies.
+Count = Callable[[int], None]
+
 
 class Bandwidth:
     """A token bucket that bounds an amount per second over all its callers, in the order of their calls.
@@ -37,11 +42,10 @@ class Bandwidth:
 class CopyPace:
     """The pace of all copies of one worker, for the threads that make them.
 
-    works: whether the worker has a ranking, or a prefix that one will need, to compute; called in these threads.
     bytes_per_s: a bound; 0: none. slice_bytes: of a slice.
     """
 
-    def __init__(self, works: Callable[[], bool], bytes_per_s: float = 0.0, slice_bytes: int = 0) -> None:
+    def __init__(self, works: Works, bytes_per_s: float = 0.0, slice_bytes: int = 0) -> None:
         self._works = works
         now, share = time.monotonic(), SHARE * processors()
         self._cpu = Bandwidth(share, share * BURST_S, now)

@@ -13,7 +13,7 @@ import random
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 import structlog
@@ -24,7 +24,7 @@ from relaygr_stream.handover.certificates import Credentials, Networks, identity
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import PROVE_S, accept, connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
-from relaygr_stream.handover.pace import CopyPace
+from relaygr_stream.handover.pace import CopyPace, Works
 from relaygr_stream.handover.session import Giver, SessionProgress, Taker
 from relaygr_stream.handover.tls import SLICE_BYTES
 from relaygr_stream.handover.wire import TOKEN_BYTES, PrefixIdentity
@@ -78,7 +78,7 @@ class HandoverService:
         max_tokens: int,
         layout: KVLayout,
         token_bytes: int = TOKEN_BYTES,
-        works: Callable[[], bool] = lambda: False,
+        works: Works = lambda: False,
     ) -> None:
         self._settings = settings
         self._name = name

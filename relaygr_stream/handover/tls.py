@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from relaygr_stream.handover.pace import CopyPace
+from relaygr_stream.handover.pace import CopyPace, Count
 
 T = TypeVar("T")
 
@@ -85,16 +85,14 @@ class TlsSocket:
             view = view[got:]
         return bytes(data)
 
-    async def send_copy(self, data: memoryview, pace: CopyPace, seconds: float, count: Callable[[int], None]) -> None:
+    async def send_copy(self, data: memoryview, pace: CopyPace, seconds: float, count: Count) -> None:
         """Send all of `data` in a thread, each slice within so many seconds. count: gets the bytes of each slice, in
         the thread."""
-        await self._in_thread(lambda: self._copy(data, pace, seconds, count, self._send_slice))
+        await self._in_thread(data, pace, seconds, count, sending=True)
 
-    async def receive_copy(
-        self, into: memoryview, pace: CopyPace, seconds: float, count: Callable[[int], None]
-    ) -> None:
+    async def receive_copy(self, into: memoryview, pace: CopyPace, seconds: float, count: Count) -> None:
         """Fill all of `into`, as send_copy. Raises EOFError where the connection ends before."""
-        await self._in_thread(lambda: self._copy(into, pace, seconds, count, self._receive_slice))
+        await self._in_thread(into, pace, seconds, count, sending=False)
 
     async def close(self) -> None:
         """Close the connection; what was sent before may still arrive."""
@@ -122,21 +120,23 @@ class TlsSocket:
             try:
                 return call()
             except ssl.SSLWantReadError:
-                await self._ready(self._loop.add_reader, self._loop.remove_reader)
+                await self._ready(reading=True)
             except ssl.SSLWantWriteError:
-                await self._ready(self._loop.add_writer, self._loop.remove_writer)
+                await self._ready(reading=False)
 
-    async def _ready(self, add: Callable[..., Any], remove: Callable[..., Any]) -> None:
-        fd, ready = self._socket.fileno(), self._loop.create_future()
-        add(fd, _resolve, ready)
+    async def _ready(self, *, reading: bool) -> None:
+        loop, fd, ready = self._loop, self._socket.fileno(), self._loop.create_future()
+        (loop.add_reader if reading else loop.add_writer)(fd, _resolve, ready)
         try:
             await ready
         finally:
-            remove(fd)
+            (loop.remove_reader if reading else loop.remove_writer)(fd)
 
-    async def _in_thread(self, work: Callable[[], None]) -> None:
-        """Run it. When it is over, on every path, no thread touches the copy's memory any more."""
-        running = self._loop.run_in_executor(_copies, work)
+    async def _in_thread(
+        self, data: memoryview, pace: CopyPace, seconds: float, count: Count, *, sending: bool
+    ) -> None:
+        """Copy. When it is over, on every path, no thread touches the copy's memory any more."""
+        running = self._loop.run_in_executor(_copies, self._copy, data, pace, seconds, count, sending)
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -152,9 +152,10 @@ class TlsSocket:
         data: memoryview,
         pace: CopyPace,
         seconds: float,
-        count: Callable[[int], None],
-        one: Callable[[memoryview, float], None],
+        count: Count,
+        sending: bool,
     ) -> None:
+        one = self._send_slice if sending else self._receive_slice
         try:
             self._socket.settimeout(seconds)
             for at in range(0, len(data), SLICE_BYTES):
