@@ -36,6 +36,8 @@ SCHEDULER_SHARE: Final = 0.75
 #: moments in which it has time; its own users' returns need the rest of HBM as a cache. But a room without place for
 #: one longest prefix is no room for its users, so it has that much wherever HBM does.
 DELEGATED_PART: Final = 0.25
+#: A ranking waits at most this share of the SLO for a slice of other work.
+DELAY_SLO_SHARE: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ def assemble(
         Limits(
             pinned_bytes=pinned_bytes,
             delegated_bytes=delegated_bytes,
-            max_ranking_delay_ms=worker.max_ranking_delay_ms,
+            max_ranking_delay_ms=worker.max_ranking_delay_ms or DELAY_SLO_SHARE * settings.relay.slo_ms,
+            delay_by_costs=not worker.max_ranking_delay_ms,
             batch=worker.max_batch,
             queue_limit=worker.max_queue,
             waiting_bytes=int(SCHEDULER_SHARE * worker.max_waiting_bytes),

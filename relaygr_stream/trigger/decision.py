@@ -64,7 +64,7 @@ class Policy:
             risk_ms=settings.trigger.risk_share * settings.relay.slo_ms,
             stale_ms=settings.trigger.max_event_age_ms,
             life_ms=settings.relay.life_window_ms,
-            burst_ms=settings.trigger.load_burst_ms,
+            burst_ms=settings.relay.life_window_ms,  # of one device: what it computes while a prefix stays pinned
             max_prefix_tokens=settings.relay.max_prefix_tokens,
             delegate=settings.trigger.delegate,
             averaging=settings.relay.averaging,

@@ -148,9 +148,7 @@ async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_not
     monkeypatch.setattr(explain, "Background", Opened)
     monkeypatch.setattr(explain, "SIGNAL_S", 5.0)
     async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
-        # Room for all at once: events that waited for a busy machine come so.
-        room = msgspec.structs.replace(WIDE_BOUNDS, load_burst_ms=60_000)
-        settings = Settings(kafka=embedded_settings, trigger=room)
+        settings = Settings(kafka=embedded_settings, trigger=WIDE_BOUNDS)
         policy = Policy.of(settings)
         looking = asyncio.create_task(explain_live(settings, policy, 4.0, Away()))
         await until(lambda: opened.is_set() or looking.done(), "the sample has started")
