@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs docs-serve format lock clean soak fuzz example-movielens demo-checkpoint
-.PHONY: bench-cache bench-change bench-delegation bench-dlrmv3 bench-engine bench-features bench-forwarding bench-gateway bench-hand-set bench-handover bench-history bench-lean bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tracing bench-trigger bench-vllm
+.PHONY: bench-cache bench-change bench-delegation bench-dlrmv3 bench-engine bench-features bench-forwarding bench-gateway bench-hand-set bench-handover bench-history bench-lean bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tables bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -111,7 +111,7 @@ format: $(STAMP) ## let ruff rewrite what it can
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/cache.py
 
-bench-change: $(STAMP) ## hits after a worker's kill and a rolling restart, with and without a tier's file (6 minutes; CHECK=1 judges; ARGS=--quick)
+bench-change: $(STAMP) ## hits after a kill, an absence and a rolling restart, with and without a file; hand-over against a plain socket and blocks (10 minutes; CHECK=1 judges; ARGS=--quick)
 	$(BIN)/python relaygr_lab/benchmarks/change.py $(ARGS)
 
 bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (5 minutes; CHECK=1 judges)
@@ -146,6 +146,9 @@ bench-models: $(STAMP) ## model families beside each other: bytes, full inferenc
 
 bench-features: $(STAMP) ## requests with 10, 40 and 120 feature columns: bytes, times to make, decode and embed them (20 seconds; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/features.py
+
+bench-tables: $(STAMP) ## an item table in a sparse file of 64 GiB: a worker's start, memory, rows a second beside index_select (1 minute; ARGS="--gib N"; CHECK=1 judges)
+	$(BIN)/python relaygr_lab/benchmarks/tables.py $(ARGS)
 
 bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and without forwarding (2 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/forwarding.py $(ARGS)

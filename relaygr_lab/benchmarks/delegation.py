@@ -85,7 +85,7 @@ def settings(kafka: Kafka, delegate: bool, status_ms: float) -> Settings:
 
     status_ms: between two statuses of a worker, undilated.
     """
-    relay, trigger, worker, client = Relay(), Trigger(), Worker(), Client()
+    relay, trigger, client = Relay(), Trigger(), Client()
     return Settings(
         kafka=kafka,
         relay=Relay(
@@ -99,14 +99,12 @@ def settings(kafka: Kafka, delegate: bool, status_ms: float) -> Settings:
             delegate=delegate,
             max_event_age_ms=DILATION * trigger.max_event_age_ms,
             max_status_age_ms=DILATION * max(trigger.max_status_age_ms, STATUSES * status_ms),
-            load_burst_ms=DILATION * trigger.load_burst_ms,
         ),
         worker=Worker(
             hbm_bytes=16 << 20,
             dram_bytes=0,
             audit_share=0.0,
             max_stale_tokens=0,  # the model reads no suffix, with which a stale prefix would be completed
-            max_ranking_delay_ms=DILATION * worker.max_ranking_delay_ms,
             status_interval_ms=round(DILATION * status_ms),
         ),
         model=Model(factory="forwarding_model:sleeper"),

@@ -238,7 +238,7 @@ class Device:
         return cell
 
 
-BOUND_MS = Worker().max_ranking_delay_ms
+BOUND_MS = 5.0
 
 
 def behaviours(user: int, count: int) -> Behaviours:

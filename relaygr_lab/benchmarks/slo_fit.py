@@ -17,6 +17,7 @@ import msgspec
 from relaygr_lab.simulate.bus import Z99, BusLatency
 from relaygr_lab.simulate.costs import DeviceCosts
 
+from relaygr_stream.engine.build import DELAY_SLO_SHARE
 from relaygr_stream.engine.executor import SLICE_SHARE
 from relaygr_stream.settings.schema import Settings
 
@@ -41,7 +42,8 @@ class Fit:
         self._costs = costs
         self._traffic = traffic
         self._rows = traffic["suffix"] + traffic["candidates"]
-        self._chunk_ms = SLICE_SHARE * settings.worker.max_ranking_delay_ms * costs.steps
+        bound_ms = settings.worker.max_ranking_delay_ms or DELAY_SLO_SHARE * settings.relay.slo_ms
+        self._chunk_ms = SLICE_SHARE * bound_ms * costs.steps
         full = [probe for probe in probes if probe["mode"] == "full"]
         relays = [probe for probe in probes if relayed(probe)]
         self._score_sigma = median(_sigma(probe) for probe in [one for one in relays if _pure(one)] or relays)

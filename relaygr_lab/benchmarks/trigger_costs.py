@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from relaygr_stream.engine.build import DELAY_SLO_SHARE
 from relaygr_stream.engine.cost_model import Costs
 from relaygr_stream.engine.executor import SLICE_SHARE, Executor
 from relaygr_stream.models.api import ScoreInput, Tokens
@@ -92,6 +93,7 @@ def measure(settings: Settings, seconds: float) -> tuple[list[Measured], float]:
     items = np.random.default_rng(1).integers(0, settings.model.vocab, longest)
     requests = []
     until = time.perf_counter() + seconds
+    delay_ms = executor.delay_ms(DELAY_SLO_SHARE * settings.relay.slo_ms)
     while time.perf_counter() < until:
         n, m, s = int(longest ** rng.uniform(0.6, 1.0)), rng.choice(ROWS), rng.choice(SUFFIXES)
         tokens = Tokens(np.stack([items[:n], np.zeros(n, np.int64), np.arange(n)]))
@@ -99,11 +101,11 @@ def measure(settings: Settings, seconds: float) -> tuple[list[Measured], float]:
         region.length = 0
         run = executor.prefill(region, tokens)
         while not run.done:
-            run.advance(settings.worker.max_ranking_delay_ms)
+            run.advance(delay_ms)
         suffix = Tokens(np.zeros((3, s), np.int64))
         _, score_ms = executor.score([ScoreInput(region, suffix, np.zeros(m, np.int64))])
         requests.append(Measured(n, s, m, tuple(costs.ops), score_ms))
-    return requests, executor.chunk_ms(SLICE_SHARE * settings.worker.max_ranking_delay_ms)
+    return requests, executor.chunk_ms(SLICE_SHARE * delay_ms)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ async def _measure_one(kafka: Kafka, mix: Mix, folder: Path, floor: bool) -> Rat
         kafka=kafka,
         relay=Relay(max_prefix_tokens=max(Relay().max_prefix_tokens, mix.tokens)),
         # The log waits for the trigger here, so nothing in it may count as late.
-        trigger=Trigger(max_event_age_ms=3.6e6, load_burst_ms=3.6e6, max_status_age_ms=10_000),
+        trigger=Trigger(max_event_age_ms=3.6e6, max_status_age_ms=10_000),
         telemetry=Telemetry(log_format="json"),
     )
     await apply_topics(kafka)

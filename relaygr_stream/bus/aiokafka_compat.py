@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +28,7 @@ from relaygr_stream.bus.broker_errors import unreachable
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.settings.section import MAX_PORT
+from relaygr_stream.telemetry.background import Work
 from relaygr_stream.wire.records import Record, as_record
 
 log = structlog.get_logger(__name__)
@@ -127,7 +128,7 @@ def _tls_context(kafka: Kafka) -> ssl.SSLContext:
 _late: set[asyncio.Task[None]] = set()
 
 
-async def end(what: str, stop: Callable[[], Coroutine[Any, Any, None]], within_s: float = CLOSE_S) -> None:
+async def end(what: str, stop: Work, within_s: float = CLOSE_S) -> None:
     """Await stop() for at most within_s, and never fail. A client that cannot be ended in time ends with the process.
 
     stop() runs in its own task, because aiokafka's stop() lets the cancellation of its inner tasks escape to the caller

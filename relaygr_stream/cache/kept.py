@@ -5,7 +5,6 @@ A copy's extent holds K and V, then the tokens. The digest is computed by a copy
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha1
 from typing import Final
@@ -24,19 +23,19 @@ WORD: Final = 8
 
 
 class DigestTicket(CopyTicket):
-    """The digest of a copy, computed by a copy thread."""
+    """The digest of a kept copy, computed by a copy thread."""
 
-    def __init__(self, compute: Callable[[], bytes]) -> None:
+    def __init__(self, kept: KeptCopies, copy: StoredCopy) -> None:
         nothing = torch.empty(0)
         super().__init__(nothing, nothing)
-        self._compute = compute
+        self._kept, self._copy = kept, copy
         self.digest = b""
 
     def run(self, stream: torch.Stream | None) -> None:
         """Compute it, once; no stream takes part."""
         del stream
         try:
-            self.digest = self._compute()
+            self.digest = self._kept.digest(self._copy)
         except Exception as error:
             self.finish(error)
         else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -177,7 +176,7 @@ class Moves:
 
     def _digest_of(self, copy: StoredCopy) -> DigestTicket:
         assert self._kept is not None
-        return DigestTicket(partial(self._kept.digest, copy))
+        return DigestTicket(self._kept, copy)
 
     def _start_load(self, entry: Entry) -> CopyTicket:
         assert self._dram is not None and entry.region is not None and entry.stored is not None

@@ -7,7 +7,7 @@ microseconds at 24 bytes a token (docs/explanation/decisions.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
 from functools import partial
 from typing import Final
 
@@ -19,7 +19,7 @@ from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.kept import Restored
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.moves import Moves
-from relaygr_stream.cache.restart import restore
+from relaygr_stream.cache.restart import Erased, restore
 from relaygr_stream.cache.scratch import Scratch
 from relaygr_stream.cache.tiers import MakePolicy, capacity_for
 from relaygr_stream.cache.transit import Transit
@@ -269,7 +269,7 @@ class PrefixCache:
         """Whether the DRAM tier's file holds copies of an earlier process that are not found again yet."""
         return self._dram is not None and self._dram.kept is not None and self._dram.kept.waits
 
-    def restore(self, erased: Callable[[str], bool] = lambda _: False, *, drop: str = "") -> Restored:
+    def restore(self, erased: Erased = lambda _: False, *, drop: str = "") -> Restored:
         """Find the copies of an earlier process again, in the DRAM tier's file. erased: whether a user was, since.
         drop: why nothing is taken; "": what fits is.
 

@@ -16,11 +16,13 @@ from relaygr_stream.cache.tier_file import SlotRecord
 from relaygr_stream.cache.tiers import DramTier, capacity_for
 from relaygr_stream.errors import CacheCorruption
 
+#: Whether a user was erased since the copies were written.
+Erased = Callable[[str], bool]
 #: More uses than any tier counts.
 MOST_USES: Final = 1e9
 
 
-def restore(table: EntryTable, dram: DramTier, kept: KeptCopies, most: int, erased: Callable[[str], bool]) -> Restored:
+def restore(table: EntryTable, dram: DramTier, kept: KeptCopies, most: int, erased: Erased) -> Restored:
     """See PrefixCache.restore. most: largest capacity of a region."""
     assert not dram.used, "restored into a tier in use: its copies may be overwritten"
     found = Restored()

@@ -146,18 +146,21 @@ class Transit:
         return list({*self._table.users(), *(reservation.user_id for reservation in self._reserved)})
 
     def worth(self, users: Sequence[str], max_tokens: int = 0) -> dict[str, float]:
-        """By user, the value of a token of the entry: faded uses × recompute cost (ms) / tokens.
+        """By user, the value of a byte of a copy, as eviction has it: faded uses × recompute cost (ms) / bytes.
 
         Users without an entry, users whose entry is computing, and those whose entry has more than max_tokens (0: any
         number) are left out.
         """
-        found = {}
+        found, dram = {}, self._table.dram
+        assert dram is not None
         for user_id in users:
             entry = self._table.by_user.get(user_id)
             if entry is None or entry.computing or (max_tokens and len(entry.tokens) > max_tokens):
                 continue
-            if len(entry.tokens):
-                found[user_id] = self._uses(user_id) * self._cost_ms(len(entry.tokens)) / len(entry.tokens)
+            place = entry.stored or entry.region
+            if place is not None and len(entry.tokens):
+                nbytes = dram.size_of(place.capacity)
+                found[user_id] = self._uses(user_id) * self._cost_ms(len(entry.tokens)) / nbytes
         return found
 
     def lend(self, user_id: str) -> Lease | Literal["soon", "never"]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
@@ -78,13 +78,7 @@ def import_command(settings: Settings, file: Path, **how: Any) -> None:
     of the model. A history longer than history.max_behaviours or relay.max_prefix_tokens keeps its newest. Other users'
     histories stay as they are. Exits 1 if a user failed.
     """
-    most, tenant = settings.longest_history, _tenant(settings, how["tenant"])
-
-    async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
-        newest = behaviours.slice(max(0, len(behaviours) - most), len(behaviours)) if most else behaviours
-        await store.replace(user, tenant, newest)
-
-    _write_all(settings, _log(file, settings.model, how), "imported", write)
+    _write_all(settings, _log(file, settings.model, how), _tenant(settings, how["tenant"]), "imported")
 
 
 @history_command.command()
@@ -97,12 +91,7 @@ def append(settings: Settings, file: Path, **how: Any) -> None:
     named. Items and actions must be numbers. A history that grows beyond history.max_behaviours or
     relay.max_prefix_tokens loses its oldest behaviours. Exits 1 if a user failed.
     """
-    most, tenant = settings.longest_history, _tenant(settings, how["tenant"])
-
-    async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
-        await store.append(user, tenant, behaviours, most)
-
-    _write_all(settings, _log(file, settings.model, how), "appended", write)
+    _write_all(settings, _log(file, settings.model, how), _tenant(settings, how["tenant"]), "appended")
 
 
 @history_command.command()
@@ -255,7 +244,7 @@ def _log(file: Path, model: Model, how: dict[str, Any]) -> InteractionLog:
     return log
 
 
-def _write_all(settings: Settings, log: InteractionLog, done: str, write: Callable[..., Any]) -> None:
+def _write_all(settings: Settings, log: InteractionLog, tenant: str, done: Literal["imported", "appended"]) -> None:
     """Write every user of the log, so many at a time as history.max_reads says, and say what became of them."""
     from rich.progress import Progress
 
@@ -265,7 +254,14 @@ def _write_all(settings: Settings, log: InteractionLog, done: str, write: Callab
     if broken := log.broken_text():
         click.echo(broken, err=True)
     failed: list[str] = []
-    users = log.histories()
+    users, most = log.histories(), settings.longest_history
+
+    async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
+        if done == "appended":
+            await store.append(user, tenant, behaviours, most)
+        else:
+            newest = behaviours.slice(max(0, len(behaviours) - most), len(behaviours)) if most else behaviours
+            await store.replace(user, tenant, newest)
 
     async def run() -> None:
         async with _writable(settings) as store:

@@ -126,6 +126,41 @@ def import_dlrm_hstu(checkpoint: Path, out: Path, tasks: str, **choices: Any) ->
     click.echo(f"{out}: {describe(made)}")
 
 
+@model_command.command(name="map-items")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16", "int8"]),
+    default="float32",
+    show_default=True,
+    help="Of the rows; int8 has a scale for each row.",
+)
+@click.option(
+    "--shard-gib", type=click.FloatRange(min=0, min_open=True), default=8.0, show_default=True, help="Per file."
+)
+def map_items_command(checkpoint: Path, out: Path, dtype: Any, shard_gib: float) -> None:
+    """Write a checkpoint with its item table in files that workers map, for tables larger than device or memory.
+
+    Prints the largest error of a value. A mapped file must not change: write another folder for new weights.
+
+    \b
+    Example:
+      relaygr model map-items models/dlrm models/dlrm-mapped --dtype int8
+      relaygr up --set model.checkpoint=models/dlrm-mapped
+    """
+    from relaygr_stream.models.devices import select_device
+
+    select_device("cpu")
+    from relaygr_stream.models.map_items import map_items
+
+    done = map_items(checkpoint, out, dtype, int(shard_gib * (1 << 30)))
+    click.echo(
+        f"{out}: {done.rows:,} rows in {done.shards} files, {done.nbytes:,} bytes; largest error {done.error:.3g}, "
+        f"{done.share:.2%} of its row's largest value"
+    )
+
+
 @model_command.command(name="random")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--layers", type=click.IntRange(1, 4096), default=4, help="STU layers.")

@@ -37,7 +37,7 @@ limited = LogLimiter().limited
 #: How often lines that a limit held back are counted in the log; a process of the relay does so itself.
 FLUSH_LOGS_S: Final = 1.0
 
-Beside = Callable[[Producer], AbstractAsyncContextManager[None]]
+Beside = Callable[[Producer, Background], AbstractAsyncContextManager[None]]
 
 
 @asynccontextmanager
@@ -53,8 +53,8 @@ async def connected(
 ) -> AsyncIterator[Connection]:
     """Connect to the brokers; at the end, send what is buffered and disconnect.
 
-    background: fails when it can no longer serve, as when answers cannot be read. beside: made with the producer, and
-    entered before the connection is used. Raises BrokerUnavailable,
+    background: fails when it can no longer serve, as when answers cannot be read. beside: made with the producer
+    and the background, and entered before the connection is used. Raises BrokerUnavailable,
     TopicError, CoPartitionError, ConfigError.
     """
     kafka, client = settings.kafka, settings.client
@@ -86,7 +86,7 @@ async def connected(
         counts = PartitionCounts(topics, producer, route)
         background.start(counts.run())
         if beside is not None:
-            await stack.enter_async_context(beside(producer))
+            await stack.enter_async_context(beside(producer, background))
         background.start(periodically(FLUSH_LOGS_S, _flush_logs, "write what log lines were held back"))
         connection = Connection(
             settings,

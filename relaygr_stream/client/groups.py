@@ -58,9 +58,15 @@ class Groups:
         self._background = Background()
 
     @asynccontextmanager
-    async def following(self, topics: TopicSet, reader: StatusReader, producer: Producer) -> AsyncIterator[None]:
-        """Follow the routes, and keep a connection to each group that they name. topics, reader: of the own group."""
+    async def following(
+        self, topics: TopicSet, reader: StatusReader, producer: Producer, owner: Background
+    ) -> AsyncIterator[None]:
+        """Follow the routes, and keep a connection to each group that they name. topics, reader: of the own group.
+
+        owner: fails with what ends this for good.
+        """
         self._background = background = Background()
+        owner.watch(background.failed)
         name = routes_topic(topics).name
         tail = RoutesTail(self._settings.kafka, name, reader, partial(producer.exists, name), self._on_routes)
         await tail.start()

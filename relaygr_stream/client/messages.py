@@ -139,8 +139,7 @@ class MessageClient:
         return not self._settings.client.hedge_ms
 
     async def __aenter__(self) -> Self:
-        if self._settings.client.hedge_ms:
-            await self._reader.prepare()
+        await self._reader.prepare()
         async with AsyncExitStack() as stack:
             tracing = self._callers_tracing  # what an earlier opening made has ended with it
             if not tracing.on:

@@ -95,8 +95,9 @@ class LaneBudgets:
 
         Σ max(pinned, every grant of the last hold_s) ≤ whole
 
-    at all times, if pinned bytes stay within the grants. turn_s: where there is not room for the largest prefix of
-    every lane that is asked, a lane keeps its room for so long, once it has it, before it is another's turn.
+    at all times, if what a trigger has pinned for its lanes together stays within their grants. turn_s: where there is
+    not room for the largest prefix of every lane that is asked, a lane keeps its room for so long, once it has it,
+    before it is another's turn.
     """
 
     def __init__(self, whole: int, hold_s: float, turn_s: float) -> None:
@@ -121,14 +122,12 @@ class LaneBudgets:
         """
         self._forget(shares.keys(), now_s)
         targets = self._targets(shares, largest, set(asked), now_s)
-        held = {}
-        for lane, granted in self._granted.items():
-            bound, most = pinned.get(lane, 0), granted.most()
-            held[lane] = bound if bound > most else most
-        room = max(0, self._whole - sum(held.values()))
+        most = {lane: granted.most() for lane, granted in self._granted.items()}
+        # A lane may have more pinned than it was granted: of what its trigger was granted for others (trigger/load.py).
+        room = max(0, self._whole - sum(max(pinned.get(lane, 0), granted) for lane, granted in most.items()))
         budgets = {}
         for lane in self._queue:
-            budget, already = targets[lane], held[lane]
+            budget, already = targets[lane], most[lane]
             if budget > already:
                 budget = min(budget, already + room)
                 room -= budget - already

@@ -22,6 +22,7 @@ from relaygr_stream.errors import CapacityError
 from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.loading import load_model
+from relaygr_stream.models.mapped import HOT_PART
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Worker as WorkerSettings
 from relaygr_stream.wire.worker_status import counted_bytes
@@ -35,6 +36,8 @@ SCHEDULER_SHARE: Final = 0.75
 #: moments in which it has time; its own users' returns need the rest of HBM as a cache. But a room without place for
 #: one longest prefix is no room for its users, so it has that much wherever HBM does.
 DELEGATED_PART: Final = 0.25
+#: A ranking waits at most this share of the SLO for a slice of other work.
+DELAY_SLO_SHARE: Final = 0.2
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,10 @@ def load_executor(settings: Settings) -> Executor:
     if device.type == "cpu":
         torch.set_num_threads(worker.threads)
     dtype = getattr(torch, worker.dtype)
-    model = load_model(settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels)
+    hot_bytes = worker.hbm_bytes // HOT_PART
+    model = load_model(
+        settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels, hot_bytes=hot_bytes
+    )
     return Executor(model, device)
 
 
@@ -133,7 +139,8 @@ def assemble(
         Limits(
             pinned_bytes=pinned_bytes,
             delegated_bytes=delegated_bytes,
-            max_ranking_delay_ms=worker.max_ranking_delay_ms,
+            max_ranking_delay_ms=worker.max_ranking_delay_ms or DELAY_SLO_SHARE * settings.relay.slo_ms,
+            delay_by_costs=not worker.max_ranking_delay_ms,
             batch=worker.max_batch,
             queue_limit=worker.max_queue,
             waiting_bytes=int(SCHEDULER_SHARE * worker.max_waiting_bytes),

@@ -17,9 +17,8 @@ from relaygr_stream.errors import CacheCorruption
 #: Clients told apart at once. The device thread looks at each that has work ready: a ranking's queueing, forecast and
 #: booking take 9 µs with one client, 16 with 4, 68 with 64 and 306 with 256 of them ready at once.
 MOST_CLIENTS: Final = 64
-#: Deadlines decide among clients while none is ahead of the least served one by more than so many slices of
-#: worker.max_ranking_delay_ms. Less would break up batches of honest clients; more lets a client with nearer deadlines
-#: hold up another one for longer.
+#: Deadlines decide among clients while none is ahead of the least served one by more than so many slices. Less would
+#: break up batches of honest clients; more lets a client with nearer deadlines hold up another one for longer.
 SLACK_SLICES: Final = 4
 
 #: What can be scarce: places in the queue, memory, device time.

@@ -251,6 +251,11 @@ class Costs:
         """Note the length of a ranking's suffix."""
         self._suffix += MEAN_STEP * (tokens - self._suffix)
 
+    @property
+    def fixed_ms(self) -> float:
+        """Predicted time of a chunk beside that of its tokens."""
+        return self._extend.coefficients[0]
+
     def prefill_ms(self, position: int, tokens: int) -> float:
         """Predicted time of appending `tokens` tokens behind `position`."""
         return self._extend.predict(_extend_features(position, tokens))

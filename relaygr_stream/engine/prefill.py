@@ -39,7 +39,7 @@ class PrefillJobs:
         self._executor = executor
         self._cache = cache
         self._queue = queue
-        self._bound_ms = bound_ms
+        self.bound_ms = bound_ms
         self._placed = placed
         self.counters = PrefillCounters()
         self.calibration = Calibration()
@@ -133,7 +133,7 @@ class PrefillJobs:
             return 0.0
         job.started = job.started or now
         try:
-            ms = job.run.advance(self._bound_ms)
+            ms = job.run.advance(self.bound_ms)
         except Exception as error:  # a user's model or the device may raise anything; the request must be answered
             job.error = describe(error)
             self._end(job, now)

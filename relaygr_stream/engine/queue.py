@@ -18,6 +18,8 @@ from relaygr_stream.engine.commands import PrefillTask
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
 
 T = TypeVar("T")
+#: Whether an item is to be dropped, now and for ever.
+Over = Callable[[T], bool]
 
 #: A heap that holds more items than twice the live ones and so many is rebuilt without those that are over.
 SPARE: Final = 64
@@ -30,7 +32,7 @@ class TimerHeap(Generic[T]):
     more than half of what is kept. Every operation is O(log n), amortised.
     """
 
-    def __init__(self, over: Callable[[T], bool]) -> None:
+    def __init__(self, over: Over[T]) -> None:
         self._over = over
         self._heap: list[tuple[float, int, T]] = []
         self._order = count()
@@ -73,7 +75,7 @@ class Turns:
     over(item): it has no place here any more.
     """
 
-    def __init__(self, clients: Clients, over: Callable[[Ranking | PrefillJob], bool]) -> None:
+    def __init__(self, clients: Clients, over: Over[Ranking | PrefillJob]) -> None:
         self._clients = clients
         self._over = over
         self._of_client: dict[Account, TimerHeap[Ranking | PrefillJob]] = {}

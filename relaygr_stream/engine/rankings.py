@@ -41,7 +41,7 @@ class Rankings:
         self._admission = admission
         self._answered = answered
         self._most = most  # rankings scored together
-        self._max_delay_ms = max_delay_ms
+        self.max_delay_ms = max_delay_ms
         self.answers: list[Answer] = []
         self._timers: TimerHeap[Ranking] = TimerHeap(attrgetter("answered"))
         self._delays = (0.0, 0)  # seconds and number of delays until the device took a ranking
@@ -130,7 +130,7 @@ class Rankings:
         """The next rankings that are ready, up to the first job: as many as there are where batches pay, else so few
         that they take no longer than a chunk may, or two."""
         factor, score_ms = self._admission.calibration.factor, self._admission.score_ms
-        within_ms = math.inf if self._batching.pays else SLICE_SHARE * self._max_delay_ms
+        within_ms = math.inf if self._batching.pays else SLICE_SHARE * self.max_delay_ms
         turns = self._queue.late if late else self._queue.in_time
         batch: list[Ranking] = []
         while len(batch) < self._most and isinstance(ranking := turns.first(), Ranking):

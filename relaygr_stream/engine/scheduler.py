@@ -71,6 +71,7 @@ class Limits:
     delegated_bytes: int = 0  # pinned on other workers' behalf, beside pinned_bytes
     truncate_min_tokens: int = 0  # fewest newest behaviours that a ranking may be cut to; 0: none is cut
     averaging: float = 1.0  # factor of the times over which demand is averaged
+    delay_by_costs: bool = False  # max_ranking_delay_ms is only a bound
 
 
 @dataclass
@@ -117,6 +118,7 @@ class Scheduler:
         self._executor = executor
         self.cache = cache
         self._limits = limits
+        self.delay_ms = limits.max_ranking_delay_ms
         self.auditor = auditor
         clients = Clients(SLACK_SLICES * limits.max_ranking_delay_ms)
         answered = RecentIds(RECENT_ANSWERS)
@@ -198,7 +200,7 @@ class Scheduler:
             self.admission.idle.busy(self._advance(job, now), now)
         elif (work := self._queue.late.first()) is not None:
             self._work(work, now)
-        elif self.auditor.step(self._executor, self.cache.scratch, self._limits.max_ranking_delay_ms):
+        elif self.auditor.step(self._executor, self.cache.scratch, self.delay_ms):
             self._evict_deviating()
         else:
             return False
@@ -216,6 +218,11 @@ class Scheduler:
     def backlog(self) -> int:
         """Prefill jobs that are not over, those that rankings wait for among them, without one in scratch."""
         return len(self._jobs)
+
+    @property
+    def works(self) -> bool:
+        """Whether there are rankings without an answer, or prefill jobs. Any thread may ask."""
+        return bool(len(self.rankings) or len(self._jobs))
 
     def totals(self) -> dict[str, float]:
         """Running totals by name: signals by what became of them, device time by kind of work, failures, audits."""
@@ -281,7 +288,15 @@ class Scheduler:
             if job is not None and self._jobs.end_unwanted(job, now, cancelled=cancelled):
                 self._wake(entry)
 
+    def _follow_costs(self) -> None:
+        """Let the device work in slices as long as what was learnt of its costs asks for."""
+        self.delay_ms = self._executor.delay_ms(self._limits.max_ranking_delay_ms)
+        self._jobs.bound_ms = self.rankings.max_delay_ms = self.delay_ms
+        self.admission.clients.slack_ms = SLACK_SLICES * self.delay_ms
+
     def _snapshot(self, lanes: Collection[int], now: float) -> Snapshot:
+        if self._limits.delay_by_costs:
+            self._follow_costs()
         cache, pins, demand = self.cache, self.pins, self.demand
         return Snapshot(
             lane_bytes=dict(zip(lanes, map(pins.lane_bytes, lanes), strict=True)),

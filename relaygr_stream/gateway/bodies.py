@@ -20,7 +20,8 @@ from relaygr_stream.wire.features import MAX_COLUMNS, Columns, FeatureTables
 
 B = TypeVar("B", Announce, Rank)
 _ABSENT: Final = Raw(b"")
-_PACK: Final[dict[str, Callable[[list[Any], str], bytes]]] = {
+_Pack = Callable[[list[Any], str], bytes]
+_PACK: Final[dict[str, _Pack]] = {
     "items": pack_ids,
     "actions": lambda values, name: pack(values, ACTION_DTYPE, name),
     "times": lambda values, name: pack(values, TIME_DTYPE, name),
@@ -116,7 +117,7 @@ class _Reader:
             return int.from_bytes(data[1 : 3 if kind == 0xDC else 5], "big")
         return kind & 0x0F if kind & 0xF0 == 0x90 else 0
 
-    def _array(self, place: str, name: str, raw: Raw, packed: Callable[[list[Any], str], bytes]) -> bytes:
+    def _array(self, place: str, name: str, raw: Raw, packed: _Pack) -> bytes:
         if raw is _ABSENT:
             return b""
         values: bytes | list[Any] = _at(place, self._packed, raw)

@@ -47,6 +47,7 @@ def handover_for(context: WorkerContext, device: Device, lanes: int, peers: Owne
         longest_sequence(settings, runtime.model),
         runtime.model.layout,
         token_bytes(schema_of(runtime.model)),
+        lambda: runtime.scheduler.works,
     )
 
 

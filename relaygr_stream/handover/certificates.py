@@ -30,8 +30,8 @@ from relaygr_stream.settings.worker import Handover
 from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.signature import purpose_key
 
-#: The protocol's name, negotiated by TLS (ALPN). Version 1 had a seal on each frame instead of TLS.
-PROTOCOL: Final = "relaygr-handover/2"
+#: The protocol's name, negotiated by TLS (ALPN). Version 1 had a seal on each frame instead of TLS, 2 copies in frames.
+PROTOCOL: Final = "relaygr-handover/3"
 PURPOSE: Final = "hand-over authority 1"
 NAME_URI: Final = "relaygr://worker/"
 #: The validity of a certificate: a leaked one is of no use after a day.

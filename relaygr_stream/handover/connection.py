@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from typing import Final
+from typing import Any, Final
 
 from relaygr_stream.handover.certificates import PROTOCOL, Credentials, Networks, identity_problem, worker_name
 from relaygr_stream.handover.channel import Channel, PeerError
-from relaygr_stream.handover.wire import SLICE_BYTES
+from relaygr_stream.handover.tls import TlsSocket
 
 #: Time limit of connecting and the TLS handshake: a few milliseconds on each side, tens on a loaded machine.
 PROVE_S: Final = 3.0
-#: Time limit of TLS's closing exchange.
-SHUTDOWN_S: Final = 1.0
 
 
 async def connect(address: str, name: str, credentials: Credentials, networks: Networks) -> Channel:
@@ -26,24 +24,22 @@ async def connect(address: str, name: str, credentials: Credentials, networks: N
     host = host.strip("[]")
     try:
         async with asyncio.timeout(PROVE_S):
-            where = await _allowed(host, int(port), networks)
-            reader, writer = await asyncio.open_connection(
-                where,
-                int(port),
-                ssl=credentials.context(ssl.Purpose.SERVER_AUTH),
-                server_hostname=host,
-                ssl_handshake_timeout=PROVE_S,
-                ssl_shutdown_timeout=SHUTDOWN_S,
-                limit=SLICE_BYTES,
-            )
+            family, where = await _allowed(host, int(port), networks)
+            raw = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                raw.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(raw, where)
+            except BaseException:
+                raw.close()
+                raise
+            connection = await TlsSocket.prove(raw, credentials.context(ssl.Purpose.SERVER_AUTH), host)
     except (OSError, ValueError, OverflowError) as error:  # TimeoutError and ssl.SSLError are OSErrors
         raise PeerError(f"cannot be reached: {_describe(error)}") from error
-    channel = Channel(reader, writer)
-    problem = _protocol_problem(writer) or identity_problem(writer.get_extra_info("peercert"), name, host)
+    problem = _protocol_problem(connection) or identity_problem(connection.certificate, name, host)
     if problem:
-        channel.abort()
+        connection.abort()
         raise PeerError(problem)
-    return channel
+    return Channel(connection)
 
 
 async def accept(connection: socket.socket, credentials: Credentials, networks: Networks) -> tuple[Channel, str]:
@@ -56,44 +52,36 @@ async def accept(connection: socket.socket, credentials: Credentials, networks: 
         there = connection.getpeername()[0]
         if there not in networks:
             raise PeerError(f"comes from {there}, outside `handover.networks` = {networks}")
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(SLICE_BYTES, loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-        transport, _ = await loop.connect_accepted_socket(
-            lambda: protocol,
-            connection,
-            ssl=credentials.context(ssl.Purpose.CLIENT_AUTH),
-            ssl_handshake_timeout=PROVE_S,
-            ssl_shutdown_timeout=SHUTDOWN_S,
-        )
+        async with asyncio.timeout(PROVE_S):
+            proven = await TlsSocket.prove(connection, credentials.context(ssl.Purpose.CLIENT_AUTH))
     except OSError as error:
         connection.close()
         raise PeerError(f"has not authenticated itself: {_describe(error)}") from error
     except BaseException:
         connection.close()
         raise
-    writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-    channel = Channel(reader, writer)
-    name = worker_name(writer.get_extra_info("peercert"))
-    problem = _protocol_problem(writer) or ("" if name else "its certificate names no worker")
+    name = worker_name(proven.certificate)
+    problem = _protocol_problem(proven) or ("" if name else "its certificate names no worker")
     if problem:
-        channel.abort()
+        proven.abort()
         raise PeerError(problem)
-    return channel, name
+    return Channel(proven), name
 
 
-async def _allowed(host: str, port: int, networks: Networks) -> str:
-    """An address of the host inside the networks, resolved once, so that the checked address is the one used."""
+async def _allowed(host: str, port: int, networks: Networks) -> tuple[socket.AddressFamily, Any]:
+    """Family and address of the host inside the networks, resolved once, so that the checked address is the one
+    used."""
     loop = asyncio.get_running_loop()
-    found = [str(info[4][0]) for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    for address in found:
-        if address in networks:
-            return address
-    raise PeerError(f"is at {', '.join(sorted(set(found)))}, outside `handover.networks` = {networks}")
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, where in found:
+        if str(where[0]) in networks:
+            return family, where
+    addresses = ", ".join(sorted({str(where[0]) for *_, where in found}))
+    raise PeerError(f"is at {addresses}, outside `handover.networks` = {networks}")
 
 
-def _protocol_problem(writer: asyncio.StreamWriter) -> str:
-    spoken = writer.get_extra_info("ssl_object").selected_alpn_protocol()
+def _protocol_problem(connection: TlsSocket) -> str:
+    spoken = connection.protocol
     return "" if spoken == PROTOCOL else f"speaks {spoken or 'no protocol by name'}, this worker {PROTOCOL}"
 
 

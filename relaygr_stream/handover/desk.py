@@ -65,7 +65,7 @@ class Desk:
         self._lanes = lanes
 
     async def most_valuable_first(self, lanes: frozenset[int], max_tokens: int = 0) -> Iterator[str]:
-        """The users of these lanes who have an entry, the most valuable entries per token first.
+        """The users of these lanes who have an entry, the most valuable entries per byte first.
 
         max_tokens: those with a longer entry are left out; 0: none is.
         """

@@ -21,11 +21,13 @@ import structlog
 from relaygr_stream.errors import DeviceError
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.handover.certificates import Credentials, Networks, identity_problem, make_credentials
-from relaygr_stream.handover.channel import Bandwidth, Channel, PeerError
+from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import PROVE_S, accept, connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
+from relaygr_stream.handover.pace import CopyPace, Works
 from relaygr_stream.handover.session import Giver, SessionProgress, Taker
-from relaygr_stream.handover.wire import SLICE_BYTES, TOKEN_BYTES, PrefixIdentity
+from relaygr_stream.handover.tls import SLICE_BYTES
+from relaygr_stream.handover.wire import TOKEN_BYTES, PrefixIdentity
 from relaygr_stream.models.kv import KVLayout
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.telemetry.background import Background
@@ -36,7 +38,7 @@ from relaygr_stream.wire.messages import WorkerStatus
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
-#: Sessions served at once; each holds one copy and two slices. More workers gain lanes at once only when a whole fleet
+#: Sessions served at once; each holds one copy. More workers gain lanes at once only when a whole fleet
 #: starts, and then there is nothing to fetch. A refused worker asks again.
 MAX_SESSIONS: Final = 32
 #: Connections whose other end is not authenticated yet; each has TLS buffers of half a MiB.
@@ -55,16 +57,14 @@ ASK_FOR_S: Final = 5.0
 LOOK_S: Final = 0.05
 #: The pause before the same worker is asked again after a failed session.
 RETRY_S: Final = 1.0
-#: The burst after a pause, in seconds of the bandwidth; at least one slice.
-BURST_S: Final = 1 / 30
 MIB: Final = 1 << 20
 
 
 class HandoverService:
     """Serves and fetches from `start` to `stop`. peers: what the workers state.
 
-    max_tokens: the longest sequence. layout: of a copy in the DRAM tier. token_bytes: of a
-    token in an offer.
+    max_tokens: the longest sequence. layout: of a copy in the DRAM tier. token_bytes: of a token in an offer.
+    works: see CopyPace.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class HandoverService:
         max_tokens: int,
         layout: KVLayout,
         token_bytes: int = TOKEN_BYTES,
+        works: Works = lambda: False,
     ) -> None:
         self._settings = settings
         self._name = name
@@ -85,10 +86,9 @@ class HandoverService:
         self._metrics = metrics
         self._networks = Networks(settings.networks)
         self._credentials: Credentials | None = None
-        bytes_per_s = settings.mib_per_s * MIB
-        bandwidth = Bandwidth(bytes_per_s, max(SLICE_BYTES, int(BURST_S * bytes_per_s)), time.monotonic())
-        self._giver = Giver(identity, desk, bandwidth, metrics)
-        self._taker = Taker(identity, desk, metrics, max_tokens, layout, token_bytes)
+        given, taken = CopyPace(works, settings.mib_per_s * MIB, SLICE_BYTES), CopyPace(works)
+        self._giver = Giver(identity, desk, given, metrics)
+        self._taker = Taker(identity, desk, taken, metrics, max_tokens, layout, token_bytes)
         self._background = Background()
         self._sessions = 0  # sessions served now, with authenticated workers
         self._asking: asyncio.Task[None] | None = None
@@ -196,22 +196,28 @@ class HandoverService:
     async def farewell(self, seconds: float) -> None:
         """After leaving the group, wait until the lanes' new owners have fetched their entries, at most `seconds`.
 
-        Returns at once if no other worker serves with its hand-over on.
+        Returns at once if no other worker with its hand-over on serves, or starts.
         """
-        if not (self._left and self._others_serve()):
-            return
         start = busy = time.monotonic()
-        while self._left and self._others_serve() and time.monotonic() < min(start + seconds, busy + ASK_FOR_S):
+        while waits := bool(self._sessions or (self._left and self._others_come())):
+            now = time.monotonic()
+            if self._sessions or not self._left <= self._owned_elsewhere():
+                busy = now  # who gets lanes asks within ASK_FOR_S; the group may take longer to give them
+            if now > min(start + seconds, busy + ASK_FOR_S):
+                break
             await asyncio.sleep(LOOK_S)
-            busy = time.monotonic() if self._sessions else busy
         waited = round(time.monotonic() - start, 3)
-        if self._left:
+        if self._left and (waits or waited):
             log.warning("stopped before all lanes were handed over", lanes=sorted(self._left), waited_s=waited)
-        else:
+        elif waited:
             log.info("all lanes handed over", waited_s=waited)
 
-    def _others_serve(self) -> bool:
-        return any(peer.state == "serving" for peer in self._reachable())
+    def _others_come(self) -> bool:
+        return any(peer.state in ("starting", "serving") for peer in self._reachable())
+
+    def _owned_elsewhere(self) -> set[int]:
+        others = (peer for name, peer in self._peers.workers().items() if name != self._name)
+        return {lane.lane for peer in others if peer.state == "serving" for lane in peer.lanes}
 
     async def _accept(self, connection: socket.socket, known: Known) -> None:
         assert self._credentials is not None

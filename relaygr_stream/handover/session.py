@@ -1,30 +1,26 @@
 """One session: the old owner of lanes gives the copies of their users' entries, the new one takes them.
 
 The giver offers the entries of the requested lanes, the most valuable first; it leases and sends one copy at a time, in
-slices, within the bandwidth. The taker decides on every offer, and fills its DRAM tier. It trusts an authenticated peer
+one piece, at its pace. The taker decides on every offer, and fills its DRAM tier. It trusts an authenticated peer
 for the contents of a copy only: it checks lengths, shapes, users and order.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.cache.transit import Lease, Reservation
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.handover.channel import Bandwidth, Channel, PeerError
+from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
+from relaygr_stream.handover.pace import CopyPace
 from relaygr_stream.handover.wire import (
     MAX_ASK,
     MAX_CHOICE,
     MAX_TEXT,
-    SLICE_BYTES,
     TOKEN_BYTES,
     Ask,
     End,
@@ -65,10 +61,10 @@ class SessionProgress:
 class Giver:
     """Serves sessions, one call of `serve` each."""
 
-    def __init__(self, identity: PrefixIdentity, desk: Desk, bandwidth: Bandwidth, metrics: HandoverMetrics) -> None:
+    def __init__(self, identity: PrefixIdentity, desk: Desk, pace: CopyPace, metrics: HandoverMetrics) -> None:
         self._identity = identity
         self._desk = desk
-        self._bandwidth = bandwidth
+        self._pace = pace
         self._metrics = metrics
 
     async def serve(self, channel: Channel, progress: SessionProgress) -> None:
@@ -95,13 +91,8 @@ class Giver:
         await channel.send(Offer.of(user_id, lease.tokens, lease.capacity, nbytes, lease.uses))
         choice = await channel.receive(Take | SkipOffer | Enough, MAX_CHOICE, CHOICE_S)
         if isinstance(choice, Take):
-            data = lease.data.numpy()
-            for start in range(0, nbytes, SLICE_BYTES):
-                piece = data[start : start + SLICE_BYTES].tobytes()
-                if wait_s := self._bandwidth.take(len(piece), time.monotonic()):
-                    await asyncio.sleep(wait_s)
-                await channel.send_copy(piece)
-                self._metrics.bytes.labels("given").inc(len(piece))
+            count = self._metrics.bytes.labels("given").inc
+            await channel.send_copy(lease.data.numpy().data, self._pace, count)
             progress.entries += 1
             progress.nbytes += nbytes
             self._metrics.entries.labels("given").inc()
@@ -125,12 +116,14 @@ class Taker:
         self,
         identity: PrefixIdentity,
         desk: Desk,
+        pace: CopyPace,
         metrics: HandoverMetrics,
         max_tokens: int,
         layout: KVLayout,
         token_bytes: int = TOKEN_BYTES,
     ) -> None:
         self._token_bytes = token_bytes
+        self._pace = pace
         self._identity = identity
         self._desk = desk
         self._metrics = metrics
@@ -184,12 +177,8 @@ class Taker:
                 await channel.send(SkipOffer())
                 return place != "full"
             await channel.send(Take())
-            data, filled = place.data.numpy(), 0
-            while filled < offer.nbytes:
-                piece = await channel.receive_copy(offer.nbytes - filled)
-                data[filled : filled + len(piece)] = np.frombuffer(piece, np.uint8)
-                filled += len(piece)
-                self._metrics.bytes.labels("taken").inc(len(piece))
+            count = self._metrics.bytes.labels("taken").inc
+            await channel.receive_copy(place.data.numpy().data, self._pace, count)
         if not place.filled:
             self._metrics.declined.labels("held").inc()
             return True

@@ -3,9 +3,9 @@
     new owner → Ask              old owner → Refused | Offer … | End
     per Offer: new owner → Take | Skip | Enough; after Take the old owner sends the copy's bytes
 
-TLS (connection.py) authenticates the workers, encrypts the connection, and negotiates the protocol's version. A frame
-is the payload's length (4 bytes, big-endian), its kind (1 byte), and the payload. A message's payload is MessagePack.
-A copy's bytes are sent unchanged, in slices of SLICE_BYTES and a last, shorter slice.
+TLS (connection.py) authenticates the workers, encrypts the connection, and negotiates the protocol's version. A message
+is its length (4 bytes, big-endian), and that many bytes of MessagePack. A copy's bytes are sent unchanged, as one
+contiguous region without a frame: its length was offered.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.wire.features import FeatureSchema
 from relaygr_stream.wire.versions import NOT_DECODED
 
-HEADER: Final = struct.Struct(">IB")
-MESSAGE, COPY = 0, 1
+HEADER: Final = struct.Struct(">I")
 #: Largest payload of Take, Skip and Enough, which have a tag alone.
 MAX_CHOICE: Final = 64
 #: Largest payload of Ask: 10,000 lanes (the settings' bound) of 3 bytes, and an identity.
 MAX_ASK: Final = 64 * 1024
-#: Bytes of a slice: about 100 µs of encryption on the event loop.
-SLICE_BYTES: Final = 128 * 1024
 #: Bytes of a token of a model that reads no features: int64 item, action and gap.
 TOKEN_BYTES: Final = 8 * ROWS
 

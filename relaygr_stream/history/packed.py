@@ -153,7 +153,8 @@ def joined(first: Behaviours, second: Behaviours) -> Behaviours:
         return second if len(second) else first
     table = {key: data + second.table[key] for key, data in first.table.items()}
     items = bytes(first.items) + second.items
-    if first.wide or second.wide:
+    narrow = len(second.items) == ITEM_DTYPE.itemsize * len(second)
+    if (first.wide and narrow) or second.wide:  # otherwise they are alike, or what checks them says what is wrong
         items = np.concatenate([first.arrays()[0], second.arrays()[0]], dtype=WIDE_ITEM_DTYPE).tobytes()
     return Behaviours(
         items,

@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.models.features import FeatureEmbedding, oov_hash
+from relaygr_stream.models.mapped import MappedTable
 from relaygr_stream.models.stu import NORM_EPS
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
 
@@ -52,11 +53,18 @@ def gap_buckets(gaps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 class TokenEmbedding(nn.Module):
     """The embedding tables. Positions from max_positions on share the last row.
 
-    unknown_items: ids outside [0, vocab) that were embedded so far, in behaviours and candidates.
+    unknown_items: ids outside [0, vocab) that were embedded so far, in behaviours and candidates. table: the item
+    table, where it stays in its files; there is no `item` then.
     """
 
     def __init__(
-        self, dim: int, vocab: int, max_positions: int, oov_rows: int = 0, schema: FeatureSchema = NO_FEATURES
+        self,
+        dim: int,
+        vocab: int,
+        max_positions: int,
+        oov_rows: int = 0,
+        schema: FeatureSchema = NO_FEATURES,
+        table: MappedTable | None = None,
     ) -> None:
         super().__init__()
         self.features = FeatureEmbedding(schema, dim) if schema else None
@@ -64,7 +72,9 @@ class TokenEmbedding(nn.Module):
         self.oov_rows = oov_rows
         self.max_positions = max_positions
         self.unknown_items = 0
-        self.item = nn.Parameter(torch.empty(vocab + oov_rows, dim), requires_grad=False)
+        self.table = table
+        if table is None:
+            self.item = nn.Parameter(torch.empty(vocab + oov_rows, dim), requires_grad=False)
         self.action = nn.Parameter(torch.empty(ACTIONS, dim), requires_grad=False)
         self.position = nn.Parameter(torch.empty(max_positions, dim), requires_grad=False)
         self.gap = nn.Parameter(torch.empty(GAP_BUCKETS, dim), requires_grad=False)
@@ -76,7 +86,7 @@ class TokenEmbedding(nn.Module):
         rows = np.empty((4, len(tokens)), np.int64)
         self._fill(rows, tokens, first)
         index = self._to_device(rows)
-        x = self._items_and_positions(index)
+        x = self._items_and_positions(index, rows)
         self._add_behaviours(x, index, tokens)
         return x
 
@@ -88,7 +98,7 @@ class TokenEmbedding(nn.Module):
         """
         rows, bounds = self.ranking_rows(batch)
         index = self._to_device(rows)
-        x = self._items_and_positions(index)
+        x = self._items_and_positions(index, rows)
         for number, (start, middle, stop) in enumerate(bounds):
             if middle > start:
                 self._add_behaviours(x[start:middle], index[:, start:middle], batch[number][0])
@@ -130,12 +140,13 @@ class TokenEmbedding(nn.Module):
             rows[unknown] = ids % self.vocab if not self.oov_rows else self.vocab + oov_hash(ids) % self.oov_rows
 
     def _to_device(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self.item.device, non_blocking=True)
+        return torch.from_numpy(rows).to(self.position.device, non_blocking=True)
 
     # The order of these sums is part of the model: in half precision another order gives another vector, and a
     # behaviour must have the same vector in a prefix and in a suffix.
-    def _items_and_positions(self, index: torch.Tensor) -> torch.Tensor:
-        return self.item.index_select(0, index[0]).add_(self.position.index_select(0, index[1]))
+    def _items_and_positions(self, index: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        items = self.item.index_select(0, index[0]) if self.table is None else self.table.rows(rows[0])
+        return items.add_(self.position.index_select(0, index[1]))
 
     def _add_behaviours(self, x: torch.Tensor, index: torch.Tensor, tokens: Tokens) -> None:
         x.add_(self.action.index_select(0, index[2])).add_(self.gap.index_select(0, index[3]))

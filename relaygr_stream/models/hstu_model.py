@@ -20,6 +20,7 @@ from relaygr_stream.models.kernels.choice import fused_stack
 from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder
 from relaygr_stream.models.kernels.recorded import RecordedModel
 from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.mapped import MappedTable
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.relative import MOST_BUCKETS, is_relative
 from relaygr_stream.models.stu import Count, Positive, RankingRows, StackConfig
@@ -68,6 +69,11 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
                 wanted = "no `rows`" if one.rows else "`rows` of at least 1, its embedding table's"
                 raise ValueError(f"the {one.dtype} feature {one.name!r} needs {wanted}")
 
+    @property
+    def item_table(self) -> tuple[int, int]:
+        """The shape of the item table."""
+        return self.vocab + self.oov_rows, self.dim
+
     def fields(self) -> dict[str, Any]:
         """The fields as config.json has them. Later fields are left out at their defaults: the model's version stays
         what it was before these fields were there, and an older release reads the file."""
@@ -85,11 +91,13 @@ class HSTUModel(nn.Module):
     tasks: tuple[str, ...]
     incremental: bool
 
-    def __init__(self, config: HSTUConfig) -> None:
+    def __init__(self, config: HSTUConfig, table: MappedTable | None = None) -> None:
         super().__init__()
         self.config = config
         self.features = FeatureSchema(config.features)
-        self.embedding = TokenEmbedding(config.dim, config.vocab, config.max_positions, config.oov_rows, self.features)
+        self.embedding = TokenEmbedding(
+            config.dim, config.vocab, config.max_positions, config.oov_rows, self.features, table
+        )
         self.stack = HSTUStack(config)
         self.head = TaskHead(config.dim, len(config.tasks))
         self.layout = config.layout(torch.float32)
@@ -112,6 +120,8 @@ class HSTUModel(nn.Module):
         self.load_state_dict(weights)
         self.note = note
         beside = {} if self.item_ids is None else {"items": self.item_ids.digest}
+        if self.embedding.table is not None:
+            beside["table"] = self.embedding.table.digest
         self._digest = digest(self.config.fields() | beside, self.state_dict())
         return self.place(torch.device("cpu"), torch.float32)
 
@@ -124,10 +134,13 @@ class HSTUModel(nn.Module):
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
         self.embedding.to(device=device, dtype=dtype)
+        if self.embedding.table is not None:
+            self.embedding.table.place(device, dtype)
         self.stack.place(device, dtype, kernels)
         self.head.to(device=device)
-        # The embedding in C, and the recorded one, read no features.
-        self._ends = None if self.features else self.stack.native_ends(self.embedding, self.head)
+        # The embedding in C, and the recorded one, read no features, and hold the whole table.
+        plain = not self.features and self.embedding.table is None
+        self._ends = None if not plain else self.stack.native_ends(self.embedding, self.head)
         self.layout = self.config.layout(dtype)
         self.version = version_of(self.architecture, self._digest, dtype, self.features)
         fused = fused_stack(self.config, device, dtype, kernels)
@@ -143,7 +156,7 @@ class HSTUModel(nn.Module):
         """Use `fused` for attention from now on, its launches recorded by `recorder`; None: plain torch operators."""
         self.stack.fused = fused
         self._recorded = None
-        if fused is not None and recorder is not None and not self.features:
+        if fused is not None and recorder is not None and not self.features and self.embedding.table is None:
             self._recorded = RecordedModel(self.embedding, self.stack, self.head, recorder)
 
     def warm_up(self, most: int) -> None:

@@ -25,6 +25,7 @@ from relaygr_stream.models.dlrm.model import DlrmHSTU
 from relaygr_stream.models.factory import model_from_factory
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.item_ids import ItemIds
+from relaygr_stream.models.mapped import MappedTable
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.inputs import LFS_POINTER, is_pointer, open_regular, pointer_error, read_text
 from relaygr_stream.wire.versions import NOT_DECODED
@@ -81,8 +82,11 @@ MOST_SHOWN: Final = 80
 def save_checkpoint(model: BuiltIn, folder: str | Path) -> None:
     """Write the model to `folder`, which is created if absent.
 
-    Weights are written in their present type, so save the model before `place` converts it to half precision.
+    Weights are written in their present type, so save the model before `place` converts it to half precision. Raises
+    ModelError for one whose item table stays in its files.
     """
+    if model.embedding.table is not None:
+        raise ModelError("a model with a mapped item table is not written: copy its folder")
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
@@ -102,16 +106,18 @@ def load_checkpoint(folder: str | Path) -> HSTUModel:
     return found
 
 
-def load_any_checkpoint(folder: str | Path) -> BuiltIn:
+def load_any_checkpoint(folder: str | Path, hot_bytes: int = 0) -> BuiltIn:
     """The model in `folder`, float32 on the CPU; its version is a digest of configuration and weights.
 
-    Raises ModelError that names the file, the key, and what was expected and found.
+    hot_bytes: on a device, for rows of an item table that stays in its files (mapped.py). Raises ModelError that names
+    the file, the key, and what was expected and found.
     """
     path = Path(folder)
     config = read_config(path)
     try:
-        weights = in_float32(path / WEIGHTS_FILE, _read_weights(path / WEIGHTS_FILE), wanted_weights(config))
-        model = _model_of(config)
+        table = MappedTable.found(path, *config.item_table, hot_bytes)
+        weights = in_float32(path / WEIGHTS_FILE, read_weights(path / WEIGHTS_FILE), wanted_weights(config, table))
+        model = _model_of(config, table)
         if isinstance(model, HSTUModel) and model.config.listed_items:
             model.item_ids = ItemIds.read(path, model.config.vocab)
         return model.load_weights(weights, note="")
@@ -125,14 +131,14 @@ def load_any_checkpoint(folder: str | Path) -> BuiltIn:
         raise ModelError(f"{path / CONFIG_FILE}: a model of this shape cannot be allocated: {reason}") from error
 
 
-def wanted_weights(config: HSTUConfig | DlrmConfig) -> dict[str, torch.Tensor]:
+def wanted_weights(config: HSTUConfig | DlrmConfig, table: MappedTable | None = None) -> dict[str, torch.Tensor]:
     """Names and shapes of the weights, without memory: a checkpoint is asked before any is taken."""
     with torch.device("meta"):
-        return _model_of(config).state_dict()
+        return _model_of(config, table).state_dict()
 
 
-def _model_of(config: HSTUConfig | DlrmConfig) -> BuiltIn:
-    return HSTUModel(config) if isinstance(config, HSTUConfig) else DlrmHSTU(config)
+def _model_of(config: HSTUConfig | DlrmConfig, table: MappedTable | None = None) -> BuiltIn:
+    return HSTUModel(config, table) if isinstance(config, HSTUConfig) else DlrmHSTU(config, table)
 
 
 def checkpoint_folder(name: str) -> Path:
@@ -168,7 +174,8 @@ def read_config(folder: Path) -> HSTUConfig | DlrmConfig:
     return config
 
 
-def _read_weights(file: Path) -> dict[str, torch.Tensor]:
+def read_weights(file: Path) -> dict[str, torch.Tensor]:
+    """The weights of a safetensors file by their own names, in memory as they are asked for. Raises ModelError."""
     try:
         with open_regular(file) as raw:
             if is_pointer(raw.read(len(LFS_POINTER))):
@@ -233,17 +240,21 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     kernels: settings.Kernels = "auto",
+    hot_bytes: int = 0,
 ) -> RankingModel:
     """The model that the settings name, on `device`, with prefix KV in `dtype`.
 
     `model.factory` takes precedence over `model.checkpoint`, which takes precedence over random weights. A checkpoint
-    defines its own shape. kernels: the layers of the built-in model; a user's model ignores it.
+    defines its own shape. kernels: the layers of the built-in model; hot_bytes: as of load_any_checkpoint. A user's
+    model ignores both.
     Raises ConfigError for settings that clash or are malformed, ModelError for a factory or checkpoint that fails or
     has weights that `dtype` cannot hold.
     """
     if model.factory:
         return model_from_factory(model, device, dtype)
-    built_in = load_any_checkpoint(checkpoint_folder(model.checkpoint)) if model.checkpoint else _random(model)
+    built_in = (
+        load_any_checkpoint(checkpoint_folder(model.checkpoint), hot_bytes) if model.checkpoint else _random(model)
+    )
     _refuse_suffix_with_contextual(built_in, model, relay)
     built_in.place(device, dtype, kernels)
     if dtype != torch.float32:

@@ -22,6 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from relaygr_stream.errors import RelayError
+from relaygr_stream.telemetry.printable import Say
 
 PREFIX: Final = "relaygr-up-door-"
 #: What the kernel lists of the sockets of this network namespace: an abstract one as @NAME in the last column.
@@ -117,7 +118,7 @@ def _write(writer: asyncio.StreamWriter, said: Hello | State | Over) -> None:
         writer.write(_encode(said) + b"\n")
 
 
-def ask_to_roll(name: str | None, show: Callable[[str], None]) -> str:
+def ask_to_roll(name: str | None, show: Say) -> str:
     """Have the `up` of this host and user with workers of this name (None: the only one) restart its processes.
 
     show(line): called for each state of a process. Returns why not every process came back ready; "": all did. Raises

@@ -130,7 +130,6 @@ class Trigger(Section, frozen=True, kw_only=True):
     max_event_age_ms: Annotated[Ms, doc("an event older than this is not admitted")] = 1000.0
     # No admissions for an owner whose status is older: twice the time after which clients take a worker for silent.
     max_status_age_ms: Ms = 3000.0
-    load_burst_ms: Annotated[Ms, doc("most device time that a lane may request at once")] = 100.0
     delegate: Annotated[
         bool,
         doc(

@@ -50,14 +50,17 @@ class Worker(Section, frozen=True, kw_only=True):
         ),
     ] = ""
     pinned_share: Annotated[Share, doc("share of hbm_bytes for requests that are admitted and not yet ranked")] = 0.5
-    pre_infer_share: Annotated[Share, doc("share of device time that pre-inference may use")] = 0.7
+    # Most device time for pre-inference. Rankings come first, and it gets what they leave.
+    pre_infer_share: Share = 1.0
     max_ranking_delay_ms: Annotated[
-        Ms,
+        float,
+        Meta(ge=0, le=3.6e6),
         doc(
-            "longest time that a chunk of a prefill job, or a batch, delays a ranking request; a chunk that is "
-            "computed in one step takes up to twice its fixed time, even where that is longer"
+            "longest time that a chunk of a prefill job, or a batch, delays a ranking request; 0: by the fixed time of "
+            "chunks, at most a fifth of relay.slo_ms. A chunk that is computed in one step takes up to twice its fixed "
+            "time, even where that is longer"
         ),
-    ] = 5.0
+    ] = 0.0
     max_stale_tokens: Annotated[
         int,
         Meta(ge=0, le=4096),
@@ -151,8 +154,13 @@ class Handover(Section, frozen=True, kw_only=True):
         str, doc("host name for other workers; empty: handover.host, or this machine's name if that is 0.0.0.0 or ::")
     ] = ""
     mib_per_s: Annotated[
-        float, Meta(gt=0, le=1e6), doc("most that this worker sends to all others together, in MiB per second")
-    ] = 64.0
+        float,
+        Meta(ge=0, le=1e6),
+        doc(
+            "most that this worker sends to all others together, in MiB per second; 0: as fast as the wire, but while "
+            "it computes, within a twentieth of a processor's time"
+        ),
+    ] = 0.0
 
 
 class Model(Section, frozen=True, kw_only=True):

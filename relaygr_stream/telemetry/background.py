@@ -82,9 +82,13 @@ class Background:
             self.fail(error)
 
 
+#: What is called, and awaited.
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+
 async def periodically(
     seconds: float,
-    work: Callable[[], Coroutine[Any, Any, None]],
+    work: Work,
     doing: str,
     skips: tuple[type[Exception], ...] = (BrokerError,),
 ) -> None:

@@ -7,7 +7,7 @@ Ids, worker names, details and log lines come from any writer of a topic or a fi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from rich.console import Console, RenderableType
@@ -18,6 +18,8 @@ from rich.text import Text
 #: surrogates, which no terminal's encoding has.
 _STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _STEERING_BUT_LINES: Final = re.compile(_STEERING.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
+#: Prints a line for people.
+Say = Callable[[str], object]
 #: Columns for output that is not a terminal: wider than any row, also one with a dead letter's detail of 1 MiB.
 UNLIMITED_WIDTH: Final = 1 << 21
 

@@ -106,9 +106,13 @@ class TriggerCore:
         self.loads.remove(lane, now_s)
 
     def observe(self, lane: int, now_s: float) -> LaneState:
-        """The state of a taken lane, with its owner's newest statement applied."""
-        state = self._lanes[lane]
-        state.observe(self._owners.owner(lane), now_s)
+        """The state of a taken lane, with its owner's newest statement applied, to the owner's other lanes, too."""
+        state, claim = self._lanes[lane], self._owners.owner(lane)
+        if claim is not None and claim is not state.claim:
+            for each in claim.worker.lanes:
+                if (other := self._lanes.get(each.lane)) is not None:
+                    other.observe(self._owners.owner(each.lane), now_s)
+        state.observe(claim, now_s)
         return state
 
     def bounds(self, lanes: Iterable[int] | None = None) -> Bounds:

@@ -18,7 +18,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger import load
 from relaygr_stream.trigger.delegation import NOTICE_MS, Delegation, Place
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
-from relaygr_stream.trigger.load import KeptAt, LoadBucket, OwnerLoads, stated_wait_ms
+from relaygr_stream.trigger.load import KeptAt, LoadBucket, OwnerLoads, Room, stated_wait_ms
 from relaygr_stream.wire.messages import CostModel, RequestEvent, prefix_length, prefix_tokens, tenant_key
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
 
@@ -64,7 +64,7 @@ class Policy:
             risk_ms=settings.trigger.risk_share * settings.relay.slo_ms,
             stale_ms=settings.trigger.max_event_age_ms,
             life_ms=settings.relay.life_window_ms,
-            burst_ms=settings.trigger.load_burst_ms,
+            burst_ms=settings.relay.life_window_ms,  # of one device: what it computes while a prefix stays pinned
             max_prefix_tokens=settings.relay.max_prefix_tokens,
             delegate=settings.trigger.delegate,
             averaging=settings.relay.averaging,
@@ -126,10 +126,8 @@ class LaneState:
         """Apply the current owner's newest claim; None: there is no owner, or it is silent."""
         self.claim = claim
         if claim is not None and claim is not self._stated:
-            self.ledger.observe(claim.lane)
-            rate = claim.lane.device_ms_per_s
-            self.bucket.set_rate(rate, now_s)
-            self._owner_bucket = self._loads.observe(self.number, claim.worker.name, rate, now_s)
+            self.bucket.set_rate(claim.lane.device_ms_per_s, now_s)
+            self._owner_bucket = self._loads.observe(claim, self.ledger, now_s)
             self.costs = usable_costs(claim.worker.costs)
             self._stated = claim
 
@@ -142,6 +140,16 @@ class LaneState:
     def _here(self) -> KeptAt:
         """At this owner."""
         return KeptAt(self.owner, 0 if self._stated is None else self._stated.worker.incarnation, delegated=False)
+
+    @property
+    def room(self) -> Room:
+        """Pinned bytes of the owner's lanes of this trigger, this one among them unless it is on hold."""
+        return self._loads.room(self.owner)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether the owner's lanes have room for so many bytes, and this one may use it. Changes nothing."""
+        room = self.room
+        return not self.ledger.on_hold and room.outstanding + nbytes <= room.budget
 
     def load_allows(self, cost_ms: float, now_s: float) -> bool:
         """Whether both the lane's bucket and its owner's allow this much device time."""
@@ -231,7 +239,7 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
     nbytes, cost_ms = prefix_bytes(whole, owner.worker), charge_ms(costs, tokens, owner.worker)
     left_ms, rank_in_ms = _time_left_ms(event, policy, owner, age_ms)
     reason: Reason = "admitted"
-    if not lane.ledger.fits(nbytes):
+    if not lane.fits(nbytes):
         reason = "over_footprint"
     elif not lane.load_allows(cost_ms, now_s):
         reason = "over_load"

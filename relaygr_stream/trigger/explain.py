@@ -68,8 +68,8 @@ class Explanation:
     predicted_ms: float | None  # full inference plus the owner's queue
     risk_ms: float  # at risk above this
     nbytes: int | None  # of the prefix KV
-    outstanding_bytes: int  # pinned at the owner, or in signals that it has not read
-    budget_bytes: int
+    outstanding_bytes: int  # pinned for the owner's lanes, or in signals that it has not read
+    budget_bytes: int  # granted to these lanes
     on_hold: bool  # there may be unread signals of unknown size
     cost_ms: float | None  # expected device time of the pre-inference
     level_ms: float  # device time that the lane may request now
@@ -87,7 +87,7 @@ def explain(
     """The core's decision and its numbers; books nothing. at_s: the event's time in the explanation."""
     decision = core.decide(lane, event, age_ms, now_s)
     state = core.observe(lane, now_s)
-    policy, owner, tokens = core.policy, state.claim, prefix_length(event)
+    policy, owner, tokens, room = core.policy, state.claim, prefix_length(event), state.room
     explanation = Explanation(
         request_id=event.request_id,
         user_id=event.user_id,
@@ -103,8 +103,8 @@ def explain(
         predicted_ms=None if owner is None else state.costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms,
         risk_ms=policy.risk_ms,
         nbytes=None if owner is None else prefix_bytes(prefix_tokens(event), owner.worker),
-        outstanding_bytes=state.ledger.outstanding,
-        budget_bytes=state.ledger.budget,
+        outstanding_bytes=room.outstanding,
+        budget_bytes=room.budget,
         on_hold=state.ledger.on_hold,
         cost_ms=None if owner is None else charge_ms(state.costs, tokens, owner.worker),
         level_ms=state.load_left_ms(now_s),

@@ -5,9 +5,9 @@ ever pin is counted in P or lies at an offset ≥ O, however old the statement i
 
     outstanding = P + bytes of signals at offsets ≥ O + bytes of signals not yet acknowledged by the broker
 
-is never less than what the owner holds. Admitting only while outstanding + new ≤ budget bounds the footprint, even with
-old statements. A signal leaves the sum when the owner has read it, not after a time: time alone cannot tell a signal
-that is never read from one that is read, and pinned, later.
+is never less than what the owner holds. Admitting only while outstanding + new ≤ budget, summed over the owner's lanes
+of a trigger (load.py), bounds the footprint, even with old statements. A signal leaves the sum when the owner has read
+it, not after a time: time alone cannot tell a signal that is never read from one that is read, and pinned, later.
 
 Signals of unknown size (of this lane's previous trigger, or of another writer) show as a gap between the log's end and
 this trigger's next offset. The lane is on hold until the owner has read past them.
@@ -79,10 +79,6 @@ class LaneLedger:
         """Whether there may be unread signals of unknown size."""
         return self._read_to < self._unknown_below
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether a signal for nbytes of prefix KV may be admitted. Changes nothing."""
-        return not self.on_hold and self.outstanding + nbytes <= self._budget_bytes
-
     def observe(self, status: LaneStatus) -> None:
         """Apply the current owner's statement; the owner may have changed."""
         self._pinned_bytes = status.pinned_bytes
@@ -91,7 +87,7 @@ class LaneLedger:
         self._recount()
 
     def admit(self, nbytes: int) -> Pending:
-        """Count a signal that is handed to the producer; the caller asked `fits` before."""
+        """Count a signal that is handed to the producer; the caller asked for its room before (load.py)."""
         pending = Pending(nbytes)
         self._pending.add(pending)
         self._pending_bytes += nbytes

@@ -1,8 +1,11 @@
-"""The load bound: how much device time the owners' lanes may be asked for, and what was asked for since their statuses.
+"""What an owner's lanes share: device time and pinned bytes, and what was asked for since their statuses.
 
 Token buckets of device milliseconds, one for each lane and one for each owner of lanes. A lane's bucket limits it to
 its owner's grant. An owner's bucket limits all its lanes of this trigger together to one second of its grants, however
 many lanes there are.
+
+Pinned bytes are granted to lanes, of which each may have less than one prefix. What an owner grants the lanes of this
+trigger is one room for all of them: other triggers have lanes of their own, so the rooms together are within the grant.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections import OrderedDict
 from typing import Final, NamedTuple
 
 from relaygr_stream.fleet import Books, Claim, SentSignals
+from relaygr_stream.trigger.ledger import LaneLedger
+from relaygr_stream.wire.messages import WorkerStatus
 
 #: A new bucket holds the refill of this many seconds. Not a full burst: triggers restart and hand lanes over, and each
 #: time every lane would get another burst. One second's refill summed over an owner's lanes is one second of its
@@ -96,8 +101,16 @@ class KeptAt(NamedTuple):
         return (self.worker, self.incarnation) == (worker, incarnation)
 
 
+class Room(NamedTuple):
+    """Pinned bytes of an owner: those that it has or will have for these lanes, and those that it grants them."""
+
+    outstanding: int
+    budget: int
+
+
 class OwnerLoads:
-    """One bucket for each owner of this trigger's lanes, at the sum of its lanes' rates; and what was sent to whom.
+    """One bucket for each owner of this trigger's lanes, at the sum of its lanes' rates, and one room for their bytes;
+    and what was sent to whom.
 
     averaging: factor of OWNER_S and START_S.
     """
@@ -106,23 +119,28 @@ class OwnerLoads:
         self._averaging = averaging
         self._lanes: dict[int, tuple[str, float]] = {}
         self._buckets: dict[str, LoadBucket] = {}
-        self._counts: dict[str, int] = {}
+        self._ledgers: dict[str, dict[int, LaneLedger]] = {}  # by owner and lane
+        self._stated: dict[str, WorkerStatus] = {}  # the owners' newest statuses that were applied
         #: Signals to each worker, whether or not it owns lanes of this trigger.
         self.sent: Final[Books[SentSignals]] = Books(SentSignals)
         self._kept: OrderedDict[str, KeptAt] = OrderedDict()  # by tenant_key: who is erased must be found
         self._characters = 0  # of its keys
 
-    def observe(self, lane: int, owner: str, ms_per_s: float, now_s: float) -> LoadBucket:
-        """Note a lane's owner and the rate it grants; returns the owner's bucket."""
+    def observe(self, claim: Claim, ledger: LaneLedger, now_s: float) -> LoadBucket:
+        """Note a lane's owner and what it grants; returns the owner's bucket. ledger: the lane's."""
+        lane, owner, ms_per_s = claim.lane.lane, claim.worker.name, claim.lane.device_ms_per_s
         before, known_ms = self._lanes.get(lane, ("", 0.0))
         if before != owner:
             self.remove(lane, now_s)
-            self._counts[owner] = self._counts.get(owner, 0) + 1
             known_ms = 0.0
         bucket = self._buckets.get(owner)
         if bucket is None:
             bucket = self._buckets[owner] = LoadBucket(math.inf, self._averaging * OWNER_S, self._averaging * START_S)
         self._lanes[lane] = owner, ms_per_s
+        ledgers = self._ledgers.setdefault(owner, {})
+        ledgers[lane] = ledger
+        ledger.observe(claim.lane)
+        self._stated[owner] = claim.worker
         new = before != owner
         bucket.set_rate(bucket.rate + ms_per_s - known_ms, now_s, self._averaging * ms_per_s * START_S if new else 0.0)
         return bucket
@@ -132,12 +150,23 @@ class OwnerLoads:
         owner, ms_per_s = self._lanes.pop(lane, ("", 0.0))
         if not owner:
             return
-        self._counts[owner] -= 1
-        if self._counts[owner]:
+        del self._ledgers[owner][lane]
+        if self._ledgers[owner]:
             bucket = self._buckets[owner]
             bucket.set_rate(bucket.rate - ms_per_s, now_s)
         else:
-            del self._counts[owner], self._buckets[owner]
+            del self._ledgers[owner], self._buckets[owner], self._stated[owner]
+
+    def room(self, owner: str) -> Room:
+        """The pinned bytes of the owner's lanes of this trigger. What a lane on hold was granted counts as used.
+
+        All of them have observed its newest status: grants of two statuses may be of the same bytes.
+        """
+        ledgers = self._ledgers.get(owner, {})
+        lanes = self._stated[owner].lanes if ledgers else ()
+        mine = [ledgers[stated.lane] for stated in lanes if stated.lane in ledgers]
+        held = (max(each.outstanding, each.budget) if each.on_hold else each.outstanding for each in mine)
+        return Room(sum(held), sum(each.budget for each in mine))
 
     def kept(self, user: str) -> KeptAt | None:
         """Where the last signal of a user (tenant_key) went; None: that is not remembered."""

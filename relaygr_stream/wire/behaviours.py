@@ -55,7 +55,7 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     @property
     def wide(self) -> bool:
         """Whether the item ids are int64: at least one is beyond uint32, or the sender did not look."""
-        return len(self.items) > ITEM_DTYPE.itemsize * len(self.actions)
+        return len(self.items) == WIDE_ITEM_DTYPE.itemsize * len(self.actions) > 0
 
     @property
     def table(self) -> dict[str, bytes]:
@@ -87,8 +87,8 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
             columns = {key: data[start * sizes[key] : stop * sizes[key]] for key, data in columns.items()}
         size = WIDE_ITEM_DTYPE.itemsize if self.wide else ITEM_DTYPE.itemsize
         items = self.items[start * size : stop * size]
-        if size > ITEM_DTYPE.itemsize:
-            items = pack_ids(np.frombuffer(items, WIDE_ITEM_DTYPE), "items")
+        if size > ITEM_DTYPE.itemsize and not ((ids := np.frombuffer(items, WIDE_ITEM_DTYPE)) >> 32).any():
+            items = ids.astype(ITEM_DTYPE).tobytes()
         return Behaviours(items, self.actions[start:stop], self.times[start * 8 : stop * 8], columns)
 
     def checked(self, error: type[Exception]) -> Behaviours:

@@ -114,4 +114,4 @@ class Statements:
         runtime = self._runtime
         if not runtime.model.incremental:
             return None
-        return runtime.executor.chunk_ms(SLICE_SHARE * self._worker.max_ranking_delay_ms)
+        return runtime.executor.chunk_ms(SLICE_SHARE * runtime.scheduler.delay_ms)

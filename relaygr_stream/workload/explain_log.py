@@ -2,7 +2,7 @@
 
 The simulated owners read every signal at once, pin each admitted prefix until its ranking, and state their lanes
 periodically with the workers' own budgets and shares. Rankings take no device time, so the load bound is
-worker.pre_infer_share.
+the whole device.
 """
 
 from __future__ import annotations

@@ -88,3 +88,28 @@ async def test_prefix_kv_move_with_their_lanes(kafka_settings: Kafka, tmp_path: 
         for user in range(USERS):
             for answers in (joined, left):
                 assert relative_deviation(answers[user].scores, truth[user].scores) <= 1e-5
+
+
+async def test_who_leaves_hands_over_to_one_that_has_just_started(kafka_settings: Kafka, tmp_path: Path) -> None:
+    """It has no lanes yet when the only owner is told to stop, and may need a while to get them."""
+    fleet = handing_over(Fleet(kafka_settings, tmp_path))
+    fleet.settings = msgspec.structs.replace(
+        fleet.settings, worker=msgspec.structs.replace(fleet.settings.worker, drain_ms=60_000)
+    )
+    async with fleet:
+        fleet.start("worker", "w1")
+        await fleet.ready("w1")
+        await fleet.lanes_settled("w1")
+        async with RelayClient(settings=fleet.settings) as client:
+            await rank_all(client, 1)
+            fleet.start("worker", "w2")
+            await until(lambda: "w2" in fleet.statuses, "its first status")
+            fleet.children["w1"].terminate()
+            assert await fleet.children["w1"].wait() == 0, fleet.children["w1"].log_tail()
+            assert "all lanes handed over" in fleet.children["w1"].log.read_text()
+            await fleet.ready("w2")
+            await fleet.lanes_settled("w2")
+            await until(lambda: given(fleet, "w2", "taken") >= USERS, "entries of all users")
+            answers = await rank_all(client, 2)
+            assert {answer.worker for answer in answers.values()} == {"w2"}
+            assert sum(answer.timings.computed_tokens for answer in answers.values()) == 0

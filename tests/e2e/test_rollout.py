@@ -154,13 +154,14 @@ async def test_a_bad_model_is_stopped_at_the_canary(
 
 
 async def test_a_good_model_gets_all_users_and_nobody_an_error(embedded_settings: Kafka, tmp_path: Path) -> None:
-    """Then it goes on without the former workers; with its own gone, nobody would answer."""
+    """With more lanes, too; when its processes end, the former ones answer again."""
     async with serving_fleet(embedded_settings, tmp_path, "w") as fleet, traffic(fleet) as asked:
         await until(lambda: asked.total > 50)
         (version,) = asked.versions
         good = changed_model(tmp_path, "good", 1.0001)
         arguments = ("--checkpoint", good, "--canary", "40%", "--steps", "70,100", "--hold", "1s")
-        async with rollout(fleet, tmp_path, *arguments) as command:
+        lanes = str(2 * fleet.topics.lanes)
+        async with rollout(fleet, tmp_path, *arguments, "--lanes", lanes) as command:
             await until(lambda: "done: all users" in command.text or command.process.returncode is not None)
             assert command.process.returncode is None
             assert await share(fleet) == POSITIONS
@@ -170,4 +171,6 @@ async def test_a_good_model_gets_all_users_and_nobody_an_error(embedded_settings
             assert asked.versions[version] <= old + AT_ONCE
             command.process.send_signal(signal.SIGINT)
             assert await command.process.wait() == 0
+        old = asked.versions[version]
+        await until(lambda: asked.versions[version] > old + 50, "the former workers answer")
         assert asked.errors == {}

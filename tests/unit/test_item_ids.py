@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from relaygr_stream.errors import DecodeError, Rejected
 from relaygr_stream.gateway.bodies import decoded
 from relaygr_stream.gateway.messages import JSON, MSGPACK, Format, Rank
-from relaygr_stream.history.packed import PLAIN, UPPER, pack, unpack, widths
+from relaygr_stream.history.packed import PLAIN, UPPER, joined, pack, unpack, widths
 from relaygr_stream.history.sqlite_store import SqliteStore
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.settings.schema import Relay
@@ -229,7 +230,8 @@ def test_packed_ids_of_another_size_than_stated_are_refused(stated: int) -> None
 @settings(max_examples=examples(60))
 def test_a_history_in_parts_is_the_history_and_so_are_its_digests(parts: list[list[int]]) -> None:
     async def run() -> None:
-        store, whole = SqliteStore(":memory:"), list[int]()
+        folder = TemporaryDirectory()
+        store, whole = SqliteStore(Path(folder.name) / "histories", 20.0), list[int]()
         try:
             for part in parts:
                 start = len(whole)
@@ -247,6 +249,7 @@ def test_a_history_in_parts_is_the_history_and_so_are_its_digests(parts: list[li
             assert items(await store.read("u", "", 0, 0, 1000)) == parts[0]
         finally:
             await store.close()
+            folder.cleanup()
 
     asyncio.run(run())
 
@@ -274,6 +277,20 @@ def test_a_digest_does_not_depend_on_how_ids_are_packed() -> None:
     grown = behaviours([*ids, MOST])
     assert digests(grown, lengths) == digests(narrow, lengths)
     assert digests(grown, [len(grown)]) != digests(behaviours([*ids, MOST % 2**32]), [len(grown)])
+
+
+def test_what_a_store_may_answer_has_a_digest_and_is_refused_by_name() -> None:
+    """A worker compares digests before anything else, of whatever a store of the user's own returns."""
+    times = np.arange(4).astype("<i8").tobytes()
+    for broken, error in (
+        (Behaviours(bytes(20), bytes(4), times), "parallel arrays"),
+        (Behaviours(bytes(31), bytes(4), times), "parallel arrays"),
+        (Behaviours(bytes(36), bytes(4), times), "parallel arrays"),
+        (Behaviours(np.array([1, 2, -3, 4], "<i8").tobytes(), bytes(4), times), f"within 0…{MOST}, got -3"),
+    ):
+        assert digests(broken, [4])[4] and len(joined(behaviours([MOST]), broken)) == 5
+        with pytest.raises(ValueError, match=error):
+            broken.checked(ValueError)
 
 
 # ---- logs ----

@@ -21,7 +21,7 @@ from relaygr_stream.wire.messages import CostModel
 #: client.silence_ms and trigger.max_status_age_ms (statuses), client.announce_linger_ms (batches), kafka.*.
 DILATED: Final = {
     "relay": ("slo_ms", "life_window_ms", "averaging"),
-    "trigger": ("max_event_age_ms", "load_burst_ms"),
+    "trigger": ("max_event_age_ms",),
     "worker": ("max_ranking_delay_ms", "max_timeout_ms"),
     "client": ("timeout_ms", "hedge_ms"),
 }

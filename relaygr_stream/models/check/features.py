@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Final
@@ -10,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from relaygr_stream.models.api import ROWS, Tokens
-from relaygr_stream.models.check.probe import CANDIDATES, KV_LIMIT, Failed, Items, Measure, Probe, Scores
+from relaygr_stream.models.check.probe import CANDIDATES, KV_LIMIT, Applies, Failed, Items, Measure, Probe, Scores
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.wire.features import FeatureColumn, Table
 
@@ -19,7 +18,7 @@ from relaygr_stream.wire.features import FeatureColumn, Table
 TRIES: Final = 64
 
 
-def reads(table: Table) -> Callable[[Probe], bool]:
+def reads(table: Table) -> Applies:
     """Whether a probe's model reads features of this table."""
     return lambda probe: bool(probe.schema.table(table))
 

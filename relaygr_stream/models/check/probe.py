@@ -312,3 +312,7 @@ def model_call(call: str, *inputs: npt.NDArray[Any]) -> Iterator[None]:
     # Compared afterwards: a read-only array does not stop torch.from_numpy.
     if not all(map(np.array_equal, inputs, before)):
         raise Failed(f"{call} wrote to its tokens, candidates or features, which belong to the caller")
+
+
+#: Whether a property means anything for a probe's model.
+Applies = Callable[[Probe], bool]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.models.check import features, prefix_kv, properties
-from relaygr_stream.models.check.probe import Measure, Probe
+from relaygr_stream.models.check.probe import Applies, Measure, Probe
 
 #: Why what is about K and V of single tokens does not apply.
 STATE_ONLY: Final = "its layout has a state alone, and no K/V per token"
@@ -29,7 +29,7 @@ class Property:
     run: Callable[[Probe], Measure | None]
     hazard: str = ""
     incremental_only: bool = False
-    applies: Callable[[Probe], bool] = lambda probe: True
+    applies: Applies = lambda probe: True
     unless: str = ""
     basic: bool = False
     method: str = "score"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -18,6 +18,7 @@ from relaygr_stream.models.check.registry import PROPERTIES, Property
 from relaygr_stream.models.loading import config_of, load_model
 from relaygr_stream.models.own_line import definition, own_line
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.printable import Say
 
 Verdict = Literal["passed", "FAILED", "not applicable", "not run"]
 
@@ -145,7 +146,7 @@ def _wrapped(line: str, indent: str = "    ") -> str:
     return textwrap.fill(line, 110, initial_indent=indent, subsequent_indent="    ")
 
 
-def check_model(probe: Probe, say: Callable[[str], None]) -> bool:
+def check_model(probe: Probe, say: Say) -> bool:
     """Run all properties and pass each line of output to `say`. Returns whether every applicable property holds."""
     failed = []
     say(heading())

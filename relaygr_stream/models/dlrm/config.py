@@ -75,6 +75,11 @@ class DlrmConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.items
 
     @property
+    def item_table(self) -> tuple[int, int]:
+        """The shape of the item table."""
+        return self.items, self.table_dim
+
+    @property
     def oov_rows(self) -> int:
         """No rows are for unknown ids, as in `HSTUConfig`: such an id shares the row id mod items."""
         return 0

@@ -28,6 +28,7 @@ from torch.nn import functional
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.models.dlrm.config import CATEGORY, QUERY, TIME, USER, DlrmConfig
 from relaygr_stream.models.embeddings import pad_rows
+from relaygr_stream.models.mapped import MappedTable
 from relaygr_stream.wire.features import FeatureSchema
 
 Ids = npt.NDArray[np.int64]
@@ -73,17 +74,20 @@ def mlp(inputs: int, hidden: int, outputs: int, *, norm: bool = True) -> nn.Sequ
 class DlrmEmbedding(nn.Module):
     """Tables, and the vectors of tokens. An id outside its table has row id mod rows.
 
-    unknown_items: item ids outside the table that were embedded so far.
+    unknown_items: item ids outside the table that were embedded so far. table: of items, where it stays in its files.
     """
 
-    def __init__(self, config: DlrmConfig) -> None:
+    def __init__(self, config: DlrmConfig, mapped: MappedTable | None = None) -> None:
         super().__init__()
         self.config = config
         self.schema = FeatureSchema(config.features)
         self.unknown_items = 0
         dim, table, bits = config.dim, config.table_dim, len(config.action_weights)
-        self.item, self.category, self.user = (
-            nn.Parameter(torch.empty(rows, table)) for rows in (config.items, config.categories, config.users)
+        self.table = mapped
+        if mapped is None:
+            self.item = nn.Parameter(torch.empty(config.items, table))
+        self.category, self.user = (
+            nn.Parameter(torch.empty(rows, table)) for rows in (config.categories, config.users)
         )
         self.user_weight = nn.Parameter(torch.empty(table, dim))
         self.user_bias = nn.Parameter(torch.empty(dim))
@@ -176,7 +180,7 @@ class DlrmEmbedding(nn.Module):
         bits = (actions[:, None] & weights) > 0
         blocks = (bits[:, :, None] * self.action_rows).flatten(1)
         blocks = torch.where((kinds == CANDIDATE)[:, None], self.target_action, blocks)
-        x = self._through(self.content, self.item[self._to_device(items)])
+        x = self._through(self.content, self._items(items))
         x += self._through(self.additional, self.category[self._to_device(rows[CATEGORIES])])
         x += self._through(self.action, blocks)
         if len(users):
@@ -196,15 +200,18 @@ class DlrmEmbedding(nn.Module):
 
     def items_of(self, rows: Ids) -> torch.Tensor:
         """[item, category] of candidates (m, 2·table_dim), in float32."""
-        tables = ((self.item, ITEM), (self.category, CATEGORIES))
-        return torch.cat([table[self._to_device(rows[index])].float() for table, index in tables], 1)
+        categories = self.category[self._to_device(rows[CATEGORIES])]
+        return torch.cat([self._items(rows[ITEM]).float(), categories.float()], 1)
+
+    def _items(self, ids: Ids) -> torch.Tensor:
+        return self.item[self._to_device(ids)] if self.table is None else self.table.rows(ids)
 
     def _through(self, module: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = module(pad_rows(x))
         return found[: len(x)]
 
     def _to_device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.item.device, non_blocking=True)
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.position.device, non_blocking=True)
 
 
 class DlrmHead(nn.Module):

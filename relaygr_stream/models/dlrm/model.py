@@ -22,6 +22,7 @@ from relaygr_stream.models.hstu import HSTUStack
 from relaygr_stream.models.hstu_model import DTYPES
 from relaygr_stream.models.kernels.choice import fused_stack
 from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.mapped import MappedTable
 from relaygr_stream.models.stu import RankingRows
 from relaygr_stream.settings import Kernels
 from relaygr_stream.wire.features import FeatureSchema
@@ -37,11 +38,11 @@ class DlrmHSTU(nn.Module):
     tasks: tuple[str, ...]
     incremental: bool
 
-    def __init__(self, config: DlrmConfig) -> None:
+    def __init__(self, config: DlrmConfig, table: MappedTable | None = None) -> None:
         super().__init__()
         self.config = config
         self.features = FeatureSchema(config.features)
-        self.embedding = DlrmEmbedding(config)
+        self.embedding = DlrmEmbedding(config, table)
         self.stack = HSTUStack(config.stack)
         self.head = DlrmHead(config)
         self.layout = config.layout(torch.float32)
@@ -63,7 +64,8 @@ class DlrmHSTU(nn.Module):
         """Load float32 weights with exactly the keys and shapes of `state_dict()`; the version is their digest."""
         self.load_state_dict(weights)
         self.note = note
-        self._digest = digest(self.config.fields(), self.state_dict())
+        beside = {} if self.embedding.table is None else {"table": self.embedding.table.digest}
+        self._digest = digest(self.config.fields() | beside, self.state_dict())
         return self.place(torch.device("cpu"), torch.float32)
 
     def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> DlrmHSTU:
@@ -78,6 +80,8 @@ class DlrmHSTU(nn.Module):
                 )
             kernels = "torch"
         self.embedding.to(device=device, dtype=dtype)
+        if self.embedding.table is not None:
+            self.embedding.table.place(device, dtype)
         self.stack.place(device, dtype, kernels)
         self.stack.fused = fused_stack(self.config.stack, device, dtype, kernels)
         self.head.to(device=device)

@@ -24,8 +24,8 @@ from relaygr_stream.models.stu import RankingRows
 MAX_PREFILL: Final = 4096
 #: Most operations of a recorded prefill, products and attention: 2 to 4 ms on an H100. float32 has no tensor cores.
 PREFILL_FLOPS: Final = {torch.float32: 1e11, torch.bfloat16: 1e12, torch.float16: 1e12}
-#: Longest replay of a recorded prefill, which is one step: the default of worker.max_ranking_delay_ms. A slower device
-#: than an H100 exceeds it below PREFILL_FLOPS.
+#: Longest replay of a recorded prefill, which is one step: a tenth of the usual SLO. A slower device than an H100
+#: exceeds it below PREFILL_FLOPS.
 MAX_PREFILL_MS: Final = 5.0
 #: Largest deviation of a replay from the direct computation, relative to the largest logit, or element of K and V:
 #: libraries may choose another algorithm while recording. In half precision it allows a few roundings of the last

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from typing import Final
 
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
@@ -25,6 +24,7 @@ from relaygr_stream.telemetry.pages import (
     respond,
     serve_one,
 )
+from relaygr_stream.telemetry.printable import Say
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
@@ -38,7 +38,7 @@ _HTML: Final = "text/html; charset=utf-8"
 _HOSTS: Final = ("127.0.0.1", "localhost")
 
 
-async def run_dashboard(settings: Settings, port: int, on_ready: Callable[[str], object]) -> None:
+async def run_dashboard(settings: Settings, port: int, on_ready: Say) -> None:
     """Serve until cancelled. on_ready: gets the address. port: 0 for any free one.
 
     Raises BrokerUnavailable, TopicError, ConfigError where it cannot listen.

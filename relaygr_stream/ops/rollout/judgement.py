@@ -44,7 +44,7 @@ Action = Literal["stay", "next", "done", "back"]
 class Observed:
     """One group during the step. unowned_s: for how long a lane has had no owner. distrusted: prefix KV dropped after a
     deviating audit or scores that are not finite. settled: as tally, since half of the hold, when users who moved have
-    prefix KV again. scored: answers that `scores` are of, by task."""
+    prefix KV again. scored: answers that `scores` are of, by task. unread: why answers are not read; "": they are."""
 
     version: str = ""
     unowned_s: float = 0.0
@@ -53,6 +53,7 @@ class Observed:
     settled: Tally = field(default_factory=Tally)
     scored: int = 0
     scores: Scores = field(default_factory=dict)
+    unread: str = ""
 
     @property
     def failed(self) -> int:
@@ -86,6 +87,8 @@ def decide(new: Observed, old: Observed, in_step_s: float, hold_s: float, *, las
         return StepDecision("back", why)
     if in_step_s < hold_s:
         return StepDecision("stay")
+    if unread := new.unread or old.unread:
+        return StepDecision("stay", f"scores cannot be compared: {unread}")
     if new.tally.all < MIN_ANSWERS:
         return StepDecision("stay", f"waits for {MIN_ANSWERS} answers of the new group; it has {new.tally.all}")
     return StepDecision("done" if last else "next")

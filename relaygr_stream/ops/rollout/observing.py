@@ -41,6 +41,7 @@ class WorkersView:
         self._view = view
         self._clock = clock
         self._whole_s = clock()
+        self.answers: TopicTail | None = None  # what feeds `on_scores`
         self.begin()
 
     def begin(self) -> None:
@@ -105,6 +106,7 @@ class WorkersView:
             settled=Tally() if self._settled is None else _since(self._settled, statuses),
             scored=self._scored,
             scores={task: np.concatenate(parts) for task, parts in self._scores.items()},
+            unread=(self.answers and self.answers.trouble) or "",
         )
 
     def _statuses(self) -> Marks:
@@ -129,5 +131,7 @@ async def watching(settings: Settings) -> AsyncIterator[WorkersView]:
     async with listening(settings, topics) as (view, _):
         group = WorkersView(view)
         partitions = range(found.partitions)
-        async with TopicTail(settings.kafka, topics.scores.name, partitions, "latest", group.on_scores, relaxed=True):
+        answers = TopicTail(settings.kafka, topics.scores.name, partitions, "latest", group.on_scores, relaxed=True)
+        async with answers:
+            group.answers = answers
             yield group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +30,7 @@ from relaygr_stream.ops.rollout.run import (
 )
 from relaygr_stream.ops.status.overview import LISTEN_S
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.printable import Say
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.routes import OWN, RolloutProgress, group_settings
 
@@ -52,7 +53,7 @@ class RolloutRequest:
     up: Sequence[str] | None = None
 
 
-async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Callable[[str], object]) -> None:
+async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) -> None:
     """Roll out; with processes of its own, keep these until it is stopped.
 
     Raises RelayError where the users came back, and for what is missing; BrokerError.
@@ -86,7 +87,7 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Calla
             await _run(context, rollout, started, say)
 
 
-async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, say: Callable[[str], object]) -> None:
+async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, say: Say) -> None:
     stop = asyncio.ensure_future(context.stop.wait())
     work = asyncio.ensure_future(_whole(rollout))
     await asyncio.wait({stop, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -101,6 +102,11 @@ async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, sa
         if started is not None:
             say("this process keeps its workers; stop the former ones now. Ctrl-C ends both")
             await asyncio.wait({stop, asyncio.ensure_future(started.ended())}, return_when=asyncio.FIRST_COMPLETED)
+            if not stop.done():
+                raise RelayError(
+                    f"its processes ended with exit code {started.exit_code}; until workers of the group serve, "
+                    f"another group answers its users"
+                )
         return
     if started is not None:
         await asyncio.sleep(HEARD_S + context.settings.relay.life_window_ms / 1e3)
@@ -112,7 +118,7 @@ async def _whole(rollout: Rollout) -> bool:
     return await rollout.run()
 
 
-async def take_back(settings: Settings, group: str | None, say: Callable[[str], object]) -> None:
+async def take_back(settings: Settings, group: str | None, say: Say) -> None:
     """Move all users of a group to the one they came from.
 
     Raises RelayError if there are none, or no worker serves all lanes of the other group; BrokerError.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -24,6 +24,7 @@ from relaygr_stream.errors import BrokerError, ConfigError, RelayError
 from relaygr_stream.ops.rollout.judgement import Observed, decide
 from relaygr_stream.ops.rollout.observing import WorkersView
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.printable import Say
 from relaygr_stream.wire.routes import OWN, POSITIONS, RolloutProgress, Routes, routes_topic
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
@@ -133,7 +134,7 @@ class Parts:
     bus: Bus
     producer: Producer
     metrics: RolloutMetrics
-    say: Callable[[str], object]
+    say: Say
     started: Started | None = None
 
 
@@ -227,6 +228,7 @@ class Rollout:
     async def _move(self, share: int, progress: RolloutProgress) -> None:
         routes = self._routes.moved(self._to, self._new.lanes, share)
         routes = msgspec.structs.replace(routes, epoch=max(routes.epoch, now_ms()), rollout=progress)
+        self._routes, self.moved = routes, True  # first: who is stopped in the middle of it goes back all the same
         while True:  # while no broker takes it, the users stay where they are
             try:
                 await self._parts.bus.write(self._parts.producer, routes)
@@ -234,7 +236,6 @@ class Rollout:
             except BrokerError as error:
                 log.warning("the routes cannot be written now", error=str(error))
                 await asyncio.sleep(LOOK_S)
-        self._routes, self.moved = routes, True
         self._parts.metrics.show(routes, {self._to: self._new.observed(), self._from: self._old.observed()})
 
     async def _tell(self, observed: dict[str, Observed], reason: str) -> None:

@@ -235,6 +235,15 @@ def test_nobody_who_stays_is_forgotten_for_a_copy_that_is_worth_less(pair: Pair)
     assert cache.counters.forgotten == 0
 
 
+def test_worth_is_of_a_byte_as_in_eviction(pair: Pair) -> None:
+    """A copy with two tokens takes a granule all the same."""
+    cache, _ = pair
+    compute(cache, 1, 2)
+    compute(cache, 2, GRANULE_TOKENS)
+    worth = cache.transit.worth(["u1", "u2"])
+    assert worth["u1"] < worth["u2"] / 2
+
+
 def test_worth_follows_use_and_cost(pair: Pair) -> None:
     cache, _ = pair
     compute(cache, 1, 50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -19,8 +20,10 @@ from relaygr_stream.handover.certificates import Credentials, Networks, make_cre
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
+from relaygr_stream.handover.pace import CopyPace
 from relaygr_stream.handover.service import HandoverService
 from relaygr_stream.handover.session import Taker
+from relaygr_stream.handover.tls import TlsSocket
 from relaygr_stream.handover.wire import Ask, PrefixIdentity
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.messages import WorkerStatus
@@ -39,9 +42,8 @@ NETWORKS = Networks(HandoverSettings().networks)
 class RawChannel(Channel):
     """A channel on which anything can be written."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        super().__init__(reader, writer)
-        self.writer = writer
+    async def write(self, data: bytes) -> None:
+        await self._connection.send(data)
 
 
 class Peer:
@@ -88,7 +90,7 @@ class Peer:
 
     def taker(self) -> Taker:
         """For a session apart from the hand-over."""
-        return Taker(self.identity, self.desk, self.metrics, MAX_TOKENS, self.layout)
+        return Taker(self.identity, self.desk, CopyPace(lambda: False), self.metrics, MAX_TOKENS, self.layout)
 
     def on_answers(self, answers: list[Answer]) -> None:
         self.answers += answers
@@ -169,8 +171,9 @@ async def connected(peer: Peer, by: str = "new") -> Channel:
 async def connected_raw(peer: Peer, by: str = "new") -> RawChannel:
     """The same without any check on our side."""
     host, _, port = peer.handover.address.rpartition(":")
-    context = credentials(by).context(ssl.Purpose.SERVER_AUTH)
-    return RawChannel(*await asyncio.open_connection(host, int(port), ssl=context, server_hostname=host))
+    raw = socket.create_connection((host, int(port)))
+    raw.setblocking(False)
+    return RawChannel(await TlsSocket.prove(raw, credentials(by).context(ssl.Purpose.SERVER_AUTH), host))
 
 
 @asynccontextmanager
@@ -178,15 +181,16 @@ async def giver(talk: Callable[[RawChannel], Awaitable[None]], name: str) -> Asy
     """The address of a worker that knows the secret and answers to this name, but does as `talk` says once asked."""
     trusted = credentials(name)
 
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = RawChannel(reader, writer)
+    async def serve(server: socket.socket) -> None:
+        raw, _ = await asyncio.get_running_loop().sock_accept(server)
+        channel = RawChannel(await TlsSocket.prove(raw, trusted.context(ssl.Purpose.CLIENT_AUTH)))
         with suppress(PeerError):
             await channel.receive(Ask, 10**5)
             await talk(channel)
         await channel.close()
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=trusted.context(ssl.Purpose.CLIENT_AUTH))
-    try:
-        yield "{}:{}".format(*server.sockets[0].getsockname())
-    finally:
-        server.close()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        serving = asyncio.create_task(serve(server))
+        yield "{}:{}".format(*server.getsockname())
+        await serving

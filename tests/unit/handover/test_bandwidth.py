@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.handover.channel import Bandwidth
+from relaygr_stream.handover import pace
+from relaygr_stream.handover.pace import Bandwidth
 
 
 @given(
@@ -34,3 +38,28 @@ def test_without_pauses_it_is_used_in_full() -> None:
 def test_a_pause_saves_up_no_more_than_the_burst() -> None:
     bandwidth = Bandwidth(100, 50, 50.0)
     assert abs(bandwidth.take(150, 1050.0) - 1.0) < 1e-9
+
+
+@pytest.mark.parametrize("slice_s", [1e-4, 1e-3, 0.05])
+@pytest.mark.parametrize("bound", [0.0, 1e6])
+def test_copies_take_a_twentieth_of_a_processor_while_it_computes(
+    slice_s: float, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, works = [50.0], [True]
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made = pace.CopyPace(lambda: works[0], bound, slice_bytes=1000)
+
+    def copy(slices: int) -> float:
+        start = now[0]
+        for _ in range(slices):
+            now[0] += made.wait_s(1000) + slice_s
+            made.spent(slice_s)
+        return slices * slice_s / (now[0] - start)
+
+    copy(100)  # what a pause saved up
+    assert copy(100) <= pace.SHARE * 1.001
+    works[0] = False
+    assert copy(100) >= min(1.0, bound * slice_s / 1000 or 1.0) * 0.9, "as fast as the wire, or the bound"
+    works[0] = True
+    copy(100)
+    assert copy(100) <= pace.SHARE * 1.001

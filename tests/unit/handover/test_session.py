@@ -17,7 +17,7 @@ from relaygr_stream.handover.session import Taker
 from relaygr_stream.handover.wire import Ask, SessionRefused
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.topic_files import lane_of
-from tests.statuses import SECRET_CHANGE
+from tests.statuses import SECRET_CHANGE, lane_statuses
 from tests.unit.handover.peers import ALL, LANES, connected, peers, status
 from tests.waiting import until
 
@@ -177,6 +177,40 @@ async def test_who_leaves_waits_until_all_was_fetched() -> None:
         await leaving  # the last bytes are on their way: the giver may go before the taker has counted them
         await until(lambda: new.total("entries", way="taken") == 6)
         assert old.total("entries", way="given") == 6
+
+
+async def test_who_leaves_waits_for_one_that_starts_and_for_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has lanes only when it serves, and the group may need longer for that than who has them to ask."""
+    monkeypatch.setattr(service, "ASK_FOR_S", 0.2)
+    async with peers() as (old, new):
+        old.known = {"new": status(new, "starting")}
+        old.handover.leaving(ALL)
+        leaving = asyncio.create_task(old.handover.farewell(60.0))
+        await asyncio.sleep(0.5)
+        assert not leaving.done()
+        old.known = {"new": msgspec.structs.replace(status(new), lanes=lane_statuses(ALL))}
+        new.handover.lanes_changed(ALL, ())
+        await leaving
+        await until(lambda: new.total("entries", way="taken") == 6)
+
+
+async def test_who_leaves_does_not_wait_for_owners_that_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "ASK_FOR_S", 0.2)
+    async with peers() as (old, new):
+        owner = msgspec.structs.replace(status(new), lanes=lane_statuses(ALL), name="without", handover="")
+        old.known = {"new": status(new), "without": owner}
+        old.handover.leaving(ALL)
+        async with asyncio.timeout(30):
+            await old.handover.farewell(1e6)
+        assert old.total("entries", way="given") == 0
+
+
+async def test_who_leaves_finishes_what_it_gives_of_lanes_that_it_lost_before() -> None:
+    async with peers(first={"rate": 100_000 / 2**20}) as (old, new):
+        new.handover.lanes_changed(ALL, ())
+        await until(lambda: new.total("bytes", way="taken") > 0)
+        await old.handover.farewell(60.0)
+        await until(lambda: new.total("entries", way="taken") == 6)
 
 
 @pytest.mark.parametrize("state", ["draining", "stopped", "nobody"])

@@ -17,7 +17,7 @@ from relaygr_stream.handover import connection, service
 from relaygr_stream.handover.certificates import Networks
 from relaygr_stream.handover.channel import PeerError
 from relaygr_stream.handover.connection import connect
-from relaygr_stream.handover.wire import HEADER, MESSAGE, Offer
+from relaygr_stream.handover.wire import HEADER, Offer
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.messages import WorkerStatus
@@ -119,7 +119,7 @@ async def test_a_man_in_the_middle_reads_nothing() -> None:
 
 @pytest.mark.parametrize(
     "opening",
-    [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(2**32 - 1, MESSAGE), b"\x16\x03\x01\x02\x00\x01" + b"\xff" * 600, b""],
+    [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(2**32 - 1), b"\x16\x03\x01\x02\x00\x01" + b"\xff" * 600, b""],
     ids=["http", "frame", "half a hello", "nothing"],
 )
 async def test_who_speaks_no_tls_is_hung_up_on(opening: bytes) -> None:

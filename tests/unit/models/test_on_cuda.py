@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.loading import load_any_checkpoint, save_checkpoint
+from relaygr_stream.models.map_items import TableDtype, map_items
 from tests.unit.models.small_models import INCREMENTAL, deviation, full_scores, random_items, random_tokens, small_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -44,3 +47,24 @@ def test_nothing_waits_for_the_device() -> None:
     model.prefill(region, random_tokens(random, 33))
     (scores,) = model.score([ScoreInput(region, random_tokens(random, 7), random_items(random, 5))])
     assert scores.shape == (5, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_rows_of_a_mapped_table_are_those_in_memory(tmp_path: Path, dtype: TableDtype) -> None:
+    """Twice, with fewer slots than rows: of the host, and kept on the device."""
+    random, device = np.random.default_rng(0), torch.device("cuda")
+    save_checkpoint(small_model(), tmp_path / "plain")
+    map_items(tmp_path / "plain", tmp_path / "mapped", dtype, 1 << 10)
+    served = load_any_checkpoint(tmp_path / "mapped", hot_bytes=20 * 16 * 4)
+    table = served.embedding.table
+    assert table is not None
+    host = table.rows(np.arange(50))
+    served.place(device, torch.float32)
+    for _ in range(4):
+        ids = random.integers(0, 50, 64)
+        found = table.rows(ids)
+        assert found.device.type == "cuda" and torch.equal(found.cpu(), host[torch.from_numpy(ids)])
+    region = KVRegion.new(served.layout, 45, torch.nan, device)
+    served.prefill(region, random_tokens(random, 33))
+    (scores,) = served.score([ScoreInput(region, random_tokens(random, 7), random_items(random, 5))])
+    assert scores.isfinite().all()

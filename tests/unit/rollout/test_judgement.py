@@ -62,6 +62,14 @@ def test_too_few_answers_hold_the_step_and_say_so() -> None:
     assert str(MIN_ANSWERS - 1) in found.reason
 
 
+def test_answers_that_cannot_be_read_hold_the_step() -> None:
+    """Not before its time: until then nothing would follow from them."""
+    for new, old in ((group(unread="user lacks an ACL"), OLD), (group(), group(seed=1, unread="user lacks an ACL"))):
+        found = decided(new, old, in_step_s=HOLD_S)
+        assert (found.action, "lacks an ACL" in found.reason) == ("stay", True)
+    assert decided(group(), Observed(), last=True).action == "done"
+
+
 @pytest.mark.parametrize(
     ("new", "reason"),
     [

@@ -16,7 +16,7 @@ from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.rollout import process
 from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back
-from relaygr_stream.ops.rollout.run import Plan, next_group, source_of
+from relaygr_stream.ops.rollout.run import Bus, Plan, next_group, source_of
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.codec import encode
@@ -208,3 +208,37 @@ def test_a_third_group_waits_for_the_rollout_under_way() -> None:
 def test_steps_rise_to_all(steps: list[float]) -> None:
     with pytest.raises(ConfigError, match="must rise"):
         Plan.of(steps, 1.0)
+
+
+async def test_who_is_stopped_while_no_broker_takes_the_routes_goes_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With processes of its own: the write may have come through, and its workers end with it."""
+    writing = asyncio.Event()
+    write = Bus.write
+
+    async def slow(bus: Bus, producer: Producer, routes: Routes) -> None:
+        await write(bus, producer, routes)
+        if routes.rollout and routes.rollout.state == "moving":
+            writing.set()
+            await asyncio.Event().wait()
+
+    class Up:
+        exit_code = None
+
+    @asynccontextmanager
+    async def started(*_: object) -> AsyncIterator[Up]:
+        async with world.stating(world.new):
+            yield Up()
+
+    monkeypatch.setattr(Bus, "write", slow)
+    monkeypatch.setattr(process, "_started", started)
+    monkeypatch.setattr(process, "LISTEN_S", 0.0)
+    async with world.stating(world.old):
+        rolling = asyncio.create_task(world.roll_out(up=()))
+        await writing.wait()
+        assert await world.share() == 500
+        world.context.stop.set()
+        with pytest.raises(RelayError, match="it was stopped"):
+            await rolling
+    assert await world.share() == 0

@@ -216,11 +216,11 @@ def test_costs_that_cannot_be_reckoned_with_are_replaced(costs: CostModel) -> No
 def test_the_policy_is_as_configured() -> None:
     settings = Settings(
         relay=Relay(slo_ms=40, life_window_ms=3000, max_prefix_tokens=7, averaging=2.5),
-        trigger=Trigger(risk_share=0.25, max_event_age_ms=11, load_burst_ms=12, delegate=True),
+        trigger=Trigger(risk_share=0.25, max_event_age_ms=11, delegate=True),
     )
     policy = Policy.of(settings)
     assert policy == Policy(
-        risk_ms=10.0, stale_ms=11.0, life_ms=3000.0, burst_ms=12.0, max_prefix_tokens=7, delegate=True, averaging=2.5
+        risk_ms=10.0, stale_ms=11.0, life_ms=3000.0, burst_ms=3000.0, max_prefix_tokens=7, delegate=True, averaging=2.5
     )
     assert stated_policy(policy_status(policy)) == policy, "as `relaygr explain` reads it from a trigger's status"
 

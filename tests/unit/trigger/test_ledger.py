@@ -14,21 +14,26 @@ def fresh(log_end: int = 0, budget: int = 100, pinned: int = 0) -> LaneLedger:
     return ledger
 
 
+def fits(ledger: LaneLedger, nbytes: int) -> bool:
+    """Whether there is room for a signal, where the owner has this lane alone."""
+    return not ledger.on_hold and ledger.outstanding + nbytes <= ledger.budget
+
+
 def admit(ledger: LaneLedger, nbytes: int, offset: int, now_s: float = 0.0) -> None:
-    assert ledger.fits(nbytes)
+    assert fits(ledger, nbytes)
     ledger.acknowledged(ledger.admit(nbytes), offset, now_s)
 
 
 def test_nothing_fits_before_an_owner_has_spoken() -> None:
-    assert not LaneLedger(0, KEEP_S, now_s=0.0).fits(1)
+    assert not fits(LaneLedger(0, KEEP_S, now_s=0.0), 1)
 
 
 def test_a_signal_counts_from_admission_until_the_owner_has_read_it() -> None:
     ledger = fresh(budget=100)
     pending = ledger.admit(60)
     assert ledger.outstanding == 60
-    assert not ledger.fits(41)
-    assert ledger.fits(40)
+    assert not fits(ledger, 41)
+    assert fits(ledger, 40)
     ledger.acknowledged(pending, 0, 0.0)
     assert ledger.outstanding == 60
     ledger.observe(lane_status(budget=100, pinned=60, offset=1))
@@ -69,19 +74,19 @@ def test_a_successor_that_starts_earlier_counts_again_what_it_reads_again() -> N
     for offset in range(5):
         admit(ledger, 20, offset)
     ledger.observe(lane_status(budget=100, pinned=0, offset=5))
-    assert ledger.fits(100)
+    assert fits(ledger, 100)
     ledger.observe(lane_status(budget=100, pinned=0, offset=2))
     assert ledger.outstanding == 60
-    assert not ledger.fits(41)
+    assert not fits(ledger, 41)
 
 
 def test_after_a_restart_nothing_is_admitted_until_the_owner_has_read_what_was_in_the_log() -> None:
     ledger = LaneLedger(7, KEEP_S, now_s=0.0)
     ledger.observe(lane_status(budget=100, offset=6))
     assert ledger.on_hold
-    assert not ledger.fits(1)
+    assert not fits(ledger, 1)
     ledger.observe(lane_status(budget=100, offset=7))
-    assert ledger.fits(100)
+    assert fits(ledger, 100)
 
 
 def test_signals_of_someone_else_put_the_lane_on_hold_until_they_are_read() -> None:
@@ -137,7 +142,7 @@ def test_a_topic_made_anew_blocks_nothing() -> None:
     ledger.observe(lane_status(budget=100, offset=0))
     assert ledger.on_hold
     ledger.reconcile(0, 1.0)
-    assert ledger.fits(100)
+    assert fits(ledger, 100)
     admit(ledger, 50, 0, now_s=2.0)
     assert not ledger.on_hold
 

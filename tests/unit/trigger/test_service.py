@@ -27,8 +27,9 @@ from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.trigger import service
 from relaygr_stream.trigger.service import run_trigger
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import decode, encode
-from relaygr_stream.wire.messages import PreInferSignal
+from relaygr_stream.wire.messages import PreInferSignal, with_version
 from relaygr_stream.wire.records import (
     HEADER_DETAIL,
     HEADER_ORIGIN_OFFSET,
@@ -126,6 +127,17 @@ async def test_a_request_at_risk_is_signalled_on_its_users_lane(kafka_settings: 
     assert await committed(settings, peer.topics.retrieval.name, record.lane) == 1
 
 
+async def test_item_ids_of_64_bits_are_signalled_as_they_came(embedded_settings: Kafka) -> None:
+    ids = [*range(23), 2**53 + 1, 2**63 - 1]
+    async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings):
+        asked = event(25, "r", "u")
+        wide = Behaviours.of(ids, [1] * 25, range(25))
+        await peer.publish(msgspec.structs.replace(asked, prefix=wide, **with_version(msgspec.UNSET, wide)))
+        await until(lambda: peer.signals, "signalled")
+        signal = decode(PreInferSignal, peer.signals[0].value)
+        assert (signal.v, signal.min_v, signal.prefix.arrays()[0].tolist()) == (4, 4, ids)
+
+
 async def test_what_is_not_worth_it_is_skipped_counted_and_committed(embedded_settings: Kafka) -> None:
     async with peer_on(embedded_settings) as peer:
         async with trigger_on(embedded_settings, relay=Relay(max_prefix_tokens=100, life_window_ms=60_000)) as trigger:
@@ -169,7 +181,7 @@ async def test_bad_events_become_dead_letters_and_the_lane_moves_on(kafka_settin
 async def test_the_owners_budget_bounds_the_signals(embedded_settings: Kafka) -> None:
     async with peer_on(embedded_settings) as peer:
         peer.reading = False
-        peer.lane["budget_bytes"] = 700
+        peer.lane["budget_bytes"] = 700 // peer.topics.lanes
         async with trigger_on(embedded_settings) as trigger:
             for number in range(4):
                 await peer.publish(event(25, str(number), "u"))  # 300 bytes each
@@ -398,9 +410,9 @@ async def test_a_lane_that_cannot_go_on_stops_no_other_and_holds_no_memory(
     soon = msgspec.structs.replace(WIDE_BOUNDS, max_event_age_ms=1000)
     async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings, trigger=soon) as trigger:
         await peer.publish_raw(b"\xc1", stuck)
-        for number in range(60):
+        for number in range(30):
             await peer.publish(event(25, f"stuck{number}", user_on(stuck, lanes)))
-        await until(lambda: trigger.decisions("stale") == 60, "what waited is skipped, and more is read")
+        await until(lambda: trigger.decisions("stale") == 30, "what waited is skipped, and more is read")
         await until(lambda: len(peer.letters) == 1, "what cannot be read is a dead letter all the same")
         async with asyncio.timeout(WITHIN_S):
             while not peer.signals:  # on a crowded machine an event may be stale before it is read

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 from prometheus_client import Counter
 
 from relaygr_stream.bus.ages import LogEnd, now_ms
@@ -19,7 +20,7 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.messages import PreInferSignal, RankingRequest
+from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, candidate_fields
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch
 from tests.properties import examples
@@ -75,6 +76,21 @@ def test_a_ranking_becomes_a_task() -> None:
     assert task.candidates.tolist() == [5, 6]
     assert before + 0.3 <= task.deadline <= time.monotonic() + 0.3
     assert desk.ranking(record(encode(request(mode="full"))), origin, time.monotonic()).task.full
+
+
+def test_item_ids_of_64_bits_become_tokens_and_candidates() -> None:
+    ids = [7, 2**32, 2**53 + 1, 2**63 - 1]
+    whole = Behaviours.of(ids, [1] * 4, range(4))
+    wide = request(prefix=whole, suffix=Behaviours.of(ids[:1], [1], [9]), **candidate_fields(ids, UNSET, whole))
+    one = record(encode(wide))
+    task = Desk().ranking(one, Desk().route(one), time.monotonic()).task
+    assert task.tokens.array[0].tolist() == task.candidates.tolist() == ids
+    assert task.suffix.array[0].tolist() == ids[:1]
+    asked = record(encode(signal(prefix=whole, v=4, min_v=4)))
+    assert Desk().signal(asked, time.monotonic()).task.tokens.array[0].tolist() == ids
+    most = candidate_fields([*ids, 1, 2], UNSET)
+    with pytest.raises(TooMuch, match="6 candidates, the limit is 5"):
+        Desk().ranking(record(encode(request(**most))), NOWHERE, time.monotonic())
 
 
 def test_without_a_timeout_the_default_counts() -> None:

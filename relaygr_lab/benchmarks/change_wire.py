@@ -1,0 +1,292 @@
+"""Hand-over: its speed, and what it does to the rankings of who gives.
+
+Prefix KV go from one worker's DRAM tier to another's, in turns with the same bytes by the same TLS over one plain
+socket between the same two processes; then in turns with pauses, while the giver ranks. Both workers run their cache
+on their own device thread, with a model of random weights; what is in the cache is filled in, not computed. No broker
+takes part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from statistics import median
+from types import SimpleNamespace
+from typing import Final, cast
+
+import numpy as np
+import torch
+import uvloop
+from prometheus_client import CollectorRegistry, Counter
+
+from relaygr_stream.cache.transit import Fill, Reservation, Reserve
+from relaygr_stream.engine.build import WorkerRuntime, build
+from relaygr_stream.engine.commands import Answer, EraseUser, Placed, Rank, RankTask, Times
+from relaygr_stream.fleet import OwnerDirectory
+from relaygr_stream.handover.build import identity_of
+from relaygr_stream.handover.certificates import make_credentials
+from relaygr_stream.handover.desk import Desk, HandoverMetrics
+from relaygr_stream.handover.service import HandoverService
+from relaygr_stream.models.api import Tokens
+from relaygr_stream.settings.schema import Relay, Settings
+from relaygr_stream.settings.worker import Handover, Model, Worker
+from relaygr_stream.wire.erase import MARK_BYTES, Erase
+from relaygr_stream.wire.messages import CostModel, WorkerStatus
+from relaygr_stream.worker.device import DeviceThread
+from relaygr_stream.workload.quantiles import nearest_rank
+
+MIB: Final = 1 << 20
+LANES: Final = 16
+TOKENS: Final = 1024  # 16 MiB of float32 K and V with 8 layers of width 256
+COPY_MIB: Final = 16
+USERS: Final = 24
+#: Of the plain socket's speed.
+LEAST_OF_FLOOR: Final = 0.8
+#: P99 of the giver's rankings while it gives, of that without.
+MOST_SLOWER: Final = 1.1
+#: Bytes of one call at a plain socket.
+CALL_BYTES: Final = MIB
+#: A ranking: full inference of so many behaviours, as many a second as take half of the device.
+RANKED_TOKENS: Final = 128
+DUTY: Final = 0.5
+GIVER, TAKER = "giver", "taker"
+
+
+SETTINGS: Final = Settings(
+    relay=Relay(max_prefix_tokens=TOKENS, max_suffix_tokens=16, max_candidates=50),
+    worker=Worker(hbm_bytes=128 * MIB, dram_bytes=(USERS + 2) * COPY_MIB * MIB, audit_share=0.0),
+    model=Model(layers=8, dim=256, heads=4, dqk=64, dv=64, vocab=5000),
+    handover=Handover(secret="of this benchmark only"),
+)
+
+
+class LoneWorker:
+    """A worker without a bus."""
+
+    def __init__(self, name: str, thread: DeviceThread, runtime: WorkerRuntime) -> None:
+        self.thread = thread
+        self.known: dict[str, WorkerStatus] = {}
+        self.metrics = HandoverMetrics(CollectorRegistry())
+        self.service = HandoverService(
+            SETTINGS.handover,
+            name,
+            identity_of(runtime, LANES),
+            Desk(thread, LANES),
+            cast(OwnerDirectory, SimpleNamespace(workers=lambda: self.known)),
+            self.metrics,
+            TOKENS,
+            runtime.model.layout,
+            works=lambda: runtime.scheduler.works,
+        )
+
+    def taken(self, metric: Counter) -> float:
+        """What a metric counts of what it took."""
+        return float(metric.labels("taken")._value.get())
+
+
+class Answers:
+    """Takes the device thread's answers."""
+
+    def __init__(self) -> None:
+        self.waits: dict[str, asyncio.Future[None]] = {}
+
+    def on_answers(self, answers: list[Answer]) -> None:
+        """One is there."""
+        for answer in answers:
+            self.waits.pop(answer.task.request_id).set_result(None)
+
+    def on_placed(self, placed: list[Placed]) -> None:
+        """No signals are sent."""
+
+
+@asynccontextmanager
+async def worker(name: str, answers: Answers | None = None) -> AsyncIterator[LoneWorker]:
+    """Until it is left."""
+    torch.set_num_threads(1)
+    thread = DeviceThread(asyncio.get_running_loop(), answers)
+    runtime = await thread.start(lambda: build(SETTINGS, lambda *_: True, thread.wake))
+    made = LoneWorker(name, thread, runtime)
+    await made.service.start()
+    try:
+        yield made
+    finally:
+        await made.service.stop()
+        await thread.stop(10)
+
+
+def _serving(name: str, address: str) -> WorkerStatus:
+    return WorkerStatus(
+        name=name, incarnation=1, host="", pid=0, sent_ms=0, state="serving", lanes=(),
+        costs=CostModel(c0=1, c1=0, c2=0, c3=0), bytes_per_token=1, alloc_bytes=1, queue_ms=0.0, model_version="",
+        handover=address,
+    )  # fmt: skip
+
+
+# ---- the giver's process ----
+
+
+def _give(pipe: Connection) -> None:
+    """Serve the hand-over; send plainly (a port), rank (seconds), or tell the processor's time (0.0), when told."""
+    uvloop.run(_giving(pipe))
+
+
+async def _giving(pipe: Connection) -> None:
+    answers = Answers()
+    async with worker(GIVER, answers) as giver:
+        rng = np.random.default_rng(0)
+        for user in range(USERS):
+            place = await giver.thread.ask(Reserve(f"user-{user}", Tokens(rng.integers(1, 5000, (3, TOKENS))), TOKENS))
+            assert isinstance(place, Reservation), place
+            assert await giver.thread.ask(Fill(place))
+        pipe.send(giver.service.address)
+        giver.known = {TAKER: _serving(TAKER, await asyncio.to_thread(pipe.recv))}
+        context = make_credentials(SETTINGS.handover, GIVER, "127.0.0.1").context(ssl.Purpose.CLIENT_AUTH)
+        data = np.zeros(USERS * COPY_MIB * MIB, np.uint8)
+        while (told := await asyncio.to_thread(pipe.recv)) is not None:
+            if isinstance(told, int):
+                await asyncio.to_thread(_send_plainly, told, data, context)
+            elif told:
+                pipe.send(await _rank(giver, answers, told, pipe))
+            else:
+                pipe.send(time.process_time())
+
+
+def _send_plainly(port: int, data: np.ndarray, context: ssl.SSLContext) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as raw, context.wrap_socket(raw, server_side=True) as plain:
+        for at in range(0, len(data), CALL_BYTES):
+            plain.sendall(data.data[at : at + CALL_BYTES])
+
+
+async def _rank(giver: LoneWorker, answers: Answers, seconds: float, pipe: Connection) -> list[tuple[float, float]]:
+    """When each ranking was answered, and after how many seconds; open loop at DUTY of what the device can. Tells when
+    it begins."""
+
+    async def one(number: int) -> float:
+        now = time.monotonic()
+        random = np.random.default_rng(number)
+        task = RankTask(
+            f"r{number}", "stranger", 0, Tokens(random.integers(1, 5000, (3, RANKED_TOKENS))),
+            Tokens(np.full((3, 1), 1, np.int64)), np.arange(50), Times(now, now + 60, now + 60), full=True,
+        )  # fmt: skip
+        done = answers.waits[task.request_id] = asyncio.get_running_loop().create_future()
+        giver.thread.submit(Rank(task))
+        await done
+        found.append((time.monotonic(), time.monotonic() - now))
+        return found[-1][1]
+
+    found: list[tuple[float, float]] = []
+    pause, number = median([await one(number) for number in range(30)]) / DUTY, 0
+    found.clear()
+    pipe.send(None)
+    start = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        while time.monotonic() < start + seconds:
+            group.create_task(one(number))
+            number += 1
+            await asyncio.sleep(start + number * pause - time.monotonic())
+    return found
+
+
+# ---- the taker's process ----
+
+
+def _receive_plainly(pipe: Connection, into: np.ndarray, context: ssl.SSLContext) -> float:
+    """Seconds for all of it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pipe.send(server.getsockname()[1])
+        raw, _ = server.accept()
+        with raw, context.wrap_socket(raw, server_hostname="127.0.0.1") as plain:
+            view, start = into.data, time.monotonic()
+            while view:
+                got = plain.recv_into(view[:CALL_BYTES])
+                assert got, "the giver hung up"
+                view = view[got:]
+            return time.monotonic() - start
+
+
+async def _take(taker: LoneWorker, address: str) -> float:
+    """Seconds of a session that takes all users' prefix KV; they are dropped again."""
+    lanes, metrics = range(LANES), taker.metrics
+    seconds, entries = taker.taken(metrics.seconds), taker.taken(metrics.entries)
+    taker.known = {GIVER: _serving(GIVER, address)}
+    taker.service.lanes_changed(lanes, ())
+    while taker.taken(metrics.seconds) == seconds:  # noqa: ASYNC110  # a counter tells nobody
+        await asyncio.sleep(0.005)
+    assert taker.taken(metrics.entries) - entries == USERS, "not all prefix KV were taken"
+    taker.service.lanes_changed((), lanes)
+    users = {f"user-{user}" for user in range(USERS)}
+    await taker.thread.ask(EraseUser(Erase(id="0" * 16, user=bytes(MARK_BYTES), sent_ms=0), users, users))
+    return taker.taken(metrics.seconds) - seconds
+
+
+async def wire(*, quick: bool) -> list[str]:
+    """Prints both tables and returns the targets missed."""
+    spawn = multiprocessing.get_context("spawn")
+    pipe, theirs = spawn.Pipe()
+    child = spawn.Process(target=_give, args=(theirs,), daemon=True)
+    child.start()
+    try:
+        async with worker(TAKER) as taker:
+            address = await asyncio.to_thread(pipe.recv)
+            pipe.send(taker.service.address)
+            missed = await _speed(taker, pipe, address, 4 if quick else 10)
+            missed += await _felt(taker, pipe, address, 15.0 if quick else 60.0)
+        pipe.send(None)
+    finally:
+        child.join(20)
+    return missed
+
+
+async def _speed(taker: LoneWorker, pipe: Connection, address: str, repeats: int) -> list[str]:
+    context = make_credentials(SETTINGS.handover, TAKER, "127.0.0.1").context(ssl.Purpose.SERVER_AUTH)
+    mib, into = USERS * COPY_MIB, np.zeros(USERS * COPY_MIB * MIB, np.uint8)
+    await asyncio.to_thread(_receive_plainly, pipe, into, context)  # both memories have their pages now
+    await _take(taker, address)
+    print(f"\nhand-over of {USERS} users' prefix KV, {COPY_MIB} MiB each: MiB/s, and µs of both processors a MiB")
+    print(f"{'hand-over':>16} {'plain socket':>16} {'share':>8}")
+    shares = []
+    for _ in range(repeats):
+        at = await _cpu(pipe)
+        plain = mib / await asyncio.to_thread(_receive_plainly, pipe, into, context)
+        between = await _cpu(pipe)
+        ours = mib / await _take(taker, address)
+        cpu = [1e6 * seconds / mib for seconds in (await _cpu(pipe) - between, between - at)]
+        shares.append(ours / plain)
+        print(f"{ours:>8.0f} {cpu[0]:>7.0f} {plain:>8.0f} {cpu[1]:>7.0f} {shares[-1]:>8.2f}")
+    if (share := median(shares)) < LEAST_OF_FLOOR:
+        return [f"hand-over: {share:.2f} of a plain socket's speed, at least {LEAST_OF_FLOOR}"]
+    return []
+
+
+async def _cpu(pipe: Connection) -> float:
+    pipe.send(0.0)
+    there: float = await asyncio.to_thread(pipe.recv)
+    return there + time.process_time()
+
+
+async def _felt(taker: LoneWorker, pipe: Connection, address: str, seconds: float) -> list[str]:
+    """While the giver ranks, it gives for a while and pauses for as long, in turns."""
+    pipe.send(seconds)
+    await asyncio.to_thread(pipe.recv)
+    until, sessions = time.monotonic() + seconds, list[tuple[float, float]]()
+    await asyncio.sleep(1)
+    while (start := time.monotonic()) < until:
+        await _take(taker, address)
+        sessions.append((start, time.monotonic()))
+        await asyncio.sleep(time.monotonic() - start)
+    ranked: list[tuple[float, float]] = await asyncio.to_thread(pipe.recv)
+    during = [each for at, each in ranked if any(start <= at <= end for start, end in sessions)]
+    apart = [each for at, each in ranked if not any(at - each <= end and start <= at for start, end in sessions)]
+    taken_s = sum(end - start for start, end in sessions)
+    print(f"\n{'the giver ranks':<24} {'rankings':>9} {'P50 ms':>8} {'P99 ms':>8}")
+    for name, each in (("and gives", during), ("only", apart)):
+        print(f"{name:<24} {len(each):>9} {nearest_rank(each, 0.5) * 1e3:>8.1f} {nearest_rank(each, 0.99) * 1e3:>8.1f}")
+    print(f"given meanwhile: {len(sessions) * USERS * COPY_MIB / taken_s:.0f} MiB/s")
+    slower = nearest_rank(during, 0.99) / nearest_rank(apart, 0.99)
+    return [f"P99 while giving: {slower:.2f} × that without"] if slower > MOST_SLOWER else []

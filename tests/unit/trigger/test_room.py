@@ -1,0 +1,81 @@
+"""What an owner grants a trigger's lanes is one room for all of them."""
+
+from __future__ import annotations
+
+from relaygr_stream.fleet import Claim
+from relaygr_stream.trigger.decision import LaneState, decide
+from relaygr_stream.trigger.ledger import LaneLedger
+from relaygr_stream.trigger.load import OwnerLoads
+from relaygr_stream.wire.messages import LaneStatus
+from tests.unit.trigger.parts import POLICY, event, lane_status, worker_status
+
+#: Three lanes of one owner, each with a third of the room for one prefix.
+LANES = range(3)
+THIRD = 100
+
+
+class Trigger:
+    """A trigger that has some of the lanes. log_end: where lane 0's signals end, of which the owner has read none."""
+
+    def __init__(self, lanes: range = LANES, log_end: int = 0) -> None:
+        loads = OwnerLoads()
+        ledgers = {lane: LaneLedger(0 if lane else log_end, 60.0, 0.0) for lane in lanes}
+        self.lanes = {lane: LaneState(POLICY, ledger, lane, loads) for lane, ledger in ledgers.items()}
+
+    def hear(self, *stated: LaneStatus) -> None:
+        status = worker_status(*stated, bytes_per_token=1, alloc_bytes=1)
+        for each in stated:
+            if each.lane in self.lanes:
+                self.lanes[each.lane].observe(Claim(status, each, 0.0), 0.0)
+
+    def reason(self, lane: int, tokens: int) -> str:
+        return decide(event(tokens), self.lanes[lane], age_ms=0.0, now_s=0.0).reason
+
+    def admit(self, lane: int, tokens: int, request_id: str) -> None:
+        asked = event(tokens, request_id=request_id)
+        decision = decide(asked, self.lanes[lane], age_ms=0.0, now_s=0.0)
+        assert decision.admit, decision
+        self.lanes[lane].admit(asked, decision, 0.0)
+
+
+def _granted(*lanes: int) -> list[LaneStatus]:
+    return [lane_status(lane=lane, budget=THIRD) for lane in lanes]
+
+
+def test_a_lane_takes_what_the_others_do_not() -> None:
+    trigger = Trigger()
+    trigger.hear(*_granted(*LANES))
+    assert trigger.reason(0, 3 * THIRD) == "admitted"
+    assert trigger.reason(0, 3 * THIRD + 1) == "over_footprint"
+
+
+def test_what_one_lane_took_is_gone_for_all() -> None:
+    trigger = Trigger()
+    trigger.hear(*_granted(*LANES))
+    trigger.admit(0, 2 * THIRD + 50, "r")
+    assert trigger.reason(1, 50) == "admitted"
+    assert trigger.reason(1, 51) == "over_footprint"
+
+
+def test_what_other_triggers_lanes_were_granted_is_theirs() -> None:
+    trigger = Trigger(range(2))
+    trigger.hear(*_granted(*LANES))
+    assert trigger.reason(0, 2 * THIRD) == "admitted"
+    assert trigger.reason(0, 2 * THIRD + 1) == "over_footprint"
+
+
+def test_a_lane_on_hold_lends_nothing_and_gets_nothing() -> None:
+    """Signals of unknown size may still pin what it was granted."""
+    trigger = Trigger(log_end=7)
+    trigger.hear(*_granted(*LANES))
+    assert trigger.reason(0, 50) == "over_footprint"
+    assert trigger.reason(1, 2 * THIRD) == "admitted"
+    assert trigger.reason(1, 2 * THIRD + 1) == "over_footprint"
+
+
+def test_a_lane_that_the_owner_lost_lends_nothing() -> None:
+    trigger = Trigger()
+    trigger.hear(*_granted(*LANES))
+    trigger.hear(*_granted(0, 1))
+    assert trigger.reason(0, 2 * THIRD) == "admitted"
+    assert trigger.reason(0, 2 * THIRD + 1) == "over_footprint"
