@@ -99,6 +99,11 @@ class Rankings:
                 waited = (now - ranking.task.arrived) * 1e3
                 self._answer(ranking, "deadline_exceeded", f"the deadline passed after {waited:.0f} ms on the worker")
                 continue
+            if ranking.measured.started and not (ranking.late or ranking.booking.expected_ms):
+                # Nothing is known of its kind until some have been done: under an overload from the start, all would be
+                # given up on the way, and nothing be refused before.
+                self._timers.add(ranking.deadline, ranking)
+                continue
             was_late, full = ranking.late, self._admission.overdue(ranking, now)
             if full is not None:
                 self._answer(ranking, "overloaded", full.reason)

@@ -147,6 +147,20 @@ def test_without_predictions_a_late_ranking_does_not_wait_for_a_device_without_t
     assert all(status == "overloaded" and took < 0.8 * TIMEOUT_S for status, took in refused), refused
 
 
+def test_a_worker_that_starts_into_an_overload_learns_what_rankings_take_and_refuses_the_rest() -> None:
+    """Nothing is predicted at first, so all are admitted: were each given up when due, none would ever be measured."""
+    served = Served()
+    served.device.token_ms, takes_s = 0.4, 0.025  # full inference: most of an SLO
+    rng, at, tasks = np.random.default_rng(3), served.device.now, []
+    for _ in range(500):
+        at += rng.exponential(takes_s / 8)
+        served.until(at)
+        tasks.append(served.ask(full=True))
+    served.until(at + 2 * TIMEOUT_S)
+    later = tasks[250:]
+    assert served.good(later) >= 0.45 * (later[-1].arrived - later[0].arrived) / takes_s
+
+
 @given(st.floats(1.0, 1e5), st.floats(1.0, 1e5), st.floats(0.0, 1e3), st.floats(0.0, 1e4))
 def test_a_ranking_is_due_no_later_than_its_deadline(timeout: float, slo: float, reply: float, age: float) -> None:
     times = Times.of(10.0, timeout, slo, reply, age)
