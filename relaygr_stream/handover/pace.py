@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-#: Most of one processor's time that copies take while there is a ranking. So a ranking takes at most a twentieth
-#: longer, even where every processor is busy: P99 stays below 1.1 times what it is without hand-over.
+#: Most of one processor's time that copies take while there is a ranking. So a ranking should take a twentieth
+#: longer at most, even where every processor is busy (bench-change measures it).
 SHARE: Final = 0.05
 #: What may go at once after a pause, in seconds of the rate.
 BURST_S: Final = 1 / 30
