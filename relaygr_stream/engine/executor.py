@@ -36,8 +36,8 @@ On = TypeVar("On")
 #: may take twice its fixed costs, whatever the bound (cost_model.py).
 SLICE_SHARE: Final = 0.5
 #: A chunk is meant to be so long that its fixed time is this share of it: shorter ones take the device's time, longer
-#: ones keep it from rankings. Simulated at 1.25 times capacity (`make bench-hand-set`), slices that made it 12 % of the
-#: time of costs `cpu` answered 6 % less within the SLO than 6 %, and 3 % 4 % more.
+#: ones keep it from rankings. Simulated at 1.25 times capacity (`make bench-hand-set`; costs `cpu`, first visits, one
+#: seed), 12 % answered 6 % less within the SLO than 6 %, and 3 % answered 4 % more.
 FIXED_SHARE: Final = 0.04
 #: Shorter slices would cost what lies between two of them.
 LEAST_DELAY_MS: Final = 1.0
