@@ -36,6 +36,7 @@ from relaygr_stream.gateway.http import (
     deadline,
     discarded,
     failure,
+    most_dropped,
     read_body,
     reply_format,
     stated_length,
@@ -214,8 +215,8 @@ class Door:
     async def _refusal(self, http: Request, error: RequestRefused, reply: Format) -> Response:
         """The answer to a refused request. An honest client's connection, whose body can be read, stays open."""
         try:
-            if error.status == 429 and await discarded(http, self._limits):
-                error.headers.pop("connection", None)
+            if "connection" in error.headers and error.status not in {401, 408} and await discarded(http, self._limits):
+                error.headers.pop("connection")
         except ClientDisconnect:
             return Response(status_code=499)
         return answer(error.status, reply, Problem(error=error.error, detail=error.detail), error.headers)
@@ -242,7 +243,7 @@ class Door:
 
     def _count_refused(self, http: Request, tenant: str | None, status: int) -> None:
         if tenant is not None and status != 429:
-            stated = min(stated_length(http), self._limits.max_body_bytes)  # read or not: what is dropped costs as well
+            stated = min(stated_length(http), most_dropped(self._limits))  # read or not: what is dropped costs as well
             size = max(stated, getattr(http.state, "body_bytes", 0))
             self._rates.refused(tenant, size, time.monotonic())
 

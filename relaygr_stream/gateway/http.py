@@ -84,12 +84,17 @@ async def read_body(http: Request, kind: type[B], limits: Gateway, relay: Relay)
     raise RequestRefused(413, "too_large", f"the body has more than {most} bytes (gateway.max_body_bytes)")
 
 
+def most_dropped(limits: Gateway) -> int:
+    """Bytes of a refused body that are read all the same: most clients read no answer before they have sent theirs."""
+    return 2 * limits.max_body_bytes
+
+
 async def discarded(http: Request, limits: Gateway) -> bool:
     """Read a body that nobody wants; False: it is too long, slow, or waits to be asked for. Raises ClientDisconnect.
 
     A connection closed before its body is read is reset, and the client may lose the answer.
     """
-    left = limits.max_body_bytes
+    left = most_dropped(limits)
     if stated_length(http) > left or "expect" in http.headers:
         return False
     with suppress(TimeoutError):

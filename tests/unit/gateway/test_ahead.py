@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from relaygr_stream.gateway import connection
-from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.gateway.bodies import longest_body
+from relaygr_stream.settings.schema import Kafka, Relay
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import RANK, OpenDoor, door_on
 from tests.unit.gateway.test_hostile import HEAD, raw, still_serves, whole
@@ -20,6 +21,7 @@ from tests.waiting import WITHIN_S, until
 GET = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
 BODY = json.dumps(RANK).encode()
 MIB = 1 << 20
+MOST = longest_body(Relay())
 
 
 async def pushed(door: OpenDoor, data: bytes, at_most: int = 0) -> tuple[int, bytes]:
@@ -238,3 +240,32 @@ async def test_a_body_behind_its_answer_is_bounded_and_answered_once(embedded_se
             assert statuses(answered) in ([404], [400], [])  # 400: what is wrong came with the head; none: reset
             assert sent < 64 * MIB
         assert await still_serves(door)
+
+
+@pytest.mark.parametrize(
+    ("field", "beyond", "status"),
+    [
+        (b"content-type: application/json", 1, 413),
+        (b"content-type: application/json", MOST, 413),
+        (b"content-type: text/plain", 0, 415),
+        (b"content-type: application/json\r\nrelaygr-timeout-ms: soon", 0, 400),
+    ],
+)
+async def test_who_sends_all_of_a_body_that_is_refused_gets_the_answer_and_may_go_on(
+    embedded_settings: Kafka, field: bytes, beyond: int, status: int
+) -> None:
+    """It was reset while it sent, and many clients read nothing until they have sent all."""
+    async with (
+        responder_on(embedded_settings),
+        door_on(embedded_settings) as door,
+        raw(door) as (reader, writer),
+        asyncio.timeout(WITHIN_S),
+    ):
+        writer.write(HEAD + b"%b\r\ncontent-length: %d\r\n\r\n" % (field, MOST + beyond))
+        assert (await door.ask("GET", "/healthz")).status == 200  # it has had time to answer, and to close
+        writer.write(b" " * (MOST + beyond))
+        await writer.drain()
+        assert statuses(await reader.readuntil(b"\r\n\r\n")) == [status]
+        await reader.readuntil(b"}")
+        writer.write(GET)
+        assert statuses(await reader.readuntil(b"\r\n\r\n")) == [200]
