@@ -199,7 +199,7 @@ async def test_who_only_announces_may_write_retrieval(secure: SecureKafka) -> No
 
 @pytest.mark.parametrize(
     ("user", "topic"),
-    [("trigger", "scores"), ("operator", "scores"), ("client", "pre-infer"), ("retrieval", "scores")],
+    [("trigger", "scores"), ("operator", "ranking"), ("client", "pre-infer"), ("retrieval", "scores")],
 )
 async def test_a_read_that_is_not_granted_is_refused(secure: SecureKafka, user: str, topic: str) -> None:
     await apply_topics(as_user(secure, "admin"))

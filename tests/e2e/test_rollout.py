@@ -169,8 +169,9 @@ async def test_a_good_model_gets_all_users_and_nobody_an_error(embedded_settings
             before, old = asked.total, asked.versions[version]
             await until(lambda: asked.total > before + 100)
             assert asked.versions[version] <= old + AT_ONCE
+            assert asked.errors == {}
             command.process.send_signal(signal.SIGINT)
             assert await command.process.wait() == 0
         old = asked.versions[version]
         await until(lambda: asked.versions[version] > old + 50, "the former workers answer")
-        assert asked.errors == {}
+        assert asked.errors.total() <= AT_ONCE  # in the log of a group that has ended, as of any fleet that is stopped
