@@ -68,6 +68,20 @@ async def opened(world: World) -> AsyncIterator[RelayClient]:
         yield relay
 
 
+async def both_serve(world: World, relay: RelayClient) -> None:
+    """Both groups have a worker, and the client knows it of both: one that it has not heard of does not serve."""
+    for group in ("", "next"):
+        await world.state(group)
+
+    def known() -> bool:
+        groups = relay._groups
+        return "next" in groups._others and all(
+            groups.connection(relay._opened(), each).serves for each in ("", "next")
+        )
+
+    await until(known, "the client knows both groups' workers")
+
+
 def user_of(group: str, routes: Routes) -> str:
     return next(user for user in map(str, range(1000)) if routes.group_of(user) == group)
 
@@ -104,9 +118,8 @@ async def test_a_request_stays_in_the_group_it_was_announced_to(world: World) ->
     """By `request`, and by the verbs alone; its cancel, too."""
     await world.move(0)
     async with opened(world) as relay:
-        await world.state("")
-        await world.state("next")
-        await until(lambda: relay.group_of("u") == "")
+        await both_serve(world, relay)
+        assert relay.group_of("u") == ""
         history = PREFIX
         async with relay.request("u", history, candidates=3, request_id="whole") as whole:
             await relay.announce(event(1))
@@ -130,9 +143,8 @@ async def test_users_of_a_group_without_workers_are_answered_by_one_that_serves(
     """Also those in the middle of a request; and they come back with the workers."""
     await world.move(POSITIONS)
     async with opened(world) as relay:
-        await world.state("")
-        await world.state("next")
-        await until(lambda: relay.group_of("u") == "next")
+        await both_serve(world, relay)
+        assert relay.group_of("u") == "next"
         async with relay.request("u", PREFIX, candidates=3, request_id="whole") as whole:
             await world.state("next", "draining")
             await until(lambda: relay.group_of("u") == "", "the group is gone")
