@@ -55,12 +55,9 @@ def _ours() -> int:
     for entry in PROC.iterdir():
         if entry.name.isdigit():
             try:
-                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                parents[int(entry.name)], ticks[int(entry.name)] = _stat(entry)
             except OSError:
                 continue  # it ended meanwhile
-            # Behind the name: state, ppid, …, utime and stime as the 12th and 13th.
-            parents[int(entry.name)] = int(fields[1])
-            ticks[int(entry.name)] = int(fields[11]) + int(fields[12])
     family = {os.getpid()}
     grown = True
     while grown:
@@ -73,7 +70,12 @@ def _ours() -> int:
 def process_s(pid: int) -> float:
     """Processor time in seconds of a running process, all its threads; 0 where it is unknown."""
     try:
-        fields = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return _stat(PROC / str(pid))[1] / os.sysconf("SC_CLK_TCK")
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(process: Path) -> tuple[int, int]:
+    """The parent's id, and clock ticks."""
+    fields = (process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return int(fields[1]), int(fields[11]) + int(fields[12])  # behind the name: state, ppid, …, utime and stime

@@ -39,11 +39,10 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing
 from relaygr_stream.telemetry.tracing import Headers as TraceContext
-from relaygr_stream.wire.behaviours import WIDE_VERSION, check_times
+from relaygr_stream.wire.behaviours import check_times
 from relaygr_stream.wire.codec import check_features, encode, validated
 from relaygr_stream.wire.features import FeatureSchema
 from relaygr_stream.wire.messages import (
-    CANDIDATE_DTYPES,
     Cancel,
     Id,
     RankingRequest,
@@ -281,7 +280,7 @@ class MessageClient:
             raise Overloaded(f"{most} calls are under way")
         group = self._groups.group_of(own, request.user_id, request.tenant, request.request_id, group)
         reply = await self._ask(self._open(group), request, message)
-        items = np.frombuffer(request.candidates, CANDIDATE_DTYPES[(request.min_v or request.v) >= WIDE_VERSION])
+        items = np.frombuffer(request.candidates, request.candidate_dtype)
         return ranking_of(reply, items, time.perf_counter() - started)
 
     async def _ask(self, connection: Connection, request: RankingRequest, message: Outgoing) -> ScoreReply:
@@ -335,7 +334,7 @@ class MessageClient:
         return Outgoing(key, value, headers)
 
     def _check_limits(self, request: RankingRequest) -> None:
-        candidates = len(request.candidates) // CANDIDATE_DTYPES[(request.min_v or request.v) >= WIDE_VERSION].itemsize
+        candidates = len(request.candidates) // request.candidate_dtype.itemsize
         beyond = self._settings.relay.beyond(
             prefix=prefix_length(request), suffix=len(request.suffix), candidates=candidates
         )

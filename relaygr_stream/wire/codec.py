@@ -12,11 +12,10 @@ import msgspec
 from msgspec import UNSET
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.wire.behaviours import WIDE_VERSION, Behaviours
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.features import NO_TABLES, Columns, FeatureSchema, FeatureTables
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import (
-    CANDIDATE_DTYPES,
     Cancel,
     Mode,
     Outcome,
@@ -120,7 +119,7 @@ def check_features(message: RequestEvent | PreInferSignal | RankingRequest, sche
         schema.check("behaviour", len(message.prefix), message.prefix.table)
     if isinstance(message, RankingRequest):
         schema.check("behaviour", len(suffix), suffix.table)
-        candidates = len(message.candidates) // CANDIDATE_DTYPES[(message.min_v or message.v) >= WIDE_VERSION].itemsize
+        candidates = len(message.candidates) // message.candidate_dtype.itemsize
         schema.check("candidate", candidates, columns.candidate)
     schema.check_digest(columns.schema)
 

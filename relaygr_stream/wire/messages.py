@@ -54,7 +54,7 @@ HITS: Final[tuple[Outcome, ...]] = tuple(outcome for outcome in FOUND if outcome
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
 Mode = Literal["auto", "full"]
 State = Literal["starting", "serving", "draining", "stopped"]
-#: The type of candidates, by whether the message needs readers of WIDE_VERSION.
+#: The type of candidates, by whether they are wide.
 CANDIDATE_DTYPES: Final = (ITEM_DTYPE, WIDE_ITEM_DTYPE)
 #: The least schema version whose readers understand the message; 0: only those of its own version.
 LeastVersion = Annotated[int, Meta(ge=0)]
@@ -128,11 +128,16 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     columns: FeatureTables | UnsetType = UNSET  # the user's features and the candidates'
     history: HistoryReference | UnsetType = UNSET  # in place of the prefix, which is then empty
 
+    @property
+    def candidate_dtype(self) -> np.dtype[Any]:
+        """The type of the candidates' item ids: int64 where the message needs readers of WIDE_VERSION."""
+        return CANDIDATE_DTYPES[(self.min_v or self.v) >= WIDE_VERSION]
+
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
         _check_prefix(self)
         self.suffix.checked(_Invalid)
-        dtype = CANDIDATE_DTYPES[(self.min_v or self.v) >= WIDE_VERSION]
+        dtype = self.candidate_dtype
         if not self.candidates or len(self.candidates) % dtype.itemsize:
             what = rows_of(self.candidates, dtype, "candidates")
             raise DecodeError("invalid", f"candidates must be m ≥ 1 {dtype.name}; got {what}")

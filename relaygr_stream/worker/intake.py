@@ -22,11 +22,10 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.telemetry.tracing import Trace
-from relaygr_stream.wire.behaviours import WIDE_VERSION, Behaviours, check_times
+from relaygr_stream.wire.behaviours import Behaviours, check_times
 from relaygr_stream.wire.codec import check_features, decode
 from relaygr_stream.wire.features import NO_FEATURES, NO_TABLES, FeatureSchema
 from relaygr_stream.wire.messages import (
-    CANDIDATE_DTYPES,
     SCORE_DTYPE,
     Cancel,
     PreInferSignal,
@@ -200,7 +199,7 @@ class Intake:
         """A ranking record as a command. Raises DecodeError or TooMuch."""
         request = decode(RankingRequest, record.value, self._limits.max_bytes, record.headers)
         prefix, suffix = prefix_length(request), len(request.suffix)
-        item_dtype = CANDIDATE_DTYPES[(request.min_v or request.v) >= WIDE_VERSION]
+        item_dtype = request.candidate_dtype
         candidates = len(request.candidates) // item_dtype.itemsize
         if beyond := self._relay.beyond(prefix=prefix, suffix=suffix, candidates=candidates):
             raise TooMuch(beyond, request)
@@ -211,6 +210,10 @@ class Intake:
         except DecodeError as error:
             raise TooMuch(error.detail, request) from error
         columns = request.columns or NO_TABLES
+        scores = 2 * SCORE_DTYPE.itemsize * self._score_columns  # twice, while they are written
+        decoded = self._token_bytes * (self._features.context_tokens + prefix + suffix) + (8 + scores) * candidates
+        if request.columns:
+            decoded += columns.nbytes()  # copied from the record; the task keeps the candidates'
         timeout = min(request.timeout_ms or self._limits.default_timeout_ms, self._limits.max_timeout_ms)
         age = self._age(record, request.sent_ms, now)
         prefix_times = request.prefix.times
@@ -228,7 +231,7 @@ class Intake:
             full=request.mode == "full",
             tenant=request.tenant,
             client=request.client_id or f"on reply partition {origin.reply_partition}",
-            nbytes=self._nbytes(record, request, prefix + suffix, candidates),
+            nbytes=OBJECT_BYTES + held_bytes(record) + decoded,
             hops=request.hops,
             origin=origin,
             features=self._features.values("candidate", columns.candidate) if columns.candidate else {},
@@ -239,14 +242,6 @@ class Intake:
         """The request (Keys.request_key) that a cancel record names. Raises DecodeError."""
         cancel = decode(Cancel, record.value, self._limits.max_bytes, record.headers)
         return tenant_key(cancel.tenant, cancel.request_id)
-
-    def _nbytes(self, record: Record, request: RankingRequest, behaviours: int, candidates: int) -> int:
-        """Bytes of a ranking: as it came, decoded, and its scores (twice, while they are written)."""
-        scores = 2 * SCORE_DTYPE.itemsize * self._score_columns
-        decoded = self._token_bytes * (self._features.context_tokens + behaviours) + (8 + scores) * candidates
-        if request.columns:
-            decoded += request.columns.nbytes()  # copied from the record; the task keeps the candidates'
-        return OBJECT_BYTES + held_bytes(record) + decoded
 
     def sure_age_ms(self, record: Record, now: float) -> float:
         """The part of a record's age, by its timestamp, that the log's order proves: clocks differ."""

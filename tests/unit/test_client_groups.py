@@ -195,16 +195,7 @@ async def test_a_group_that_routes_name_no_more_is_left(world: World) -> None:
         await until(lambda: relay.group_of("u") == "next")
         world.routes = msgspec.structs.replace(Routes.of_one("", LANES), epoch=world.routes.epoch + 1)
         await write_routes(world.peers[""].producer, world.topics, READER, world.routes)
-        await until(
-            lambda: (
-                relay.group_of(
-                    "u",
-                )
-                == ""
-                and not relay._groups._others
-            ),
-            "the group is left",
-        )
+        await until(lambda: relay.group_of("u") == "" and not relay._groups._others, "the group is left")
         assert relay.registry.get_sample_value("relaygr_client_route_share", {"group": "next"}) is None
         await relay.rank(request(1))
     assert world.asked("") == ["r-1"]

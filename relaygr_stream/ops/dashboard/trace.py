@@ -15,10 +15,8 @@ from typing import Any, Final, NamedTuple
 from relaygr_stream.bus.contents import read_since
 from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.behaviours import WIDE_VERSION
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import (
-    CANDIDATE_DTYPES,
     Cancel,
     PreInferSignal,
     RankingRequest,
@@ -158,7 +156,7 @@ class _Finder:
             request = decode(RankingRequest, record.value)
             if self._is_it(request):
                 facts = {"lane": str(record.lane), "mode": request.mode, "client": request.client_id}
-                size = CANDIDATE_DTYPES[(request.min_v or request.v) >= WIDE_VERSION].itemsize
+                size = request.candidate_dtype.itemsize
                 facts |= {"candidates": str(len(request.candidates) // size), "trace id": _trace_id(record)}
                 self._add(record, "ranking asked" if not request.hops else f"forwarded, hop {request.hops}", facts)
                 partition = header(record.headers, HEADER_REPLY_PARTITION)

@@ -107,13 +107,19 @@ def test_after_an_overload_the_next_rankings_are_in_time_again() -> None:
     assert served.good(calm) == len(calm)
 
 
-def test_one_that_takes_longer_than_the_slo_gets_the_time_that_others_leave() -> None:
+def measured_slow() -> Served:
+    """Full inference takes two SLOs, and has been measured."""
     served = Served()
-    served.device.token_ms = 1.0  # full inference takes two SLOs
+    served.device.token_ms = 1.0
     served.load(0.5 * CAPACITY_PER_S, 100)
-    for _ in range(30):  # so that it is measured
+    for _ in range(30):
         served.ask(full=True)
         served.until(served.device.now + 4 * SLO_S)
+    return served
+
+
+def test_one_that_takes_longer_than_the_slo_gets_the_time_that_others_leave() -> None:
+    served = measured_slow()
     slow = [served.ask(full=True) for _ in range(2)]
     quick = [served.ask() for _ in range(4)]
     served.until(served.device.now + TIMEOUT_S)
@@ -122,12 +128,7 @@ def test_one_that_takes_longer_than_the_slo_gets_the_time_that_others_leave() ->
 
 
 def test_a_late_ranking_learns_soon_that_others_leave_it_no_time_any_more() -> None:
-    served = Served()
-    served.device.token_ms = 1.0  # full inference takes two SLOs
-    served.load(0.5 * CAPACITY_PER_S, 100)
-    for _ in range(30):  # so that it is measured
-        served.ask(full=True)
-        served.until(served.device.now + 4 * SLO_S)
+    served = measured_slow()
     slow = [served.ask(full=True) for _ in range(3)]
     served.load(3 * CAPACITY_PER_S, 4500)  # for 0.8 s
     refused = [served.ends[task] for task in slow if served.ends[task][0] != "ok"]
