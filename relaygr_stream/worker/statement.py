@@ -54,8 +54,10 @@ class Statements:
         positions: Mapping[int, int],
         now: float,
         sent_ms: int,
+        ranking: Mapping[int, int] | None = None,
     ) -> WorkerStatus:
-        """positions: lane → the next pre-infer offset it will read, as of the snapshot or before it."""
+        """positions: lane → the next pre-infer offset it will read, as of the snapshot or before it; ranking: those of
+        `ranking`."""
         worker, runtime = self._worker, self._runtime
         seconds = max(1e-3, now - self._shared_at)
         self._shared_at = now
@@ -79,6 +81,7 @@ class Statements:
                     pinned_bytes=snapshot.lane_bytes[lane],
                     pre_infer_offset=position,
                     device_ms_per_s=free_ms * shares[lane],
+                    ranking_offset=0 if ranking is None else ranking.get(lane, 0),
                 )
                 for lane, position in sorted(positions.items())
             ),
