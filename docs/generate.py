@@ -1,5 +1,5 @@
-"""Fills in what the code knows: settings, metrics, commands, messages, the model API. A hook of mkdocs (mkdocs.yml);
-nothing that it makes is kept.
+"""Fills in what the code knows: settings, metrics, commands, messages, benches, the model API. A hook of mkdocs
+(mkdocs.yml); nothing that it makes is kept.
 
 A page says `<!-- generated: NAME -->` where the text belongs. A name that does not exist ends the build, and so do a
 note on a metric that does not exist, and a message in messages.toml with other fields than its type has.
@@ -76,6 +76,7 @@ NOT_FOR_MODELS: Final = {
     "pack", "check", "check_digest", "values", "zeros", "to_words", "from_words", "key", "table", "row_bytes",
     "copy_from", "kv_per_token", "time_elements", "elements_per_token",
 }  # fmt: skip
+TARGET: Final = re.compile(r"^(bench-\w[\w-]*|example-movielens):.*## (.*)", re.MULTILINE)
 #: What Prometheus adds to a name when it exports it.
 SUFFIX: Final = {"counter": "_total", "info": "_info"}
 
@@ -137,6 +138,14 @@ def python_client() -> str:
     """The client of examples/clients in Python."""
     code = (ROOT / "examples" / "clients" / "python" / "client.py").read_text(encoding="utf-8")
     return f"```python\n{code}```"
+
+
+def benches() -> str:
+    """What measures: the targets of the Makefile, and what it says of each."""
+    found = TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8"))
+    return "\n".join(
+        ["| command | what it measures |", "| --- | --- |", *(f"| `make {name}` | {what} |" for name, what in found)]
+    )
 
 
 def model_api() -> str:
@@ -286,5 +295,6 @@ GENERATED: Final[dict[str, Callable[[], str]]] = {
     "commands": commands_list,
     "model": model_api,
     "python_client": python_client,
+    "benches": benches,
     **{name: partial(message_fields, name) for name in FIELDS},
 }
