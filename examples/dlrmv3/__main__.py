@@ -89,13 +89,14 @@ def batch_of(histories: list[Drawn]) -> forward.Batch:
         rows[0, index, : len(one.items)] = torch.from_numpy(one.items)
         rows[1, index, : len(one.items)] = torch.from_numpy(one.ratings.astype(np.int64))
     nothing = torch.zeros_like(rows[0])
-    return forward.Batch(*rows, nothing, nothing, torch.tensor([len(one.items) for one in histories]))
+    return forward.Batch(rows[0], rows[1], nothing, nothing, torch.tensor([len(one.items) for one in histories]))
 
 
 def newest(drawn: Drawn, length: int, end: int | None = None) -> Drawn:
     """The last `length` before `end`."""
     stop = len(drawn.items) if end is None else end
-    return Drawn(*(column[max(0, stop - length) : stop] for column in drawn))
+    kept = slice(max(0, stop - length), stop)
+    return Drawn(drawn.levels[kept], drawn.categories[kept], drawn.items[kept], drawn.ratings[kept])
 
 
 def windows(users: list[User], draw: np.random.Generator, tokens: int) -> Iterator[list[Drawn]]:
@@ -210,8 +211,8 @@ def report(by_length: dict[int, Figures], possible: Figures, users: int) -> Iter
     yield f"{users:,} users, {CANDIDATES} candidates each"
     yield f"{'newest behaviours':>18}  {'AUC':>6}  {'NE':>6}  {'NDCG@10':>7}  difference in NDCG@10 to {SHORT}, 95 %"
     for length, one in by_length.items():
-        gain = "" if length == SHORT else str(paired_gain(one.ndcg, by_length[SHORT].ndcg))
-        yield f"{length:18,}  {one.auc:.4f}  {one.entropy:.4f}  {one.ndcg.mean():7.4f}  {gain}"
+        beside = "" if length == SHORT else str(paired_gain(one.ndcg, by_length[SHORT].ndcg))
+        yield f"{length:18,}  {one.auc:.4f}  {one.entropy:.4f}  {one.ndcg.mean():7.4f}  {beside}"
     yield f"{'all is known':>18}  {possible.auc:.4f}  {possible.entropy:.4f}  {possible.ndcg.mean():7.4f}"
     longest = max(by_length)
     gain = paired_gain(by_length[longest].ndcg, by_length[SHORT].ndcg)

@@ -132,7 +132,7 @@ class Workload:
         user, columns = f"{name}-{visit.user}", UNSET
         both: FeatureTables | None = None
         if schema:
-            values = {
+            values: dict[str, npt.ArrayLike] = {
                 "user_id": visit.user,
                 "uih_category_id": history.categories,
                 "cand_category_id": candidates.categories,
@@ -224,7 +224,7 @@ def chance_of(least: float, drawn: Drawn, timestamp: int) -> npt.NDArray[np.floa
     kinds = np.arange(TASTE.shape[1])
     taste = TASTE + SWING * np.cos((timestamp + 2 * kinds) * (2 * np.pi / SWING_TIMESTAMPS))
     reached = (taste[drawn.levels] + item_ratings(drawn.items)[:, None]) / 2 >= least
-    return (TASTE_CHANCES[drawn.levels] * reached).sum(1)
+    return np.asarray((TASTE_CHANCES[drawn.levels] * reached).sum(1))
 
 
 def item_ratings(items: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
