@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.section import BYTES, LABEL, Ms, Name, Port, Positive, Section, Share, SharedSecret, doc
 from relaygr_stream.settings.worker import Handover, Model, Worker
 
@@ -282,6 +283,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     history: History = History()
     gateway: Gateway = Gateway()
     telemetry: Telemetry = Telemetry()
+    #: Those of the sections [scenario.NAME], and the name of the one that this process serves; "": none.
+    scenarios: tuple[Scenario, ...] = ()
+    scenario: str = ""
 
     @property
     def longest_history(self) -> int:
