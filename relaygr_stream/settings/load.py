@@ -133,7 +133,7 @@ def load_settings(
         sections.setdefault(section, {})[name] = value.value
     settings = _with_tls(msgspec.convert(sections, Settings))
     _check_together(settings)
-    scenarios, values = read_scenarios(tables, settings)
+    scenarios, values = read_scenarios(tables, settings.kafka.prefix, settings.relay.slo_ms)
     return Config(msgspec.structs.replace(settings, scenarios=scenarios), (*merged.values(), *values))
 
 

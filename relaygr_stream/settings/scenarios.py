@@ -15,17 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
-import msgspec
 from msgspec import Meta
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.section import LABEL, Ms, Positive, Section, Value, doc, section_fields
 from relaygr_stream.settings.values import checked
-
-if TYPE_CHECKING:
-    from relaygr_stream.settings.schema import Settings
 
 #: What the keys of all scenarios begin with.
 SECTION: Final = "scenario."
@@ -40,7 +36,7 @@ RESERVED: Final = ("default", "next")
 #: Longest kafka.prefix (schema.py).
 LONGEST_PREFIX: Final = 64
 #: A model's factory, module:name; anything else is a checkpoint.
-_FACTORY: Final = re.compile(r"[\w.]+:[\w.]+")
+FACTORY: Final = re.compile(r"[\w.]+:[\w.]+")
 
 Tenant = Annotated[str, LABEL, Meta(min_length=1)]
 
@@ -62,21 +58,21 @@ class Scenario(Section, frozen=True, kw_only=True):
 
 
 def read_scenarios(
-    tables: Iterable[tuple[str, Any, str]], settings: Settings
+    tables: Iterable[tuple[str, Any, str]], prefix: str, slo_ms: float
 ) -> tuple[tuple[Scenario, ...], tuple[Value, ...]]:
     """The scenarios, in the order of their names, and the value of each of their keys.
 
     tables: (name, content, source) of each section in the order of files, of which a later one counts for the keys that
-    it has. settings: all others. Raises ConfigError.
+    it has. prefix: kafka.prefix. slo_ms: of those that state none. Raises ConfigError.
     """
     found: dict[str, dict[str, Value]] = {}
     for name, table, source in tables:
-        _check_name(name, table, source, settings.kafka.prefix)
+        _check_name(name, table, source, prefix)
         fields = {key.rpartition(".")[2]: field for key, field in section_fields(SECTION + name, Scenario).items()}
         keys = [key for key, field in fields.items() if field.description]
         values = found.setdefault(name, {key: Value(fields[key], fields[key].default, "default") for key in keys})
         if values["slo_ms"].source == "default":
-            values["slo_ms"] = Value(fields["slo_ms"], settings.relay.slo_ms, "relay.slo_ms")
+            values["slo_ms"] = Value(fields["slo_ms"], slo_ms, "relay.slo_ms")
         for key, raw in table.items():
             if key not in keys:
                 raise ConfigError(f"{source}: no key `{SECTION}{name}.{key}`; a scenario has {', '.join(keys)}")
@@ -91,27 +87,6 @@ def read_scenarios(
 def scenario_of(scenarios: Iterable[Scenario], tenant: str) -> str:
     """The name of the tenant's scenario; "": none, so that of `default`."""
     return next((scenario.name for scenario in scenarios if tenant in scenario.tenants), "")
-
-
-def serving(settings: Settings, name: str) -> Settings:
-    """The settings of a process that serves this scenario: the group, SLO and model of its section; `scenario` is its
-    name. Raises ConfigError for a name without a section."""
-    scenario = next((each for each in settings.scenarios if each.name == name), None)
-    if scenario is None:
-        there = ", ".join(each.name for each in settings.scenarios) or "none: give the fleet's file with --config"
-        raise ConfigError(f"no scenario {name!r}: no file has a section [{SECTION}{name}]; there are {there}")
-    replace, model = msgspec.structs.replace, settings.model
-    if scenario.model:
-        is_factory = _FACTORY.fullmatch(scenario.model)
-        factory, checkpoint = (scenario.model, "") if is_factory else ("", scenario.model)
-        model = replace(model, factory=factory, checkpoint=checkpoint)
-    return replace(
-        settings,
-        scenario=name,
-        kafka=replace(settings.kafka, prefix=f"{settings.kafka.prefix}{name}."),
-        relay=replace(settings.relay, slo_ms=scenario.slo_ms),
-        model=model,
-    )
 
 
 def _check_name(name: str, table: Any, source: str, prefix: str) -> None:

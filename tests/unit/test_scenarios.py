@@ -13,7 +13,7 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.ops.children import write_settings
 from relaygr_stream.settings import Scenario, Settings
 from relaygr_stream.settings.load import FIELDS, load_settings
-from relaygr_stream.settings.scenarios import NAME, RESERVED, scenario_of, serving
+from relaygr_stream.settings.scenarios import NAME, RESERVED, scenario_of
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.routes import GroupName
 
@@ -131,13 +131,13 @@ def test_neither_flag_nor_environment_makes_a_scenario(
 
 def test_what_serves_a_scenario_has_its_group_slo_and_model(tmp_path: Path) -> None:
     settings = load_settings([fleet(tmp_path)], {"model.checkpoint": "own"}, {}).settings
-    feed, ads, search = (serving(settings, name) for name in ("feed", "ads", "search"))
+    feed, ads, search = (settings.serving(name) for name in ("feed", "ads", "search"))
     assert (feed.scenario, feed.kafka.prefix, feed.relay.slo_ms) == ("feed", "relaygr.feed.", 50.0)
     assert (feed.model.checkpoint, feed.model.factory) == ("models/feed", "")
     assert (ads.model.checkpoint, ads.model.factory) == ("", "ads.model:build")
     assert (search.model.checkpoint, search.relay.slo_ms) == ("own", 40.0), "what the section leaves open is as set"
     with pytest.raises(ConfigError, match=re.escape("no scenario 'other'")) as caught:
-        serving(settings, "other")
+        settings.serving("other")
     assert "there are ads, feed, search" in str(caught.value)
 
 
