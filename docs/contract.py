@@ -3,14 +3,16 @@
     python docs/contract.py            writes both
     python docs/contract.py --check    exits 1 where one differs from the types (make check)
 
-protocol.md explains the same for people. A type here is what a writer of this release may send; readers ignore fields
-that they do not know.
+protocol.md explains the same for people; messages.toml has what fields mean, for both. A type here is what a writer of
+this release may send; readers ignore fields that they do not know.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +30,8 @@ from relaygr_stream.wire.trigger_status import TriggerStatus
 
 FOLDER: Final = Path(__file__).parent / "reference"
 SCHEMA, ASYNCAPI = "messages.schema.json", "asyncapi.json"
+FIELDS: Final = FOLDER / "messages.toml"
+LINK: Final = re.compile(r"\[([^]]+)\]\([^)]+\)")
 MEDIA: Final = "application/msgpack"
 PREFIX: Final = "{prefix}"
 
@@ -79,6 +83,9 @@ def named() -> Iterator[tuple[str, type[Any], str, dict[str, Any], list[str]]]:
 def schemas(place: str) -> dict[str, Any]:
     """JSON Schema of every message and what it is made of, by name. place: where references point."""
     _, found = msgspec.json.schema_components(list(RECORDS), ref_template=f"{place}{{name}}")
+    for name, fields in tomllib.loads(FIELDS.read_text(encoding="utf-8")).items():
+        for field, meaning in fields.items():
+            found[name]["properties"][field]["description"] = LINK.sub(r"\1", meaning)
     return {name: _packed(schema) for name, schema in sorted(found.items())}
 
 

@@ -30,6 +30,7 @@ from relaygr_stream.ops.rollout.run import (
 )
 from relaygr_stream.ops.rollout.warming import warming
 from relaygr_stream.ops.status.overview import LISTEN_S
+from relaygr_stream.settings.scenarios import LONGEST_PREFIX
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.printable import Say
@@ -40,8 +41,6 @@ from relaygr_stream.wire.routes import OWN, RolloutProgress, group_settings
 HEARD_S: Final = 1.0
 #: Beyond worker.drain_ms, for `up` and its processes to end.
 END_S: Final = 20.0
-#: Longest kafka.prefix (settings/schema.py).
-LONGEST_PREFIX: Final = 64
 
 
 @dataclass(frozen=True)
