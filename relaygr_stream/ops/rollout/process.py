@@ -81,6 +81,9 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
         await asyncio.sleep(LISTEN_S)
         if asked.up is not None and new.versions:
             raise ConfigError(f"group {label(to)} has workers already ({', '.join(new.versions)}): stop them first")
+        if to not in routes.groups:  # whom it prefills must be erased in it, too
+            routes = routes.moved(to, new.lanes, 0)
+            await bus.write(producer, msgspec.structs.replace(routes, epoch=max(routes.epoch, now_ms())))
         background = Background()
         async with (
             warming(of_source, of_group, to, producer, background) as warm,

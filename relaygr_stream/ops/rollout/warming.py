@@ -58,7 +58,7 @@ SENDING_S: Final = 0.2
 ERASED: Final = 64
 
 
-class Progress(NamedTuple):
+class Warmed(NamedTuple):
     """Of users lately seen who move next, and whom their workers have room for. share: of uses × prefill time."""
 
     sent: int
@@ -93,12 +93,12 @@ class Warming:
         self._aim = now, then
         self._queues = {}
 
-    def progress(self) -> Progress:
+    def progress(self) -> Warmed:
         """As of now."""
         fitting = [(worth, user) for worth, user, _ in self._fitting()]
         sent = [(worth, user) for worth, user in fitting if user.signal is None]
         worth = sum(map(itemgetter(0), fitting))
-        return Progress(len(sent), len(fitting), sum(map(itemgetter(0), sent)) / worth if worth else 1.0)
+        return Warmed(len(sent), len(fitting), sum(map(itemgetter(0), sent)) / worth if worth else 1.0)
 
     async def run(self) -> None:
         """Send, until cancelled."""
@@ -173,7 +173,7 @@ class Warming:
 
     async def _send(self, queue: deque[User]) -> None:
         """Send what the worker has time and room for now."""
-        while queue:
+        while queue and not self._erasing:
             user, now_s = queue[0], time.monotonic()
             claim = self._owners.owner(user.lane)
             if user.signal is None or claim is None or now_s < self._paused_s.get(user.lane, now_s):

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes
 from relaygr_stream.bus.tail import TopicTail
@@ -18,11 +19,14 @@ from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.rollout import process
 from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back
 from relaygr_stream.ops.rollout.run import Bus, Plan, next_group, source_of
+from relaygr_stream.ops.rollout.warming import Warming
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.erase import KIND as ERASE
+from relaygr_stream.wire.erase import Erase, encode_erase
 from relaygr_stream.wire.messages import PreInferSignal
-from relaygr_stream.wire.records import KIND_DELEGATED, Record, kind_of
+from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.routes import POSITIONS, Routes, group_settings
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import WITHIN_SLO, StatusReader
@@ -156,6 +160,38 @@ async def test_users_are_prefilled_in_the_new_group_before_they_move(world: Worl
     assert sorted(signal.user_id for _, signal in signals) == sorted(expected)
     assert all(lane == lane_of(signal.user_id, LANES) for lane, signal in signals)
     assert {signal.prefix for _, signal in signals} == {PREFIX}
+
+
+async def test_a_user_who_is_erased_is_not_prefilled(world: World) -> None:
+    """Nor by a ranking of before, that is read later; the routes name the group before anyone is prefilled in it."""
+    topics, reader = load_topics(world.new_settings.kafka), StatusReader()
+    found = Warming(world.new_settings, "next", world.producer, reader)
+
+    def asked(user: str, at_ms: int) -> Record:
+        return Record("ranking", 0, 0, at_ms, user.encode(), encode(request(user_id=user)), ())
+
+    async def known(*users: str) -> None:
+        running = asyncio.create_task(found.run())
+        await until(lambda: set(found._known.keys) == set(users), f"only {users} are known")
+        running.cancel()
+
+    erase = Erase.request("e" * 16, "ann", now_ms(), reader)
+    headers = ((HEADER_KIND, ERASE.encode()),)
+    found.on_rankings([asked("ann", 1), asked("bob", 1)])
+    found.on_statuses([Record(topics.worker_status.name, 0, 0, 5, b"erase/e", encode_erase(erase), headers)])
+    found.on_rankings([asked("ann", 4)])
+    await known("bob")
+    found.on_rankings([asked("ann", 6)])
+    await known("ann", "bob")
+    async with world.stating(world.old):
+        rolling = asyncio.create_task(world.roll_out())
+        await until(lambda: len(world.lines) > 1)
+        while True:
+            routes = await read_routes(world.settings.kafka, load_topics(world.settings.kafka), reader)
+            if routes is not None and "next" in routes.groups:
+                break
+        rolling.cancel()
+    assert routes.share_of("next") == 0
 
 
 async def test_users_come_back_and_the_reason_stays(world: World) -> None:
