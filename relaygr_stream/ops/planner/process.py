@@ -23,7 +23,7 @@ from relaygr_stream.errors import BrokerError, ConfigError
 from relaygr_stream.ops.planner.observing import observed
 from relaygr_stream.ops.planner.plan import Memory, Observation, decide
 from relaygr_stream.ops.status.overview import LISTEN_S, Overview, listening
-from relaygr_stream.settings.scenarios import Scenario, serving
+from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext, version
@@ -149,7 +149,7 @@ async def run_planner(context: ProcessContext, options: PlannerOptions) -> None:
         await verify_topics(settings.kafka)
         views, tails = {}, []
         for scenario in scenarios:
-            group = serving(settings, scenario.name)
+            group = settings.serving(scenario.name)
             await verify_topics(group.kafka)
             views[scenario.name], tail = await stack.enter_async_context(listening(group, load_topics(group.kafka)))
             tails.append(tail)
