@@ -16,7 +16,7 @@ from relaygr_stream.settings.schema import Settings
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from relaygr_stream.wire.planner_status import Plan, PlannerStatus
+    from relaygr_stream.wire.planner_status import FleetPlan, PlannerStatus
 
 
 @click.command(name="planner")
@@ -145,7 +145,7 @@ def _ago(status: PlannerStatus) -> str:
     return f"{seconds:.0f} s ago" if seconds < 3 * 60 else f"{seconds / 60:.0f} minutes ago: it may have ended"
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: FleetPlan) -> Table:
     from relaygr_stream.telemetry.printable import listing, printable
 
     numbers = ("workers", "wanted", "demand", "headroom ms")
@@ -158,18 +158,18 @@ def _table(plan: Plan) -> Table:
     return table
 
 
-def _moves(plan: Plan) -> str:
+def _moves(plan: FleetPlan) -> str:
     if plan.move is None:
         return "no worker should move now"
     source = plan.move.source or "the reserve"
     return f"proposes to move a worker from {source} to {plan.move.target}: {plan.move.reason}"
 
 
-def _changes(plan: Plan) -> tuple[object, ...]:
+def _changes(plan: FleetPlan) -> tuple[object, ...]:
     return {name: (each.workers, each.wanted) for name, each in plan.scenarios.items()}, plan.move and plan.move.target
 
 
-def _line(plan: Plan) -> str:
+def _line(plan: FleetPlan) -> str:
     from datetime import UTC, datetime
 
     from relaygr_stream.telemetry.printable import printable

@@ -42,7 +42,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     reason: Text = ""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The proposals at a Unix time in seconds."""
 
     at_s: Finite
@@ -60,7 +60,7 @@ class PlannerStatus(msgspec.Struct, frozen=True, kw_only=True):
     sent_ms: UnixMillis
     state: Label  # "serving", "stopped"; later releases may add more
     mode: Label = "advise"  # later releases may add more
-    plan: Plan
+    plan: FleetPlan
     version: Label = ""  # of this package
 
 

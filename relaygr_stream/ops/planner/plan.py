@@ -1,6 +1,6 @@
 """Decides how many workers each scenario wants, and which worker moves next: a pure function, without I/O.
 
-    decide(memory, observation, scenarios, pace) ─► (memory, plan)
+    decide(memory, observation, scenarios, damping) ─► (memory, plan)
 
 The same function runs in `relaygr planner`, in the simulator, in tests, and over a recorded day.
 
@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from relaygr_stream.settings.scenarios import Scenario
-from relaygr_stream.wire.planner_status import Move, Plan, ScenarioPlan
+from relaygr_stream.wire.planner_status import FleetPlan, Move, ScenarioPlan
 
 #: Share of late answers that the SLO allows: it is one at P99.
 ALLOWED_LATE: Final = 0.01
@@ -97,7 +97,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Pace:
+class Damping:
     """Damping, in seconds. floor_s: demand is averaged over it. patience_s: a group is below its floor, or late, for so
     long before it takes a worker. settle_s: after a change the caches fill; the next move waits."""
 
@@ -106,7 +106,7 @@ class Pace:
     settle_s: float = 60.0
 
 
-DAY: Final = Pace()
+DAY: Final = Damping()
 
 
 def utilisation(service_ms: float, within_ms: float) -> float:
@@ -180,7 +180,9 @@ class _Need:
         return found
 
 
-def decide(memory: Memory, seen: Observation, scenarios: Sequence[Scenario], pace: Pace = DAY) -> tuple[Memory, Plan]:
+def decide(
+    memory: Memory, seen: Observation, scenarios: Sequence[Scenario], damping: Damping = DAY
+) -> tuple[Memory, FleetPlan]:
     """The plan for what was seen, and the memory for the next one.
 
     Of two calls with equal arguments the results are equal. An observation that is not later than the last one changes
@@ -191,22 +193,22 @@ def decide(memory: Memory, seen: Observation, scenarios: Sequence[Scenario], pac
     at_s = max(memory.at_s, seen.at_s)
     began_s = at_s if memory.began_s is None else memory.began_s
     changed_s = memory.changed_s if workers == memory.workers else at_s
-    settled = at_s - changed_s >= pace.settle_s
-    demand = {each.name: _averaged(memory, groups[each.name], each, at_s, pace) for each in scenarios}
+    settled = at_s - changed_s >= damping.settle_s
+    demand = {each.name: _averaged(memory, groups[each.name], each, at_s, damping) for each in scenarios}
     late_s = _since(memory.late_s, (name for name, group in groups.items() if settled and _all_late(group)), at_s)
     kept = math.exp(-(at_s - memory.at_s) / FADE_S)
     factor, needs = {}, {}
     for scenario in scenarios:
         name = scenario.name
         by = 1 + (memory.factor.get(name, 1.0) - 1) * kept
-        if at_s - late_s.get(name, at_s) >= pace.patience_s and _lacks_workers(groups[name], scenario):
+        if at_s - late_s.get(name, at_s) >= damping.patience_s and _lacks_workers(groups[name], scenario):
             by = max(by, _enough(demand[name], workers[name] + 1))
         factor[name] = by
         needs[name] = _Need(scenario, groups[name], demand[name] * by, by > 1 + LACK)
     below_s = _since(memory.below_s, (name for name, need in needs.items() if need.is_below), at_s)
     for name in below_s.keys() & late_s.keys():  # it has been late before the correction
         below_s[name] = min(below_s[name], late_s[name])
-    lacking = [needs[name] for name, since in below_s.items() if at_s - since >= pace.patience_s]
+    lacking = [needs[name] for name, since in below_s.items() if at_s - since >= damping.patience_s]
     move = None if seen.moving or not settled else _move(lacking, needs.values(), seen.reserve)
     plans = {
         name: ScenarioPlan(
@@ -228,10 +230,10 @@ def decide(memory: Memory, seen: Observation, scenarios: Sequence[Scenario], pac
         workers=workers,
         changed_s=changed_s,
     )
-    return remembered, Plan(at_s=at_s, scenarios=plans, move=move)
+    return remembered, FleetPlan(at_s=at_s, scenarios=plans, move=move)
 
 
-def _averaged(memory: Memory, group: GroupSeen, scenario: Scenario, at_s: float, pace: Pace) -> float:
+def _averaged(memory: Memory, group: GroupSeen, scenario: Scenario, at_s: float, damping: Damping) -> float:
     """The demand over the last minutes, at first over all that was seen. A group without workers answers nothing, which
     tells nothing of its demand."""
     before = memory.demand.get(scenario.name)
@@ -241,7 +243,7 @@ def _averaged(memory: Memory, group: GroupSeen, scenario: Scenario, at_s: float,
     if before is None:
         return now
     began_s = at_s if memory.began_s is None else memory.began_s
-    kept = math.exp(-(at_s - memory.at_s) / max(1e-9, min(pace.floor_s, at_s - began_s)))
+    kept = math.exp(-(at_s - memory.at_s) / max(1e-9, min(damping.floor_s, at_s - began_s)))
     return now + (before - now) * kept
 
 

@@ -27,7 +27,7 @@ from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext, version
-from relaygr_stream.wire.planner_status import KEY_PREFIX, KIND, Plan, PlannerStatus, encode_planner
+from relaygr_stream.wire.planner_status import KEY_PREFIX, KIND, FleetPlan, PlannerStatus, encode_planner
 from relaygr_stream.wire.records import HEADER_KIND
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader, rising_ms
@@ -60,7 +60,7 @@ class PlannerMetrics:
             "slo_headroom_seconds", "The scenario's SLO less the P99 of its rankings, on the worker."
         )
 
-    def show(self, plan: Plan) -> None:
+    def show(self, plan: FleetPlan) -> None:
         """Of the newest plan."""
         for name, each in plan.scenarios.items():
             self._wanted.labels(name).set(each.wanted)
@@ -83,7 +83,7 @@ class Planner:
         self._scenarios, self._views, self._file = scenarios, views, file
         self._memory = Memory()
 
-    def look(self, at_s: float) -> Plan:
+    def look(self, at_s: float) -> FleetPlan:
         """Observe, and decide. at_s: Unix time."""
         seen = Observation(at_s=at_s, groups={name: observed(view) for name, view in self._views.items()})
         if self._file is not None:
@@ -109,7 +109,7 @@ class PlannerStatements:
         self._name = f"{socket.gethostname()}-{os.getpid()}"
         self._started_ms = self._sent_ms = now_ms()
 
-    async def publish(self, plan: Plan) -> None:
+    async def publish(self, plan: FleetPlan) -> None:
         """Publish it now."""
         self._sent_ms = rising_ms(self._sent_ms, now_ms())
         status = PlannerStatus(

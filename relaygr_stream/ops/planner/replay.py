@@ -10,7 +10,7 @@ import msgspec
 from relaygr_stream.errors import InputError
 from relaygr_stream.ops.planner.plan import Memory, Observation, decide
 from relaygr_stream.settings.scenarios import Scenario
-from relaygr_stream.wire.planner_status import Plan
+from relaygr_stream.wire.planner_status import FleetPlan
 
 _decoder = msgspec.json.Decoder(Observation)
 
@@ -40,7 +40,7 @@ def read_observations(path: Path) -> Iterator[Observation]:
         raise InputError(f"{path}: {error.strerror or error}") from error
 
 
-def plans(observations: Iterable[Observation], scenarios: Sequence[Scenario]) -> Iterator[Plan]:
+def plans(observations: Iterable[Observation], scenarios: Sequence[Scenario]) -> Iterator[FleetPlan]:
     """What the planner proposes after each of them."""
     memory = Memory()
     for seen in observations:

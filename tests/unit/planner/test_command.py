@@ -20,7 +20,7 @@ from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.planner_status import Plan, ScenarioPlan
+from relaygr_stream.wire.planner_status import FleetPlan, ScenarioPlan
 from relaygr_stream.wire.topic_files import load_topics
 from tests.unit.planner.test_observing import COUNTERS, status
 from tests.unit.planner.worlds import SEARCH, World
@@ -118,7 +118,7 @@ def test_gauges_are_those_of_the_newest_plan() -> None:
     metrics = PlannerMetrics(registry)
     for wanted, headroom in ((3, None), (4, 12.5)):
         each = ScenarioPlan(workers=2, wanted=wanted, demand=3.4, headroom_ms=headroom, reason="")
-        metrics.show(Plan(at_s=0.0, scenarios={"feed": each}))
+        metrics.show(FleetPlan(at_s=0.0, scenarios={"feed": each}))
     labels = {"scenario": "feed"}
     assert registry.get_sample_value("relaygr_workers_wanted", labels) == 4
     assert registry.get_sample_value("relaygr_workers_current", labels) == 2

@@ -16,7 +16,7 @@ from relaygr_stream.ops.planner.plan import (
     demand_of,
 )
 from relaygr_stream.settings.scenarios import Scenario
-from relaygr_stream.wire.planner_status import Move, Plan
+from relaygr_stream.wire.planner_status import FleetPlan, Move
 
 FEED = Scenario(name="feed", slo_ms=50.0, lead_ms=150.0)
 SEARCH = Scenario(name="search", slo_ms=20.0, lead_ms=150.0)
@@ -68,7 +68,7 @@ class World:
             groups[scenario.name] = group(workers, rate_for(load, scenario), late=late, busy=busy)
         return Observation(at_s=self.now, groups=groups, reserve=self.reserve)
 
-    def step(self) -> Plan:
+    def step(self) -> FleetPlan:
         """Observe, decide, move, and let a period pass."""
         self.memory, plan = decide(self.memory, self.look(), self.scenarios)
         if plan.move is not None:
