@@ -197,7 +197,7 @@ class StatusReader:
             and 0 <= lane.budget_bytes <= MAX_BYTES
             and 0 <= lane.pinned_bytes <= MAX_BYTES
             and 0 <= lane.pre_infer_offset <= MAX_OFFSET
-            and 0 <= lane.ranking_offset <= MAX_OFFSET
+            and 0 <= (lane.ranking_offset or 0) <= MAX_OFFSET
             and 0 <= lane.device_ms_per_s <= MAX_DEVICE_MS_PER_S
         )
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import UNSET
+
 from relaygr_stream.engine.budgets import BusyShare, LaneBudgets, LaneShares, LoadSplit
 from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.executor import SLICE_SHARE
@@ -81,7 +83,7 @@ class Statements:
                     pinned_bytes=snapshot.lane_bytes[lane],
                     pre_infer_offset=position,
                     device_ms_per_s=free_ms * shares[lane],
-                    ranking_offset=0 if ranking is None else ranking.get(lane, 0),
+                    ranking_offset=UNSET if ranking is None else ranking[lane],
                 )
                 for lane, position in sorted(positions.items())
             ),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from rich.console import Group, RenderableType
 
 from relaygr_stream.ops.status.overview import Overview
@@ -38,7 +39,8 @@ def lane_loads(view: Overview) -> list[LaneLoad]:
         for lane in seen.last.lanes:
             rankings = signals = None
             if (was := before.get(lane.lane)) is not None and seconds > 0:
-                rankings = max(0.0, (lane.ranking_offset - was.ranking_offset) / seconds)
+                if lane.ranking_offset is not UNSET and was.ranking_offset is not UNSET:
+                    rankings = max(0.0, (lane.ranking_offset - was.ranking_offset) / seconds)
                 signals = max(0.0, (lane.pre_infer_offset - was.pre_infer_offset) / seconds)
             owned[lane.lane] = LaneLoad(lane.lane, name, rankings, signals, lane.pinned_bytes, lane.budget_bytes)
     return [owned.get(number) or LaneLoad(number) for number in range(view.topics.lanes)]
