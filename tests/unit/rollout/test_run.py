@@ -174,6 +174,7 @@ async def test_a_user_who_is_erased_is_not_prefilled(world: World) -> None:
         running = asyncio.create_task(found.run())
         await until(lambda: set(found._known.keys) == set(users), f"only {users} are known")
         running.cancel()
+        await asyncio.wait({running})
 
     erase = Erase.request("e" * 16, "ann", now_ms(), reader)
     headers = ((HEADER_KIND, ERASE.encode()),)
@@ -191,6 +192,7 @@ async def test_a_user_who_is_erased_is_not_prefilled(world: World) -> None:
             if routes is not None and "next" in routes.groups:
                 break
         rolling.cancel()
+        await asyncio.wait({rolling})
     assert routes.share_of("next") == 0
 
 
