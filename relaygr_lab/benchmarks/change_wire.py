@@ -77,7 +77,7 @@ class LoneWorker:
             SETTINGS.handover,
             name,
             identity_of(runtime, LANES),
-            Desk(thread, LANES),
+            Desk(thread),
             cast(OwnerDirectory, SimpleNamespace(workers=lambda: self.known)),
             self.metrics,
             TOKENS,

@@ -44,7 +44,8 @@ def assign_lanes(lanes: int, claims: Mapping[str, MemberClaim]) -> dict[str, fro
     its share lanes·capacity/Σcapacity, rounded down or up. A lane moves only if its owner left or has more than its
     share: with equal capacities, at most ⌈lanes/n⌉ lanes move when one of n members joins or leaves. Of those that can
     move, a member gets its warm ones; then owners give up what they got last. Of two claims to a lane, the later
-    generation counts. The result depends only on the arguments, not on the members' order.
+    generation counts. A lane that was added goes to the owner of the lane whose users it gets, as far as shares allow.
+    The result depends only on the arguments, not on the members' order.
     """
     staying = {member: claim for member, claim in claims.items() if not claim.draining}
     if 0 < len(staying) < len(claims):
@@ -54,6 +55,7 @@ def assign_lanes(lanes: int, claims: Mapping[str, MemberClaim]) -> dict[str, fro
     members = sorted(claims)
     held = _resolve(lanes, claims, members)
     quota = _quotas(lanes, claims, held, members)
+    _add_split(lanes, held, quota)
     _move_warm(lanes, claims, held, quota)
     kept = {member: held[member][: quota[member]] for member in members}
     free = sorted(set(range(lanes)).difference(*kept.values()))
@@ -78,6 +80,20 @@ def _resolve(lanes: int, claims: Mapping[str, MemberClaim], members: Sequence[st
         member: [lane for lane in dict.fromkeys(claims[member].lanes) if holder.get(lane) == member]
         for member in members
     }
+
+
+def _add_split(lanes: int, held: Mapping[str, list[int]], quota: Mapping[str, int]) -> None:
+    """Give lanes that were just added, in `held`, to the owners of the lanes that they split.
+
+    Lanes grow to a multiple: a user of lane n of 64 is one of lane n modulo 16 of 16. So the users stay where they are.
+    """
+    holder = {lane: member for member, owned in held.items() for lane in owned}
+    most = max(holder, default=lanes)
+    before = next((count for count in range(most + 1, lanes) if lanes % count == 0), lanes)
+    for lane in range(before, lanes):
+        member = holder.get(lane % before)
+        if member is not None and len(held[member]) < quota[member]:
+            held[member].append(lane)
 
 
 def _move_warm(

@@ -6,6 +6,7 @@ Memory is bounded: aiokafka keeps one open batch per partition, and a send to a 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -58,6 +59,10 @@ class Sent(NamedTuple):
     batch: int
 
 
+#: Partitions that are not known are asked for so often at most.
+LEARN_S: Final = 1.0
+
+
 class NotTaken(BrokerUnavailable):
     """A message that no batch had room for in its time: it is in no log."""
 
@@ -85,6 +90,8 @@ class Producer(ClientUser):
         self._acks = acks
         self._max_bytes = max_bytes
         self._refused = RefusedTopics()
+        self._learning = asyncio.Lock()
+        self._learned_s = -math.inf  # when it asked for unknown partitions last
         self._renewed = Renewed(kafka, "a producer", self)
 
     def make_client(self) -> Any:
@@ -163,9 +170,11 @@ class Producer(ClientUser):
         """
         producer = await self._renewed.present()
         try:
-            acknowledged = await producer.send(topic, value, key, partition, None, list(headers))
-        except AssertionError:
-            raise self._no_partition(topic, partition) from None
+            try:
+                acknowledged = await producer.send(topic, value, key, partition, None, list(headers))
+            except AssertionError:
+                await self._learn(topic, partition)
+                acknowledged = await producer.send(topic, value, key, partition, None, list(headers))
         except MessageSizeTooLargeError as error:  # aiokafka's own check: of this message, not of this process
             raise self._typed(topic, len(value or b""), error) from error
         except (KafkaError, OSError) as error:
@@ -261,11 +270,15 @@ class Producer(ClientUser):
 
         try:
             async with asyncio.timeout_at(until):
-                acknowledged = await producer.send_batch(batch, topic, partition=partition)
+                try:
+                    acknowledged = await producer.send_batch(batch, topic, partition=partition)
+                except AssertionError:
+                    await self._learn(topic, partition)
+                    acknowledged = await producer.send_batch(batch, topic, partition=partition)
         except TimeoutError:
             fail(NotTaken(f"cannot send to {topic}: an earlier batch of partition {partition} is not sent yet"))
-        except AssertionError:
-            fail(self._no_partition(topic, partition))
+        except BrokerError as error:
+            fail(error)
         except (KafkaError, OSError) as error:
             fail(self._failed(topic, size, error))
         else:
@@ -309,8 +322,17 @@ class Producer(ClientUser):
         else:
             sent.set_exception(failure)
 
-    def _no_partition(self, topic: str, partition: int | None) -> TopicError:
-        return TopicError(f"topic {topic} has no partition {partition}")
+    async def _learn(self, topic: str, partition: int | None) -> None:
+        """Ask for a partition that is not known, since lanes may grow; raises TopicError if there is none."""
+        async with self._learning:
+            if self.broker_of(topic, partition or 0) is not None:
+                return  # by another one's question
+            # A statement of lanes that are not there must not make us ask often.
+            if (now := time.monotonic()) - self._learned_s >= LEARN_S:
+                self._learned_s = now
+                if (await self.partitions([topic]))[topic] > (partition or 0):
+                    return
+        raise TopicError(f"topic {topic} has no partition {partition}")
 
     def _failed(self, topic: str, size: int, error: BaseException) -> BrokerError:
         """As `_typed`, for what a broker or the cluster's metadata said; it counts for `trouble`."""

@@ -3,17 +3,19 @@ asking for partition counts, because an operator may add partitions while a proc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 import structlog
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.errors import LanesChanged, TopicError
+from relaygr_stream.errors import BrokerError, CoPartitionError, LanesChanged, TopicError
+from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.background import periodically
 from relaygr_stream.telemetry.limiter import LogLimiter
-from relaygr_stream.wire.topic_files import Topic, TopicSet, check_equal_counts
+from relaygr_stream.wire.topic_files import Topic, TopicSet, lanes_in, load_topics
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
@@ -73,9 +75,9 @@ def check_rows(rows: Sequence[TopicRow]) -> None:
     if missing:
         raise TopicError(f"missing on the cluster: {', '.join(missing)}; `relaygr topics apply` creates them")
     found = [(row.topic, row.found) for row in rows if row.found is not None]
-    sharing = [(topic.name, has.partitions) for topic, has in found if topic.lanes]
+    sharing = {topic: has.partitions for topic, has in found if topic.lanes}
     if sharing:
-        check_equal_counts(sharing)
+        lanes_in({topic.name: count for topic, count in sharing.items()}, next(iter(sharing)).partitions)
     for topic, has in found:
         _check_count(topic, has.partitions)
         takes = has.takes_bytes(topic)
@@ -91,12 +93,20 @@ def check_rows(rows: Sequence[TopicRow]) -> None:
             )
 
 
+def topics_with(kafka: Kafka, rows: Iterable[TopicRow]) -> TopicSet:
+    """The topics as described, with the lanes that a cluster has by these checked rows."""
+    topics = load_topics(kafka)
+    counts = {row.topic.name: row.found.partitions for row in rows if row.found is not None and row.topic.lanes}
+    topics.grow(lanes_in(counts, topics.stated))
+    return topics
+
+
 def _check_count(topic: Topic, count: int) -> None:
-    if count >= topic.partitions and not (topic.exact and count != topic.partitions):
+    if topic.may_have(count):
         return
     mend = f"set {'kafka.partitions' if topic.lanes else 'its file'} to {count}"
-    if count < topic.partitions:
-        mend += ", or add partitions with `relaygr topics apply --alter` while nothing runs (docs/how-to/kafka.md)"
+    if topic.lanes and topic.partitions % count == 0:
+        mend += f", with which `relaygr lanes grow {topic.partitions}` adds the others (docs/how-to/kafka.md)"
     raise TopicError(
         f"topic {topic.name} has {count} partitions, its description says {topic.partitions}; {mend}, "
         f"or delete and apply it"
@@ -106,7 +116,7 @@ def _check_count(topic: Topic, count: int) -> None:
 def differences(rows: Sequence[TopicRow]) -> list[Difference]:
     """Every setting of the files that has another reported value on the cluster.
 
-    More partitions than stated are no difference: check_rows refuses them where the exact count matters.
+    More partitions than stated are no difference: check_rows refuses them where the count matters.
     """
     return [
         Difference(row.topic.name, setting, file, cluster)
@@ -160,11 +170,12 @@ class ReplyPartitions(Protocol):
 class PartitionCounts:
     """Polls and checks the counts, and names topics that are missing.
 
-    More partitions of `scores` are harmless: clients choose among all of them. More lanes are an error: newly started
-    clients then send users to lanes that this fleet does not serve.
+    More partitions of `scores` are harmless: clients choose among all of them. So are more lanes, a multiple of those
+    stated: workers and triggers serve all that there are. Another number is an error: messages are sent to lanes that
+    nobody serves.
 
+    topics: grows with the cluster's lanes where `serves`; a client sends to as many as were announced (wire/routes.py).
     producer: its metadata is used, so it learns of new partitions too.
-
     replies: chooses among the partitions of `scores`. also: other topics that must not be missing.
     """
 
@@ -174,8 +185,11 @@ class PartitionCounts:
         producer: Producer,
         replies: ReplyPartitions | None = None,
         also: Sequence[Topic] = (),
+        *,
+        serves: bool = True,
     ) -> None:
         self._topics = topics
+        self._serves = serves
         self._producer = producer
         self._replies = replies
         self._also = [topic.name for topic in also]
@@ -195,6 +209,11 @@ class PartitionCounts:
         """Poll for ever. A BrokerError is logged."""
         await periodically(max(ASK_S, self._topics.lanes / LANES_PER_S), self.ask, "ask for partition counts")
 
+    async def ask_now(self) -> None:
+        """Poll once now; where no broker answers, the next poll tells the same."""
+        with suppress(BrokerError):
+            await self.ask()
+
     async def ask(self) -> None:
         """Poll once and set `error`. Raises BrokerError."""
         lanes = [topic.name for topic in self._topics.all if topic.lanes]
@@ -203,7 +222,20 @@ class PartitionCounts:
         self._gone, self._missing = missing & self._missing, missing
         if self._replies is not None and (count := counts[self._topics.scores.name]):
             self._replies.counted(count)
-        other = {name: counts[name] for name in lanes if counts[name] not in (0, self._topics.lanes)}
-        if bool(other) != bool(self.error):
-            log.error("lanes changed on the cluster", counts=other, served=self._topics.lanes)
-        self.error = LanesChanged(other, self._topics.lanes) if other else None
+        self._check_lanes({name: counts[name] for name in lanes if counts[name]})
+
+    def _check_lanes(self, counts: dict[str, int]) -> None:
+        if not counts:
+            return
+        error = None
+        try:
+            found = lanes_in(counts, self._topics.stated)
+            if found % self._topics.stated or found < self._topics.lanes:
+                error = LanesChanged(counts, self._topics.lanes)
+            elif self._serves and self._topics.grow(found):
+                log.info("lanes were added", lanes=found)
+        except CoPartitionError:
+            error = LanesChanged(counts, self._topics.lanes)
+        if bool(error) != bool(self.error):
+            log.error("lanes changed on the cluster", counts=counts, served=self._topics.lanes)
+        self.error = error

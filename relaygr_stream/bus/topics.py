@@ -110,6 +110,18 @@ async def delete_before(kafka: Kafka, topic: str, offsets: Mapping[int, int]) ->
             ) from error
 
 
+async def add_partitions(kafka: Kafka, counts: Mapping[str, int]) -> None:
+    """Have so many partitions of these topics, by name. Raises BrokerError, also for a broker that adds none."""
+    async with _admin(kafka) as admin:
+        try:
+            await admin.create_partitions({name: NewPartitions(count) for name, count in counts.items()})
+        except (KafkaError, OSError) as error:
+            raise BrokerError(
+                f"the broker adds no partitions to {', '.join(counts)} ({type(error).__name__}: {error}); the embedded "
+                f"one cannot, Apache Kafka asks for the right Alter on the topics"
+            ) from error
+
+
 async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
     """Create the missing topics, let brokers set the times of existing ones, then verify strictly. Raises as
     `verify_topics`.

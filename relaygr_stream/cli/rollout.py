@@ -28,7 +28,8 @@ def _steps(_: click.Context, __: click.Parameter, value: str) -> list[float]:
     return [parse_share(part if part.strip().endswith("%") else f"{part}%") for part in value.split(",")]
 
 
-def _group(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+def group_name(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """The group that an option names; "" for `default`."""
     if value is not None and not _NAME.fullmatch(value):
         raise click.BadParameter(f"{value!r}: up to 24 of a–z, 0–9 and -, or `default`")
     return "" if value == "default" else value
@@ -44,7 +45,7 @@ def _group(_: click.Context, __: click.Parameter, value: str | None) -> str | No
 @click.option("--steps", default="25,50,100", show_default=True, callback=_steps, help="Percent in the next ones.")
 @click.option("--hold", default="10m", show_default=True, callback=_seconds, help="How long a step lasts at least.")
 @click.option(
-    "--group", metavar="NAME", callback=_group, help="Group to move to. [next, or default if all are in next]"
+    "--group", metavar="NAME", callback=group_name, help="Group to move to. [next, or default if all are in next]"
 )
 @click.option(
     "--lanes", default=0, type=click.IntRange(0, 10_000), help="Lanes of a group that is made now. [as before]"

@@ -49,15 +49,15 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
 
     from relaygr_stream.bus.away import Away
     from relaygr_stream.bus.routes import RoutesTail
+    from relaygr_stream.bus.topic_check import topics_with
     from relaygr_stream.bus.topics import topic_exists, verify_topics
     from relaygr_stream.ops.status.overview import LISTEN_S, listening
     from relaygr_stream.ops.status.table import as_json, render
     from relaygr_stream.telemetry.printable import SafeConsole, print_table
     from relaygr_stream.wire.routes import routes_topic
-    from relaygr_stream.wire.topic_files import load_topics
 
-    away = Away.of(await verify_topics(settings.kafka))
-    topics = load_topics(settings.kafka)
+    away = Away.of(rows := await verify_topics(settings.kafka))
+    topics = topics_with(settings.kafka, rows)
     if (topics.worker_status.name, 0) in away:
         away.check()
     console = SafeConsole()

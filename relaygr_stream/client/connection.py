@@ -83,7 +83,7 @@ async def connected(
         listening = bool(client.hedge_ms) and await _listen(stack, settings, topics, owners, rows)
         sender = Sender(await stack.enter_async_context(producer), kafka.bootstrap)
         background.start(periodically(SILENT_S, sender.probe, "ask the brokers that are away"))
-        counts = PartitionCounts(topics, producer, route)
+        counts = PartitionCounts(topics, producer, route, serves=False)
         background.start(counts.run())
         if beside is not None:
             await stack.enter_async_context(beside(producer, background))

@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
-import msgspec
 import structlog
 
 from relaygr_stream.bus.producer import Producer
@@ -56,7 +55,8 @@ class Groups:
         self._routes: Routes | None = None
         self._others: dict[str, Connection] = {}
         self._begun: dict[tuple[str, str], str] = {}  # (tenant, request id) → group
-        self._keeping: dict[RoutePart, asyncio.Task[object]] = {}  # share 0: by name and lanes
+        self._keeping: dict[str, asyncio.Task[object]] = {}  # by name
+        self._topics: dict[str, TopicSet] = {}  # of the groups that are reached, and of the own one
         self._reached = asyncio.Event()
         self._background = Background()
 
@@ -68,6 +68,7 @@ class Groups:
 
         owner: fails with what ends this for good.
         """
+        self._topics[OWN] = topics
         self._background = background = Background()
         owner.watch(background.failed)
         name = routes_topic(topics).name
@@ -134,13 +135,19 @@ class Groups:
     def _on_routes(self, routes: Routes) -> None:
         self._routes = routes
         self._metrics.route_share.clear()
-        others = {
-            part for part in (msgspec.structs.replace(part, share=0) for part in routes.parts) if part.group != OWN
-        }
-        for part in self._keeping.keys() - others:
-            self._keeping.pop(part).cancel()
-        for part in others - self._keeping.keys():
-            self._keeping[part] = self._background.start(self._keep(part))
+        others = {part.group: part for part in routes.parts if part.group != OWN}
+        for part in routes.parts:
+            known = self._topics.get(part.group)
+            if known is None or part.lanes == known.lanes:
+                continue
+            if part.lanes % known.stated == 0 and known.grow(part.lanes):
+                log.info("lanes were added", group=part.group, lanes=part.lanes)
+            elif part.group in self._keeping:  # made anew, with fewer
+                self._keeping.pop(part.group).cancel()
+        for group in self._keeping.keys() - others.keys():
+            self._keeping.pop(group).cancel()
+        for group in others.keys() - self._keeping.keys():
+            self._keeping[group] = self._background.start(self._keep(others[group]))
         for part in routes.parts:
             self._metrics.route_share.labels(part.group or "default").set(part.share / POSITIONS)
 
@@ -151,14 +158,17 @@ class Groups:
                     self._reached.clear()
                     await self._reached.wait()
         except TimeoutError:
-            groups = {part.group for part in self._keeping} - self._others.keys()
+            groups = self._keeping.keys() - self._others.keys()
             log.warning("groups are not reached yet", groups=sorted(groups))
 
     async def _keep(self, part: RoutePart) -> None:
         while True:
+            topics: TopicSet | None = None
             try:
-                settings = group_settings(self._settings, part.group, part.lanes)
-                topics, background = load_topics(settings.kafka), Background()
+                lanes = self._routes.lanes_of(part.group) if self._routes else 0
+                settings = group_settings(self._settings, part.group, lanes or part.lanes)
+                self._topics[part.group] = topics = load_topics(settings.kafka)
+                background = Background()
                 reader = StatusReader.of(settings, topics)
                 await reader.prepare()
                 owners = OwnerDirectory(settings.client.silence_ms, reader=reader)
@@ -169,5 +179,7 @@ class Groups:
             except RelayError as error:
                 log.warning("a group cannot be reached", group=part.group, error=str(error))
             finally:
-                self._others.pop(part.group, None)
+                if self._topics.get(part.group) is topics:  # else another one keeps it by now
+                    self._others.pop(part.group, None)
+                    self._topics.pop(part.group, None)
             await asyncio.sleep(RETRY_S)

@@ -11,6 +11,7 @@ from relaygr_stream.handover.service import HandoverService
 from relaygr_stream.handover.wire import PrefixIdentity, token_bytes
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.worker.context import WorkerContext
 from relaygr_stream.worker.device import Device
 
@@ -27,7 +28,9 @@ def hands_over(settings: Settings) -> bool:
     return bool(handover.secret or handover.tls_certificate)
 
 
-def handover_for(context: WorkerContext, device: Device, lanes: int, peers: OwnerDirectory) -> HandoverService | None:
+def handover_for(
+    context: WorkerContext, device: Device, topics: TopicSet, peers: OwnerDirectory
+) -> HandoverService | None:
     """The hand-over of this worker; None if it is off. Raises ConfigError for settings that clash."""
     settings, runtime = context.settings, device.runtime
     if not hands_over(settings):
@@ -40,14 +43,15 @@ def handover_for(context: WorkerContext, device: Device, lanes: int, peers: Owne
     return HandoverService(
         settings.handover,
         context.name,
-        identity_of(runtime, lanes),
-        Desk(device.thread, lanes),
+        identity_of(runtime, topics.lanes),
+        Desk(device.thread),
         peers,
         HandoverMetrics(context.registry),
         longest_sequence(settings, runtime.model),
         runtime.model.layout,
         token_bytes(schema_of(runtime.model)),
         lambda: runtime.scheduler.works,
+        topics,
     )
 
 

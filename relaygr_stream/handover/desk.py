@@ -58,21 +58,21 @@ class HandoverMetrics:
 
 
 class Desk:
-    """Runs the cache's transit commands on the device thread. lanes: the number of lanes in all."""
+    """Runs the cache's transit commands on the device thread."""
 
-    def __init__(self, device: DeviceThread, lanes: int) -> None:
+    def __init__(self, device: DeviceThread) -> None:
         self._device = device
-        self._lanes = lanes
 
-    async def most_valuable_first(self, lanes: frozenset[int], max_tokens: int = 0) -> Iterator[str]:
+    async def most_valuable_first(self, lanes: frozenset[int], of: int, max_tokens: int = 0) -> Iterator[str]:
         """The users of these lanes who have an entry, the most valuable entries per byte first.
 
-        max_tokens: those with a longer entry are left out; 0: none is.
+        of: the number of lanes in all, as the asking worker knows it. max_tokens: those with a longer entry are left
+        out; 0: none is.
         """
         everyone = await self._device.ask(ListUsers())
         runs = []  # sorted runs, merged lazily: sorting all users at once would block the loop
         for start in range(0, len(everyone), AT_ONCE):
-            users = [user for user in everyone[start : start + AT_ONCE] if lane_of_key(user, self._lanes) in lanes]
+            users = [user for user in everyone[start : start + AT_ONCE] if lane_of_key(user, of) in lanes]
             if users:
                 worth: dict[str, float] = await self._device.ask(Worth(users, max_tokens))
                 runs.append(sorted(((value, user) for user, value in worth.items()), reverse=True))

@@ -14,8 +14,9 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Protocol
 
+import msgspec
 import structlog
 
 from relaygr_stream.errors import DeviceError
@@ -60,11 +61,19 @@ RETRY_S: Final = 1.0
 MIB: Final = 1 << 20
 
 
+class Counted(Protocol):
+    """Knows the number of lanes; the TopicSet does."""
+
+    @property
+    def lanes(self) -> int:
+        """So many there are now."""
+
+
 class HandoverService:
     """Serves and fetches from `start` to `stop`. peers: what the workers state.
 
     max_tokens: the longest sequence. layout: of a copy in the DRAM tier. token_bytes: of a token in an offer.
-    works: see CopyPace.
+    works: see CopyPace. counted: has the number of lanes now; None: it stays that of the identity.
     """
 
     def __init__(
@@ -79,11 +88,13 @@ class HandoverService:
         layout: KVLayout,
         token_bytes: int = TOKEN_BYTES,
         works: Works = lambda: False,
+        counted: Counted | None = None,
     ) -> None:
         self._settings = settings
         self._name = name
         self._peers = peers
         self._metrics = metrics
+        self._identity, self._counted = identity, counted or identity
         self._networks = Networks(settings.networks)
         self._credentials: Credentials | None = None
         given, taken = CopyPace(works, settings.mib_per_s * MIB, SLICE_BYTES), CopyPace(works)
@@ -138,7 +149,8 @@ class HandoverService:
         async with asyncio.TaskGroup() as sessions:
             while self._wanted or self._asked_now:
                 now = time.monotonic()
-                for peer in self._next_peers(now):
+                unknown = max(self._wanted, default=0) >= self._counted.lanes  # lanes were just added
+                for peer in () if unknown else self._next_peers(now):
                     lanes = frozenset(self._wanted) - self._asked[peer.name, peer.incarnation]
                     if lanes and len(self._asked_now) < MAX_ASKED:
                         self._asked_now.add(peer.name)
@@ -167,6 +179,7 @@ class HandoverService:
         asked |= lanes
         try:
             assert self._credentials is not None
+            self._taker.identity = msgspec.structs.replace(self._identity, lanes=self._counted.lanes)
             channel = await connect(peer.handover, peer.name, self._credentials, self._networks)
             try:
                 await self._taker.take(channel, lanes, self._owned, progress)

@@ -75,7 +75,7 @@ class Giver:
             progress.useless = True
             await channel.send(SessionRefused(difference[:MAX_TEXT]))
             raise PeerError(f"was refused: {difference}")
-        for user_id in await self._desk.most_valuable_first(progress.lanes, ask.max_tokens):
+        for user_id in await self._desk.most_valuable_first(progress.lanes, ask.identity.lanes, ask.max_tokens):
             async with self._desk.lease(user_id) as lease:
                 if lease is None or not _fits(lease, ask.max_tokens):
                     continue
@@ -124,7 +124,7 @@ class Taker:
     ) -> None:
         self._token_bytes = token_bytes
         self._pace = pace
-        self._identity = identity
+        self.identity = identity
         self._desk = desk
         self._metrics = metrics
         self._max_tokens = max_tokens
@@ -137,7 +137,8 @@ class Taker:
 
         Raises PeerError.
         """
-        await channel.send(Ask(self._identity, tuple(sorted(lanes)), self._max_tokens))
+        identity = self.identity
+        await channel.send(Ask(identity, tuple(sorted(lanes)), self._max_tokens))
         progress.lanes = lanes
         full, longest = 0, max_offer_bytes(self._max_tokens, self._token_bytes)
         while True:
@@ -150,7 +151,7 @@ class Taker:
             if not lanes & set(wanted) or full >= FULL_IN_A_ROW:
                 await channel.send(Enough())
                 break
-            lane = lane_of_key(message.user_id, self._identity.lanes)
+            lane = lane_of_key(message.user_id, identity.lanes)
             if lane not in lanes:
                 raise PeerError(f"offered an entry of lane {lane}, which was not asked for")
             if lane in wanted:

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
+from relaygr_stream.settings.schema import MAX_LANES
 from relaygr_stream.wire.features import FeatureSchema
 from relaygr_stream.wire.versions import NOT_DECODED
 
@@ -37,7 +38,10 @@ UserKey = Annotated[str, Meta(min_length=1, max_length=385)]
 
 
 class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties that two workers must share for prefix KV of one to serve at the other."""
+    """The properties that two workers must share for prefix KV of one to serve at the other.
+
+    lanes: of how many the lanes are that the asking worker names; workers learn of more lanes one by one.
+    """
 
     model_version: Text
     layers: int
@@ -47,14 +51,14 @@ class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Text
     storage: Text = "exact"  # earlier workers may have copies of other forms
     device: Text
-    lanes: int
+    lanes: Annotated[int, Meta(ge=1, le=MAX_LANES)]
     state: int = 0  # elements beside the tokens
 
     def difference(self, other: PrefixIdentity) -> str:
         """The first difference in words, from the viewpoint of `self`; "" if there is none."""
         for name in self.__struct_fields__:
             ours, theirs = getattr(self, name), getattr(other, name)
-            if ours != theirs:
+            if ours != theirs and name != "lanes":
                 return f"{name.replace('_', ' ')} is {ours} here and {theirs} there"
         return ""
 

@@ -58,7 +58,7 @@ class Delegation:
         leaders: Leaders | None = None,
     ) -> None:
         self._owners = owners
-        self._lanes = range(lanes)
+        self.lanes = lanes
         self.loads: Final = loads
         self._random = random.Random(seed)
         self._leaders = leaders
@@ -90,7 +90,7 @@ class Delegation:
     def find(self, tokens: int, owner: str, within_ms: float, now_s: float) -> Place | None:
         """A worker that has the prefix KV of so many tokens within this time. Changes nothing."""
         found: dict[str, tuple[float, Place]] = {}
-        for lane in self._random.sample(self._lanes, min(LOOKED_AT, len(self._lanes))):
+        for lane in self._random.sample(range(self.lanes), min(LOOKED_AT, self.lanes)):
             claim = self._owners.owner(lane)
             if claim is None or claim.worker.name == owner or claim.worker.name in found:
                 continue

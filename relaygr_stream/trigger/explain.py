@@ -18,6 +18,7 @@ from relaygr_stream.bus.ages import AgeBounds, SenderLag, stated_age_ms
 from relaygr_stream.bus.away import Away
 from relaygr_stream.bus.contents import read_back, spans
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topic_check import topics_with
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.fleet import STATUS_PERIODS, OwnerDirectory
@@ -123,8 +124,7 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float, away:
 
     away: gets the partitions that no broker serves; their lanes are left out.
     """
-    await verify_topics(settings.kafka)
-    topics = load_topics(settings.kafka)
+    topics = topics_with(settings.kafka, await verify_topics(settings.kafka))
     directory = OwnerDirectory(settings.trigger.max_status_age_ms, reader=StatusReader.of(settings, topics))
     async with AsyncExitStack() as stack:
         events, signals, answers = await asyncio.gather(

@@ -15,7 +15,7 @@ from relaygr_stream.wire.behaviours import check_times
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import Id, Label, RequestEvent, RequestEventInPlace, tenant_key
 from relaygr_stream.wire.records import Record, RecordReader, kind_of
-from relaygr_stream.wire.topic_files import TopicSet, lane_of
+from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.versions import NOT_DECODED
 
 log = structlog.get_logger(__name__)
@@ -76,11 +76,12 @@ def read_event(shape: type[RequestEvent], record: Record, topics: TopicSet) -> R
         return None
     event = decode(shape, record.value, topics.retrieval.max_message_bytes, record.headers)
     check_times(event.prefix, "prefix")  # else the worker would dead-letter its signal
-    lane = lane_of(event.user_id, topics.lanes)
-    if lane != record.lane:  # bounds are per lane, and its signal goes there
+    # Bounds are per lane, and its signal goes there.
+    if record.lane != topics.lane_of(event.user_id) and record.lane not in topics.lanes_of(event.user_id):
         raise DecodeError(
             "invalid",
-            f"this user belongs on partition {lane} of {topics.lanes}, the event came on {record.lane}; "
+            f"this user belongs on partition {topics.lane_of(event.user_id)} of {topics.lanes}, the event came on "
+            f"{record.lane}; "
             f"set the key to the user id and the partitioner to murmur2",
         )
     return event

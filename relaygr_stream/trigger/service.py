@@ -24,7 +24,7 @@ from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer, TopicLeaders
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
-from relaygr_stream.bus.topic_check import PartitionCounts
+from relaygr_stream.bus.topic_check import PartitionCounts, topics_with
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.settings.schema import Settings
@@ -42,7 +42,7 @@ from relaygr_stream.trigger.outbox import SENDING_S, Outbox, RefusalNotices
 from relaygr_stream.trigger.statement import NeverAtRisk, Stated, TriggerStatements
 from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.topic_files import TopicSet, load_topics
+from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.trigger_status import STATUS_S
 from relaygr_stream.wire.worker_status import StatusReader
 
@@ -81,9 +81,8 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     for good.
     """
     settings = context.settings
-    topics = load_topics(settings.kafka)
+    topics = topics_with(settings.kafka, await verify_topics(settings.kafka))
     check_dead_letters_fit(topics)
-    await verify_topics(settings.kafka)
     member = f"trigger-{socket.gethostname()}-{os.getpid()}"
     max_bytes = max(each.max_message_bytes for each in (topics.pre_infer, topics.ranking, topics.dead_letter))
     metrics = TriggerMetrics(context.registry)
@@ -285,3 +284,5 @@ class TriggerLanes:
         metrics.budget_bytes.set(bounds.budget_bytes)
         metrics.lanes_on_hold.set(bounds.on_hold)
         metrics.backlog.set(self._backlog)
+        if self._core.delegation is not None:
+            self._core.delegation.lanes = self._topics.lanes

@@ -14,6 +14,7 @@ from typing import Annotated, Final, Self
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import MAX_LANES, Settings
@@ -131,6 +132,11 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
             parts[index] = msgspec.structs.replace(parts[index], share=parts[index].share - taken)
             change -= taken
         return msgspec.structs.replace(self, epoch=self.epoch + 1, parts=tuple(parts))
+
+    def grown(self, group: str, lanes: int) -> Self:
+        """The routes with so many lanes in the group, and a later epoch."""
+        parts = (replace(part, lanes=lanes) if part.group == group else part for part in self.parts)
+        return replace(self, epoch=self.epoch + 1, parts=tuple(parts))
 
     @classmethod
     def of_one(cls, group: str, lanes: int, epoch: int = 0) -> Self:

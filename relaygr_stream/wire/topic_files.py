@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -71,15 +71,19 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
         return {name: str(value) for name, value in stated.items() if value is not None}
 
-    @property
-    def exact(self) -> bool:
-        """Whether the partition count must be as stated: readers compute a key's partition, or read all of them."""
-        return self.lanes or self.cleanup_policy == "compact"
+    def may_have(self, partitions: int) -> bool:
+        """Whether the topic serves with so many: lanes grow to a multiple, and a compacted topic is read whole."""
+        if self.lanes:
+            return partitions > 0 and partitions % self.partitions == 0
+        return partitions == self.partitions or (partitions > self.partitions and self.cleanup_policy != "compact")
 
 
-@dataclass(frozen=True)
+@dataclass
 class TopicSet:
-    """All topics of the relay."""
+    """All topics of the relay. Lanes are added while processes run; all else stays as it is.
+
+    stated: the number of lanes in the files and settings, of which the present one is a multiple.
+    """
 
     retrieval: Topic
     pre_infer: Topic
@@ -87,6 +91,9 @@ class TopicSet:
     scores: Topic
     worker_status: Topic
     dead_letter: Topic
+
+    def __post_init__(self) -> None:
+        self.stated = self.lanes
 
     @property
     def all(self) -> tuple[Topic, ...]:
@@ -101,6 +108,32 @@ class TopicSet:
     def lane_of(self, user_id: str) -> int:
         """The lane of a user."""
         return lane_of(user_id, self.lanes)
+
+    def grow(self, lanes: int) -> bool:
+        """Have so many lanes from now on; returns False, and changes nothing, if they are not more."""
+        more = lanes > self.lanes
+        if more:
+            for name in ("retrieval", "pre_infer", "ranking"):
+                setattr(self, name, msgspec.structs.replace(getattr(self, name), partitions=lanes))
+        return more
+
+    def lanes_of(self, user_id: str) -> list[int]:
+        """The lanes that a user's messages may be on, the present one first: clients learn of more lanes one by one."""
+        hashed, lanes = murmur2(user_id.encode()) & 0x7FFFFFFF, self.lanes
+        counts = [count for count in range(lanes, 0, -self.stated) if lanes % count == 0]
+        return list(dict.fromkeys(hashed % count for count in counts))
+
+
+def lanes_in(counts: Mapping[str, int], stated: int) -> int:
+    """The number of lanes of topics with these partition counts; `stated` and any multiple of it will do.
+
+    Where an operator's growth was stopped in the middle, it is the least count, of which the others are multiples.
+    Raises CoPartitionError, which names two topics, for other counts that differ.
+    """
+    least = min(counts.values())
+    if least % stated or any(count % least for count in counts.values()):
+        check_equal_counts(counts.items())
+    return least
 
 
 #: Topics that share lanes: partition p of each is read by the same worker or trigger.

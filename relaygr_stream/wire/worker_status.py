@@ -100,12 +100,14 @@ class StatusReader:
         self.signer = signer
         self._max_bytes = max_bytes
         self._wall = wall
-        self.most_names: Final = max(LEAST_NAMES, NAMES_PER_LANE * lanes)
+        self.most_names = max(LEAST_NAMES, NAMES_PER_LANE * lanes)
 
     @classmethod
     def of(cls, settings: Settings, topics: TopicSet) -> StatusReader:
-        """The reader for these settings and topics."""
-        return cls(topics.lanes, Signer.of(settings.handover), topics.worker_status.max_message_bytes)
+        """The reader for these settings and topics. Lanes may have grown further than is known here."""
+        reader = cls(MAX_LANES, Signer.of(settings.handover), topics.worker_status.max_message_bytes)
+        reader.most_names = max(LEAST_NAMES, NAMES_PER_LANE * topics.lanes)
+        return reader
 
     async def prepare(self) -> None:
         """Derive the signatures' keys on a thread; without this the first record blocks the loop: 0.6 s a secret."""

@@ -26,7 +26,7 @@ from relaygr_stream.bus.dead_letter import check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
-from relaygr_stream.bus.topic_check import PartitionCounts
+from relaygr_stream.bus.topic_check import PartitionCounts, topics_with
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.cache.copy import Wake
 from relaygr_stream.engine.audit import Report
@@ -43,7 +43,7 @@ from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
@@ -90,8 +90,8 @@ class LaneHandover(Protocol):
         """Close everything."""
 
 
-#: Makes a worker's hand-over, with the number of lanes and what peers state; None: it is off.
-MakeHandover = Callable[[WorkerContext, Device, int, OwnerDirectory], LaneHandover | None]
+#: Makes a worker's hand-over, with the topics, whose lanes may grow, and what peers state; None: it is off.
+MakeHandover = Callable[[WorkerContext, Device, TopicSet, OwnerDirectory], LaneHandover | None]
 
 
 #: Builds a worker's runtime on the device thread, of its settings, where audits are reported, and what wakes the
@@ -112,16 +112,16 @@ async def made_worker(
     context: ProcessContext, make_handover: MakeHandover = lambda *_: None, build: Build = build
 ) -> AsyncIterator[WorkerProcess]:
     """A worker whose model is loaded and whose producers are connected; all of it is closed at the end."""
-    settings, topics = context.settings, load_topics(context.settings.kafka)
+    settings = context.settings
     context.set_ready(False, "loading the model")
     log.info("loading the model")
-    check_dead_letters_fit(topics)
+    check_dead_letters_fit(load_topics(settings.kafka))
     metrics = WorkerMetrics(context.registry, context.settings.relay.slo_ms)
     context.registry.register(RenewalsCollector())
     audits = AuditReport(settings.worker, metrics)
     device = DeviceThread(asyncio.get_running_loop())
     try:
-        await verify_topics(settings.kafka)
+        topics = topics_with(settings.kafka, await verify_topics(settings.kafka))
         runtime = await device.start(lambda: build(settings, audits, device.wake))
         metrics.model_info.labels(runtime.model.version, runtime.model.note).set(1)
         describe = log.warning if runtime.model.note else log.info
@@ -202,11 +202,12 @@ class WorkerProcess:
         device.thread.deliver_to(self.requests)
         self._counts = PartitionCounts(topics, connections.scores, self.requests.intake, [topics.worker_status])
         process.conditions += [self.requests.letters.why_not_taken, self._counts.why_not_ready]
-        self._handover = make_handover(context, device, topics.lanes, peers)
+        self._handover = make_handover(context, device, topics, peers)
         self._reporter = StatusReporter(context, connections, device, peers, self.consumer, self)
 
     async def run(self) -> None:
         """Serve until the process is told to stop, then drain and leave. Raises what fails."""
+        topics = self._connections.topics
         context, consumer, reporter, background = self._process, self.consumer, self._reporter, self._background
         await self._counts.ask()
         async with AsyncExitStack() as stack:
@@ -215,7 +216,7 @@ class WorkerProcess:
                 background.watch(self._handover.failed)
                 stack.push_async_callback(self._handover.stop)
             await stack.enter_async_context(reporter)
-            warm = await find_again(self._settings.kafka, reporter.reader, Device(self.device, self.runtime))
+            warm = await find_again(self._settings.kafka, topics, reporter.reader, Device(self.device, self.runtime))
             await consumer.start(warm)
             context.started = True
             background.watch(self.device.failed, consumer.failed)
@@ -313,6 +314,8 @@ class WorkerProcess:
         self._metrics.lane_changes.labels("gained").inc(len(gained))
         self._metrics.lane_changes.labels("lost").inc(len(lost))
         log.info("lanes changed", gained=sorted(gained), lost=sorted(lost))
+        if any(lane >= self._connections.topics.lanes for lane in gained):  # they were just added
+            self._background.start(self._counts.ask_now())
         if self._handover is not None:
             self._handover.lanes_changed(gained, lost)
         self.requests.on_lanes(gained, lost)

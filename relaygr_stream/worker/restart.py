@@ -29,7 +29,7 @@ from relaygr_stream.engine.commands import Restore
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.erase import AWAY_MS, KEPT_MS, MARGIN_MS, Erase, read_erase
-from relaygr_stream.wire.topic_files import lane_of_key, load_topics
+from relaygr_stream.wire.topic_files import TopicSet, lane_of_key
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.device import Device
 
@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 LAG: Final = "min.compaction.lag.ms"
 
 
-async def find_again(kafka: Kafka, reader: StatusReader, device: Device) -> list[int]:
+async def find_again(kafka: Kafka, topics: TopicSet, reader: StatusReader, device: Device) -> list[int]:
     """Restore what the DRAM tier's file holds, and say in one line what was found and what was dropped, and why.
 
     Returns the lanes of the users found, as warm_lanes.
@@ -48,7 +48,6 @@ async def find_again(kafka: Kafka, reader: StatusReader, device: Device) -> list
     file = device.runtime.tier_file
     if file is None:
         return []
-    topics = load_topics(kafka)
     started, erases, drop = time.monotonic(), list[Erase](), file.dropped
     if file.holds:
         name = topics.worker_status.name

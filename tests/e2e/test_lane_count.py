@@ -1,33 +1,29 @@
-"""Partitions added on a live cluster: `scores` may have more at any time; lanes change as docs/how-to/kafka.md says."""
+"""Lanes and reply partitions added on a live cluster: who knows of them and who does not yet are both served."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from pathlib import Path
 
 import msgspec
-import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
-from click.testing import CliRunner
 from confluent_kafka import Producer as ForeignProducer
 
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.cli.main import main
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import CoPartitionError, LanesChanged
-from relaygr_stream.ops.children import Child, stop_all
+from relaygr_stream.ops.lane_growth import grow_lanes
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
-from relaygr_stream.wire.topic_files import lane_of, load_topics
-from tests.e2e.fleet import Fleet, serving_fleet, traffic
-from tests.waiting import WITHIN_S, until
+from relaygr_stream.wire.topic_files import lane_of
+from relaygr_stream.workload.driver import drive
+from tests.e2e.fleet import Results, serving_fleet, traffic
+from tests.waiting import until
 
-LANES, MORE = 4, 8
+LANES, MORE = 4, 16
 #: Beyond the 16 that the file of `scores` states.
 REPLY_PARTITION = 20
 
@@ -48,7 +44,7 @@ class Foreign:
 
     def ask(self, request: RankingRequest) -> bytes:
         correlation = uuid.uuid4().bytes
-        request = msgspec.structs.replace(request, sent_ms=int(time.time() * 1e3), timeout_ms=30_000.0)
+        request = msgspec.structs.replace(request, sent_ms=int(time.time() * 1e3), timeout_ms=60_000.0)
         headers: list[tuple[str, str | bytes | None]] = [
             (HEADER_CORRELATION, correlation),
             (HEADER_REPLY_PARTITION, str(REPLY_PARTITION)),
@@ -56,24 +52,6 @@ class Foreign:
         self._producer.produce(self._topic, encode(request), key=request.user_id.encode(), headers=headers)
         self._producer.flush(30)
         return correlation
-
-
-async def not_ready(child: Child, words: str) -> str:
-    """What /readyz says once it says no for a reason of these words; others may come before it."""
-    reason = ""
-    while words not in reason:
-        await asyncio.sleep(0.1)
-        answer = await asyncio.to_thread(child.ask, "/readyz")
-        reason = "" if answer.status in (0, 200) else str(json.loads(answer.body)["reason"])
-    return reason
-
-
-def apply(kafka: Kafka, *options: str) -> str:
-    names = ("bootstrap", "prefix", "partitions")
-    settings = [f"--set=kafka.{name}={getattr(kafka, name)}" for name in names]
-    result = CliRunner().invoke(main, ["topics", "apply", *settings, *options])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 async def more_replies(kafka: Kafka, topic: str) -> None:
@@ -85,57 +63,39 @@ async def more_replies(kafka: Kafka, topic: str) -> None:
         await admin.close()
 
 
-async def test_partitions_added_while_everything_runs(kafka_settings: Kafka, tmp_path: Path) -> None:
+async def test_lanes_grow_while_everything_serves(kafka_settings: Kafka, tmp_path: Path) -> None:
     kafka = msgspec.structs.replace(kafka_settings, partitions=LANES)
-    more = msgspec.structs.replace(kafka, partitions=MORE)
-    requests = [item.request for item in traffic(seconds=4, rate=10)]
-    assert len({lane_of(request.user_id, MORE) for request in requests} - set(range(LANES))) > 1
-    async with serving_fleet(kafka, tmp_path, "w1") as fleet:
-        foreign = Foreign(kafka, fleet.topics.ranking.name)
+    said: list[str] = []
+    async with serving_fleet(kafka, tmp_path, "w1", "w2") as fleet:
+        foreign, results, after = Foreign(kafka, fleet.topics.ranking.name), Results(), Results()
         await more_replies(kafka, fleet.topics.scores.name)
         async with (
             TopicTail(kafka, fleet.topics.scores.name, [REPLY_PARTITION], "latest", foreign.on_scores),
             RelayClient(settings=fleet.settings) as client,
         ):
-            # A worker learns of new reply partitions within seconds.
+            requests = [item.request for item in traffic(seconds=4, rate=10, run="f")]
+            owned = {name: {lane.lane for lane in fleet.statuses[name].lanes} for name in ("w1", "w2")}
             asked: set[bytes] = set()
-            async with asyncio.timeout(WITHIN_S):
-                while not any(foreign.answers.get(correlation) == "ok" for correlation in asked):
-                    asked.add(foreign.ask(requests[0]))
-                    await asyncio.sleep(0.5)
-            assert (await client.rank(requests[0], timeout=20)).scores.size
-
-            said = await asyncio.to_thread(apply, more, "--alter")
-            assert f"altered   {fleet.topics.ranking.name}: partitions {LANES} → {MORE}" in said
-            for child in (fleet.children["w1"], fleet.children["trigger"]):
-                async with asyncio.timeout(WITHIN_S):
-                    reason = await not_ready(child, f"has {MORE} partitions")
-                assert f"knows {LANES} lanes" in reason
-            with pytest.raises(LanesChanged, match=f"has {MORE} partitions, .*knows {LANES} lanes"):
-                await rank_for_ever(client, requests[0])
-            with pytest.raises(CoPartitionError):
-                await client.announce(traffic(seconds=1, rate=10)[0].event)
-
-            # As docs/how-to/kafka.md says: everything stops, and starts with the new number.
-            await stop_all(list(fleet.children.values()))
-            await everybody_anew(fleet, more)
-            correlations = [foreign.ask(request) for request in requests]
-            await until(lambda: all(each in foreign.answers for each in correlations), "every foreign request answered")
-            assert {foreign.answers[each] for each in correlations} == {"ok"}
-        async with RelayClient(settings=fleet.settings) as client:
-            assert (await client.rank(requests[0], timeout=20)).scores.size
-
-
-async def rank_for_ever(client: RelayClient, request: RankingRequest) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while True:
-            await client.rank(request, timeout=20)
-
-
-async def everybody_anew(fleet: Fleet, kafka: Kafka) -> None:
-    fleet.use(msgspec.structs.replace(fleet.settings, kafka=kafka))
-    fleet.topics = load_topics(kafka)
-    fleet.start("trigger", "trigger")
-    fleet.start("worker", "w1")
-    await fleet.ready("trigger", "w1")
-    await fleet.lanes_settled("w1")
+            growing = asyncio.create_task(grow_lanes(fleet.settings, "", MORE, said.append))
+            number = 0
+            while not growing.done():
+                load = traffic(seconds=1, rate=10, run=f"g{number}")
+                await drive(client, load, timeout=60.0, on_result=results)
+                asked.update(foreign.ask(request) for request in requests[4 * (number % 8) : 4 * (number % 8) + 4])
+                number += 1
+            await growing
+            assert results.errors() == {}
+            await until(lambda: asked <= foreign.answers.keys(), "every foreign request answered")
+            assert {foreign.answers[each] for each in asked} == {"ok"}
+            # No user moved: a lane that was added has the worker of the lane that it splits.
+            for name, lanes in owned.items():
+                assert {lane.lane % LANES for lane in fleet.statuses[name].lanes} == lanes
+            users = {request.user_id for request in requests}
+            await until(
+                lambda: {client.lane(user) for user in users} == {lane_of(user, MORE) for user in users},
+                "the client goes by more lanes",
+            )
+            await drive(client, traffic(seconds=2, rate=10, run="after"), timeout=60.0, on_result=after)
+            assert after.errors() == {}
+            assert any(result.outcome != "full" for result in after.by_id.values())
+    assert said[-1] == f"announced: clients go by {MORE} lanes, {LANES} before"

@@ -6,6 +6,7 @@ import socket
 from typing import Final
 
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
+from relaygr_stream.bus.topic_check import topics_with
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.ops.dashboard.board import HEADERS, Board
 from relaygr_stream.ops.dashboard.trace import WITHIN_S
@@ -25,7 +26,6 @@ from relaygr_stream.telemetry.pages import (
     serve_one,
 )
 from relaygr_stream.telemetry.printable import Say
-from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
 HOST: Final = "127.0.0.1"
@@ -43,8 +43,7 @@ async def run_dashboard(settings: Settings, port: int, on_ready: Say) -> None:
 
     Raises BrokerUnavailable, TopicError, ConfigError where it cannot listen.
     """
-    await verify_topics(settings.kafka)
-    topics, background = load_topics(settings.kafka), Background()
+    topics, background = topics_with(settings.kafka, await verify_topics(settings.kafka)), Background()
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
     board = Board(settings, topics, reader)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topic_check import topics_with
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.ops.rollout.judgement import Observed
@@ -22,7 +23,6 @@ from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import ScoreReply, WorkerStatus
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.topic_files import load_topics
 
 #: Answers of a step whose scores are kept, the first ones: enough for the index to be known within 0.01.
 MOST_ANSWERS: Final = 4096
@@ -81,7 +81,7 @@ class WorkersView:
     def missing_lanes(self) -> int:
         """Lanes that no serving worker owns now."""
         owned = {lane.lane for status in self._view.living_workers().values() for lane in status.lanes}
-        return self.lanes - len(owned)
+        return max(0, self.lanes - len(owned))
 
     @property
     def versions(self) -> list[str]:
@@ -124,8 +124,8 @@ def _since(marks: Marks, now: Marks) -> Tally:
 @asynccontextmanager
 async def watching(settings: Settings) -> AsyncIterator[WorkersView]:
     """Watch the group of these settings. Raises BrokerError, TopicError."""
-    topics = load_topics(settings.kafka)
     rows = await verify_topics(settings.kafka)
+    topics = topics_with(settings.kafka, rows)
     found = next(row.found for row in rows if row.topic.name == topics.scores.name)
     assert found is not None, "verified"
     async with listening(settings, topics) as (view, _):

@@ -76,7 +76,7 @@ class Peer:
             lanes=LANES,
         )
         self.layout = layout
-        self.desk, self.metrics = Desk(self.thread, LANES), HandoverMetrics(self.registry)
+        self.desk, self.metrics = Desk(self.thread), HandoverMetrics(self.registry)
         self.handover = HandoverService(
             settings or HandoverSettings(secret=secret, mib_per_s=rate),
             name,
