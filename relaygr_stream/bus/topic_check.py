@@ -107,6 +107,8 @@ def _check_count(topic: Topic, count: int) -> None:
     mend = f"set {'kafka.partitions' if topic.lanes else 'its file'} to {count}"
     if topic.lanes and topic.partitions % count == 0:
         mend += f", with which `relaygr lanes grow {topic.partitions}` adds the others (docs/how-to/kafka.md)"
+    elif count < topic.partitions:
+        mend += ", or add partitions with `relaygr topics apply --alter` while nothing runs (docs/how-to/kafka.md)"
     raise TopicError(
         f"topic {topic.name} has {count} partitions, its description says {topic.partitions}; {mend}, "
         f"or delete and apply it"
@@ -225,17 +227,15 @@ class PartitionCounts:
         self._check_lanes({name: counts[name] for name in lanes if counts[name]})
 
     def _check_lanes(self, counts: dict[str, int]) -> None:
+        topics, found = self._topics, 0
         if not counts:
             return
-        error = None
-        try:
-            found = lanes_in(counts, self._topics.stated)
-            if found % self._topics.stated or found < self._topics.lanes:
-                error = LanesChanged(counts, self._topics.lanes)
-            elif self._serves and self._topics.grow(found):
-                log.info("lanes were added", lanes=found)
-        except CoPartitionError:
-            error = LanesChanged(counts, self._topics.lanes)
-        if bool(error) != bool(self.error):
-            log.error("lanes changed on the cluster", counts=counts, served=self._topics.lanes)
-        self.error = error
+        with suppress(CoPartitionError):
+            found = lanes_in(counts, topics.stated)
+        other = {name: count for name, count in counts.items() if count != topics.lanes}
+        wrong = bool(other) and (found < topics.lanes or found % topics.stated > 0)
+        if wrong != bool(self.error):
+            log.error("lanes changed on the cluster", counts=counts, served=topics.lanes)
+        self.error = LanesChanged(other, topics.lanes) if wrong else None
+        if not wrong and self._serves and topics.grow(found):
+            log.info("lanes were added", lanes=found)

@@ -19,7 +19,7 @@ from relaygr_stream.client.groups import LOOK_S
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.routes import POSITIONS, Routes, group_settings, routes_topic
-from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from tests.statuses import lane_statuses, worker_status
 from tests.unit.client_peers import PREFIX, Responder, client_on, event, request, responder_on
@@ -219,3 +219,17 @@ async def test_a_group_that_routes_name_no_more_is_left(world: World) -> None:
         assert relay.registry.get_sample_value("relaygr_client_route_share", {"group": "next"}) is None
         await relay.rank(request(1))
     assert world.asked("") == ["r-1"]
+
+
+async def test_lanes_that_are_announced_are_gone_by_in_each_group(world: World) -> None:
+    async with opened(world) as relay:
+        await world.move(POSITIONS // 2)
+        await until(lambda: len(relay._groups._others) == 1, "the client reaches the other group")
+        connection = relay._groups._others["next"]
+        for group, lanes in (("", 2 * LANES), ("next", 4 * LANES)):
+            world.routes = world.routes.grown(group, lanes)
+            await write_routes(world.peers[""].producer, world.topics, READER, world.routes)
+            users = [str(user) for user in range(20)]
+            expected = [lane_of(user, lanes) for user in users]
+            await until(lambda: [relay.lane(user, group) for user in users] == expected, f"{group} has {lanes} lanes")  # noqa: B023
+        assert relay._groups._others["next"] is connection, "it goes on"

@@ -37,14 +37,14 @@ class Cluster:
 
 
 async def test_another_number_of_lanes_is_told_with_both_counts() -> None:
-    cluster, replies = Cluster(), list[int]()
-    counts = PartitionCounts(TOPICS, cluster, SimpleNamespace(counted=replies.append))  # type: ignore[arg-type]
+    cluster, replies, topics = Cluster(), list[int](), load_topics(Kafka(partitions=4))
+    counts = PartitionCounts(topics, cluster, SimpleNamespace(counted=replies.append))  # type: ignore[arg-type]
     await counts.ask()
     assert (counts.error, counts.why_not_ready()) == (None, None)
-    cluster.counts |= {TOPICS.ranking.name: 8, TOPICS.scores.name: 32, TOPICS.retrieval.name: 0}
+    cluster.counts |= {TOPICS.ranking.name: 6, TOPICS.scores.name: 32, TOPICS.retrieval.name: 0}
     await counts.ask()
     said = counts.why_not_ready() or ""
-    assert f"{TOPICS.ranking.name} has 8 partitions, this process knows 4 lanes" in said
+    assert f"{TOPICS.ranking.name} has 6 partitions, this process knows 4 lanes" in said
     assert TOPICS.pre_infer.name not in said
     assert TOPICS.retrieval.name not in said, "a topic that is away is another matter"
     assert replies == [TOPICS.scores.partitions, 32]
@@ -53,6 +53,27 @@ async def test_another_number_of_lanes_is_told_with_both_counts() -> None:
     cluster.counts |= {TOPICS.ranking.name: 4, TOPICS.retrieval.name: 4}
     await counts.ask()
     assert counts.why_not_ready() is None
+
+
+async def test_lanes_that_are_added_are_served_and_sent_to_once_they_are_announced() -> None:
+    cluster, served, sent_to = Cluster(), load_topics(Kafka(partitions=4)), load_topics(Kafka(partitions=4))
+    worker = PartitionCounts(served, cluster)  # type: ignore[arg-type]
+    client = PartitionCounts(sent_to, cluster, serves=False)  # type: ignore[arg-type]
+
+    async def count(*partitions: int) -> tuple[int, int]:
+        names = (topic.name for topic in TOPICS.all if topic.lanes)
+        cluster.counts |= dict(zip(names, partitions, strict=True))
+        await worker.ask()
+        await client.ask()
+        return served.lanes, sent_to.lanes
+
+    assert await count(4, 16, 16) == (4, 4), "in the middle of it"
+    assert await count(16, 16, 16) == (16, 4)
+    assert (worker.error, client.error) == (None, None)
+    assert sent_to.grow(16)
+    assert await count(8, 8, 8) == (16, 16)
+    assert "has 8 partitions, this process knows 16 lanes" in str(worker.error)
+    assert str(client.error) == str(worker.error)
 
 
 async def test_a_topic_that_stays_missing_is_named() -> None:

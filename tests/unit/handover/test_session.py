@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -38,6 +39,19 @@ async def test_users_of_moved_lanes_are_served_without_computing() -> None:
         new.world.answers = new.answers
         new.world.check_scores(1e-5)
         assert old.total("bytes", way="given") == new.total("bytes", way="taken") > 0
+
+
+async def test_a_worker_that_knows_more_lanes_gets_the_users_of_its_own() -> None:
+    """Workers learn of lanes one by one; the asking one has them."""
+    async with peers() as (old, new):
+        more = 4 * LANES
+        new.handover._counted = SimpleNamespace(lanes=more)
+        moved = frozenset(lane_of(f"u{user}", more) for user in (1, 2, 3))
+        theirs = {user for user in await old.users() if lane_of(user, more) in moved}
+        new.handover.lanes_changed(moved, ())
+        await until(lambda: new.total("entries", way="taken") == len(theirs))
+        await new.at_rest()
+        assert await new.users() == theirs
 
 
 async def test_scores_are_the_old_owners_bit_for_bit() -> None:
@@ -82,7 +96,7 @@ async def test_while_the_secret_is_changed_prefix_kv_move(first: HandoverSetting
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"model_version": "other"}, "model version"), ({"dtype": "bfloat16"}, "dtype"), ({"lanes": 16}, "lanes")],
+    [({"model_version": "other"}, "model version"), ({"dtype": "bfloat16"}, "dtype"), ({"device": "cuda"}, "device")],
 )
 async def test_what_would_not_serve_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
     async with peers() as (old, new):

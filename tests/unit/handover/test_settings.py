@@ -43,7 +43,7 @@ def test_without_a_dram_tier_there_is_nothing_to_hand_over_from() -> None:
     unused_device = Device(unused, unused)
     settings = Settings(handover=Handover(secret=SECRET), worker=Worker(dram_bytes=0))
     with pytest.raises(ConfigError, match=r"worker\.dram_bytes"):
-        handover_for(WorkerContext(settings, "w", unused, unused, OFF, unused), unused_device, 8, unused)
+        handover_for(WorkerContext(settings, "w", unused, unused, OFF, unused), unused_device, unused, unused)
 
 
 def test_workers_whose_kernels_differ_do_not_exchange_prefix_kv() -> None:

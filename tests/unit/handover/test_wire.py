@@ -41,7 +41,7 @@ IDENTITIES = st.builds(
     dtype=TEXT,
     storage=TEXT,
     device=TEXT,
-    lanes=COUNTS,
+    lanes=st.integers(1, 10_000),
 )
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Ask, IDENTITIES, st.lists(COUNTS, max_size=50).map(tuple)),
