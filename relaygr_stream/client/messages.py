@@ -298,9 +298,16 @@ class MessageClient:
         most = self._settings.client.max_in_flight
         if len(self._answers) >= most:
             raise Overloaded(f"{most} calls are under way")
-        about = request.user_id, request.tenant, request.request_id
-        group = self._groups.group_of(own, *about, stated=group, scenario=request.scenario or "")
-        reply = await self._ask(self._open(group), request, message)
+        about, scenario = (request.user_id, request.tenant, request.request_id), request.scenario or ""
+        group = self._groups.group_of(own, *about, stated=group, scenario=scenario)
+        while (
+            reply := await self._groups.answer(own, group, request, self._ask(self._open(group), request, message))
+        ) is None:  # its group has ended: another one has the time that is left
+            self._metrics.hedges.labels("group").inc()
+            left_ms = max(1.0, timeout_s * 1000 - (time.perf_counter() - started) * 1000)
+            request = msgspec.structs.replace(request, sent_ms=now_ms(), timeout_ms=left_ms)
+            message = self._encoded(request, self._topics.ranking, trace)
+            group = self._groups.group_of(own, request.user_id, scenario=scenario)
         items = np.frombuffer(request.candidates, request.candidate_dtype)
         return ranking_of(reply, items, time.perf_counter() - started)
 
