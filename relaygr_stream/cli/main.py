@@ -32,6 +32,7 @@ _COMMANDS: Final = {
     "dead-letters": "relaygr_stream.cli.dead_letters:dead_letters_command",
     "explain": "relaygr_stream.cli.explain:explain_command",
     "history": "relaygr_stream.cli.history:history_command",
+    "lanes": "relaygr_stream.cli.lanes:lanes_command",
     "model": "relaygr_stream.cli.model:model_command",
     "plan": "relaygr_stream.cli.planner:plan_command",
     "planner": "relaygr_stream.cli.planner:planner_command",

@@ -165,7 +165,7 @@ def trigger_core(
 ) -> TriggerCore:
     """The core of a trigger process. producer: knows which lanes have a leader."""
     policy, leaders = Policy.of(settings), TopicLeaders(producer, topics.ranking.name)
-    delegation = Delegation(owners, OwnerLoads(policy.averaging), topics.lanes, leaders=leaders)
+    delegation = Delegation(owners, OwnerLoads(policy.averaging, policy.burst_ms), topics.lanes, leaders=leaders)
     return TriggerCore(policy, owners, topics.pre_infer.retention_ms / 1e3, decide, delegation)
 
 

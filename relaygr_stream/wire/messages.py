@@ -215,6 +215,7 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     pinned_bytes: int  # bytes that are pinned, all signals below pre_infer_offset included
     pre_infer_offset: int  # the next pre-infer offset that the owner reads
     device_ms_per_s: float  # device milliseconds per second that this lane may request for pre-inference
+    ranking_offset: int | UnsetType = UNSET  # the next ranking offset that the owner reads; for people
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True):
