@@ -58,6 +58,7 @@ class Explanation:
     request_id: str
     user_id: str
     tenant: str = ""
+    scenario: str = ""  # "": none
     lane: int
     at_s: float  # seconds since the first event
     tokens: int
@@ -93,6 +94,7 @@ def explain(
         request_id=event.request_id,
         user_id=event.user_id,
         tenant=event.tenant,
+        scenario=event.scenario or "",
         lane=lane,
         at_s=at_s,
         tokens=tokens,

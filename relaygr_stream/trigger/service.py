@@ -92,7 +92,9 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     owners = OwnerDirectory(settings.trigger.max_status_age_ms, metrics, reader=reader)
     background = Background()
     async with AsyncExitStack() as stack:
-        tracing = await stack.enter_async_context(tracing_of(settings.telemetry, "trigger", context.registry))
+        tracing = await stack.enter_async_context(
+            tracing_of(settings.telemetry, "trigger", context.registry, settings.scenario)
+        )
         producer = await _enter(stack, Producer(settings.kafka, client_id=member, max_bytes=max_bytes))
         ends = await _enter(stack, LogEnds(settings.kafka, member))
         stack.push_async_callback(background.end)
@@ -204,6 +206,7 @@ class TriggerLanes:
             metrics.dead_letters_waiting,
             background,
             keep_values=settings.kafka.dead_letter_values,
+            scenario=settings.scenario,
         )
         self._intake = EventIntake(self._topics, self.dead_letters, metrics, self.consumer)
         self._notices = RefusalNotices(self._topics.pre_infer.name, core, producer, background)

@@ -208,7 +208,8 @@ class StatusReporter:
         erased = self._erased or msgspec.UNSET
         lag = sum(self.lag.values())
         stated = {"counters": counters, "latencies": latencies or msgspec.UNSET, "erased": erased}
-        return msgspec.structs.replace(status, lag=lag, version=VERSION, **stated)
+        scenario = self._settings.scenario or msgspec.UNSET
+        return msgspec.structs.replace(status, lag=lag, version=VERSION, scenario=scenario, **stated)
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics
