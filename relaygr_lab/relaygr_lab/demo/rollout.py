@@ -26,7 +26,9 @@ from relaygr_stream.workload.quantiles import nearest_rank
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Their prefix KV fill half of the two workers' tiers (workers/demo.toml); each returns about every eight seconds.
+#: Of a worker: all users' prefix KV, of 2 MiB each, and 40 MiB at a time for users who move.
+HBM_BYTES: Final = 256 << 20
+#: Each user returns about every eight seconds.
 TRAFFIC: Final = Traffic(users=100, rate=12.0, tokens=500, candidates=50, items=5000)
 #: Each step ends with 200 answers of the new group: 33 s and 17 s.
 PLAN: Final = Plan.of([0.5, 1.0], 10.0)
@@ -42,7 +44,9 @@ async def run_rollout_demo(broker: BrokerKind | None, settings: Settings, out: P
     out.parent.mkdir(parents=True, exist_ok=True)
     # Nothing is refused or too late for it: a machine of two cores is shared by all processes.
     relay = msgspec.structs.replace(settings.relay, slo_ms=TRAFFIC.timeout_s * 1e3)
-    settings = msgspec.structs.replace(settings, relay=relay)
+    settings = msgspec.structs.replace(
+        settings, relay=relay, worker=msgspec.structs.replace(settings.worker, hbm_bytes=HBM_BYTES)
+    )
     with tempfile.TemporaryDirectory(prefix=".demo-", dir=out.parent, ignore_cleanup_errors=True) as name:
         async with cluster(broker, settings, Path(name), BRIEF_RELAY, console.print) as (connected, _):
             fleet = ChangingFleet(connected, Path(name), TRAFFIC, "relaygr_stream", console.print)

@@ -19,12 +19,6 @@ def test_a_change_that_nobody_sees() -> None:
     assert found.least == pytest.approx(1.0)
     assert (found.before, found.below_s) == (1.0, 0.0)
     assert (found.lost, found.rankings) == (0, 1000)
-        1.0,
-        pytest.approx(1),
-        0.0,
-        0,
-        1000,
-    )
 
 
 def test_hits_that_fall_to_half_and_come_back() -> None:
