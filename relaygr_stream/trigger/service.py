@@ -42,7 +42,7 @@ from relaygr_stream.trigger.outbox import SENDING_S, Outbox, RefusalNotices
 from relaygr_stream.trigger.statement import NeverAtRisk, Stated, TriggerStatements
 from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.topic_files import TopicSet
+from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.trigger_status import STATUS_S
 from relaygr_stream.wire.worker_status import StatusReader
 
@@ -81,8 +81,8 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     for good.
     """
     settings = context.settings
+    check_dead_letters_fit(load_topics(settings.kafka))
     topics = topics_with(settings.kafka, await verify_topics(settings.kafka))
-    check_dead_letters_fit(topics)
     member = f"trigger-{socket.gethostname()}-{os.getpid()}"
     max_bytes = max(each.max_message_bytes for each in (topics.pre_infer, topics.ranking, topics.dead_letter))
     metrics = TriggerMetrics(context.registry)
