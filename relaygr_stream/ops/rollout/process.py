@@ -29,6 +29,7 @@ from relaygr_stream.ops.rollout.run import (
     source_of,
 )
 from relaygr_stream.ops.status.overview import LISTEN_S
+from relaygr_stream.settings.scenarios import LONGEST_PREFIX
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import Say
 from relaygr_stream.telemetry.process import ProcessContext
@@ -38,8 +39,6 @@ from relaygr_stream.wire.routes import OWN, RolloutProgress, group_settings
 HEARD_S: Final = 1.0
 #: Beyond worker.drain_ms, for `up` and its processes to end.
 END_S: Final = 20.0
-#: Longest kafka.prefix (settings/schema.py).
-LONGEST_PREFIX: Final = 64
 
 
 @dataclass(frozen=True)
