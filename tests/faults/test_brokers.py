@@ -95,7 +95,7 @@ async def test_all_brokers_are_away(cluster: ThreeBrokers, tmp_path: Path, reque
 async def away(
     cluster: ThreeBrokers, stage: Scene, how: Callable[[Node], Coroutine[Any, Any, None]], named: str, away_s: float
 ) -> None:
-    """All brokers, for so long: who asks fails at once; processes keep their memory, live, and recover by themselves."""
+    """All brokers, for so long: who asks fails at once; processes keep their memory, live, and recover."""
     children = stage.fleet.children.values()
     before = {child.name: psutil.Process(child.pid).memory_info().rss for child in children}
     stage.begins()
