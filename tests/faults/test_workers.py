@@ -12,13 +12,15 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 from prometheus_client.samples import Sample
 
 from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.client import exchange, messages
 from relaygr_stream.models.loading import save_random
 from relaygr_stream.ops.children import Child
-from tests.e2e.test_relay import co_owned
+from tests.e2e.fleet import Fleet
 from tests.faults.cluster import ThreeBrokers, relay_topics
 from tests.faults.load import Note
 from tests.faults.scene import Scene, relay_on, scene
@@ -74,7 +76,7 @@ async def test_joins_and_leaves(cluster: ThreeBrokers, tmp_path: Path, request: 
     """Spread over half a minute; of the kept lanes nobody notices, and few lanes move."""
     times: int = request.config.getoption("--churn")
     async with scene(cluster, relay_on(cluster), tmp_path, "w1", "w2") as stage:
-        watch = asyncio.create_task(co_owned(stage.fleet))
+        watch = asyncio.create_task(_co_owned(stage.fleet))
         owners = _owners(stage)
         members, next_name = ["w1", "w2"], 3
         stage.begins()
@@ -184,6 +186,24 @@ async def test_while_dead_letters_cannot_be_sent_their_lane_waits(cluster: Three
         await stage.calm()
         cost = await stage.cost("dead-letter topic unavailable")
         assert cost.recovered(3.2), cost
+
+
+async def _co_owned(fleet: Fleet) -> None:
+    """Fail if a member of the workers' group owns a lane of one topic and not of the other."""
+    kafka = fleet.settings.kafka
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
+    await admin.start()
+    try:
+        while True:
+            answer = await admin.describe_consumer_groups([f"{kafka.prefix}workers"])
+            for member in answer[0].groups[0][5]:
+                assignment = ConsumerProtocolMemberAssignment.decode(member[4]) if member[4] else None
+                lanes = {topic: sorted(partitions) for topic, partitions in assignment.assignment} if assignment else {}
+                pre_infer, ranking = fleet.topics.pre_infer.name, fleet.topics.ranking.name
+                assert lanes.get(pre_infer) == lanes.get(ranking), f"lanes not co-owned: {lanes}"
+            await asyncio.sleep(0.2)
+    finally:
+        await admin.close()
 
 
 def _owners(stage: Scene) -> dict[int, str]:
