@@ -44,8 +44,11 @@ $(STAMP): pyproject.toml relaygr_lab/pyproject.toml constraints.txt docker/setup
 	@echo 'make: installs into $(VENV), a few minutes: first the tools, then torch and the project'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --require-hashes --requirement docker/setup.lock --requirement docker/build.lock
-	@echo 'make: torch and the project; without a CPU build among its indexes pip takes one for CUDA, of several GB (PIP_EXTRA_INDEX_URL)'
-	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]' --editable relaygr_lab  # torch, triton, the project
+	@echo 'make: torch, for the devices of this machine (TORCH_INDEX_URL names another index)'
+	@grep '^torch==' constraints.txt > $(VENV)/torch.txt
+	sh docker/torch.sh $(BIN)/python auto $(VENV)/torch.txt
+	@echo 'make: the project'
+	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]' --editable relaygr_lab  # triton too
 	@touch $@
 
 demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER")
@@ -196,10 +199,10 @@ demo-checkpoint: $(STAMP) ## train checkpoints/demo, the model of make demo, ane
 include docker/testbed.mk
 
 lock: $(STAMP) ## docker/*.lock anew, after a change of dependencies: what images and make setup install, with hashes (torch excepted)
-	@for what in requirements setup build; do \
-	  { echo "# Made by make lock: what is installed by hash ($$what). torch comes from an index of its choice."; \
+	@for what in requirements setup build uv; do \
+	  { echo "# Made by make lock: what is installed by hash ($$what). torch comes by docker/torch.sh."; \
 	    $(BIN)/python docker/locked.py $$what | $(BIN)/uv pip compile - --constraint constraints.txt --generate-hashes --universal \
-	      --python-version 3.11.5 --no-header --no-annotate --no-emit-index-url --quiet; } > docker/$$what.lock || exit 1; \
+	      --python-version 3.11 --no-header --no-annotate --no-emit-index-url --quiet; } > docker/$$what.lock || exit 1; \
 	done
 
 clean: ## remove what make made
