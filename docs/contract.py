@@ -20,9 +20,10 @@ from typing import Any, Final
 import msgspec
 
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire import erase, records, refusals, trigger_status
+from relaygr_stream.wire import erase, planner_status, records, refusals, trigger_status
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
+from relaygr_stream.wire.planner_status import PlannerStatus
 from relaygr_stream.wire.refusals import Refusals
 from relaygr_stream.wire.routes import Routes, routes_topic
 from relaygr_stream.wire.topic_files import load_topics
@@ -59,6 +60,11 @@ RECORDS: Final[dict[type[Any], tuple[str, dict[str, Any], list[str]]]] = {
     TriggerStatus: (
         "worker-status",
         {records.HEADER_KIND: {"const": trigger_status.KIND}, **_SIGNED},
+        [records.HEADER_KIND],
+    ),
+    PlannerStatus: (
+        "worker-status",
+        {records.HEADER_KIND: {"const": planner_status.KIND}, **_SIGNED},
         [records.HEADER_KIND],
     ),
     Routes: ("routes", _SIGNED, []),

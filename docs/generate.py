@@ -39,6 +39,7 @@ from relaygr_stream.models.api import (
 )
 from relaygr_stream.models.decoder import DecoderModel
 from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.ops.planner.process import PlannerMetrics
 from relaygr_stream.ops.rollout.run import RolloutMetrics
 from relaygr_stream.settings.load import REMOVED, RETIRED, replacement_of
 from relaygr_stream.telemetry.loopwatch import LoopWatch
@@ -248,7 +249,8 @@ def _wire_default(field: msgspec.structs.FieldInfo) -> str:
 
 def _registries() -> dict[str, CollectorRegistry]:
     made = {
-        title: CollectorRegistry() for title in ("Every process", "Worker", "Trigger", "Client", "Gateway", "Rollout")
+        title: CollectorRegistry()
+        for title in ("Every process", "Worker", "Trigger", "Client", "Gateway", "Rollout", "Planner")
     }
     LoopWatch(made["Every process"], stall_s=1.0)
     SpanCounts(made["Every process"])
@@ -262,6 +264,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     ClientMetrics(made["Client"])
     GatewayMetrics(made["Gateway"])
     RolloutMetrics(made["Rollout"])
+    PlannerMetrics(made["Planner"])
     return made
 
 
