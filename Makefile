@@ -202,6 +202,7 @@ demo-checkpoint: $(STAMP) ## train checkpoints/demo, the model of make demo, ane
 include docker/testbed.mk
 
 lock: $(STAMP) ## docker/*.lock anew, after a change of dependencies: what images and make setup install, with hashes (torch excepted)
+	@$(BIN)/uv pip compile pyproject.toml --extra dev --constraint constraints.txt --universal --python-version 3.11 --quiet --output-file /dev/null  # torch of any index fits
 	@for what in requirements setup build uv; do \
 	  { echo "# Made by make lock: what is installed by hash ($$what). torch comes by docker/torch.sh."; \
 	    $(BIN)/python docker/locked.py $$what | $(BIN)/uv pip compile - --constraint constraints.txt --generate-hashes --universal \

@@ -55,7 +55,7 @@ thead th{border-top:0;color:var(--soft);font-weight:600;font-size:13px}th:first-
 text-align:left;min-width:340px;color:var(--soft);font-size:13.5px}
 ul{padding-left:20px}li{margin:6px 0;max-width:110ch}dl{display:grid;grid-template-columns:110px 1fr;gap:6px 16px}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}.none{color:var(--soft)}
-@media(max-width:560px){svg{min-width:520px}.grid,.bar{grid-template-columns:minmax(0,1fr)}main{padding:20px 14px}
+@media(max-width:560px){svg{min-width:440px}.grid,.bar{grid-template-columns:minmax(0,1fr)}main{padding:20px 14px}
 h1{font-size:22px}th,td{padding:8px 9px}td:first-child{white-space:normal}
 .wide td:last-child{min-width:560px}}
 """
