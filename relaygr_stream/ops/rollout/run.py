@@ -224,10 +224,10 @@ class Rollout:
 
     async def _wait_until_warm(self) -> None:
         """Before the first step, at most as long as one lasts."""
-        began = time.monotonic()
-        while not self._warm and time.monotonic() - began < self._plan.hold_s:
+        began, warming = time.monotonic(), self._warming
+        while warming and time.monotonic() - began < self._plan.hold_s and (warming.looking_s > 0 or not self._warm):
             self._check_started()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(min(LOOK_S, self._plan.hold_s))
 
     async def _hold(self, *, last: bool) -> str | None:
         """Watch the step to its end; returns why the users must go back."""
