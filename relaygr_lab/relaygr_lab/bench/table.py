@@ -31,9 +31,7 @@ def result(report: SloReport) -> str:
     p99 = f"a P99 of {report.conditions['slo_ms']:g} ms"
     full = [one for one in report.found if one.mode == FULL.name]
     if not any(one.values for one in full):
-        return (
-            "Full inference was not measured, for lack of time: there is nothing to compare the relay with."
-        )
+        return "Full inference was not measured, for lack of time: there is nothing to compare the relay with."
     if not any(one.value for one in full):
         return f"Full inference kept {p99} nowhere, so there is nothing to compare the relay with."
     said = []
