@@ -121,12 +121,13 @@ class RankTask(Keys, msgspec.Struct, frozen=True, eq=False):
     hops: int = 0  # times it was forwarded, or 1: a hedge
     origin: Any = None  # where its answer goes; the scheduler does not look at it
     features: Values = {}  # of the candidates
+    whole: bool = False  # never cut to its newest behaviours
 
     def with_history(self, tokens: Tokens, suffix: Tokens) -> RankTask:
         """The request whose prefix was read."""
         return RankTask(
             self.request_id, self.user_id, self.lane, tokens, suffix, self.candidates, self.times, self.full,
-            self.tenant, self.client, self.nbytes, self.hops, self.origin, self.features,
+            self.tenant, self.client, self.nbytes, self.hops, self.origin, self.features, self.whole,
         )  # fmt: skip
 
     @property
@@ -155,7 +156,7 @@ class Measured:
     device_ms: float = 0.0
     score_ms: float = 0.0  # of that, the batch that scored it
     computed_tokens: int = 0
-    truncated_to: int = 0  # behaviours that it was cut to, since all would be late; 0: it was not
+    truncated_to: int = 0  # behaviours that it was cut to, since no worker had all in time; 0: it was not
 
 
 @dataclass(slots=True)
@@ -195,7 +196,7 @@ class Rank(NamedTuple):
     waited_s: float = 0.0  # seconds since its arrival spent on reading its history, or on a forward that failed
     leaves_nothing: bool = False  # its user was erased meanwhile: it is inferred in scratch
     referred: Referred | None = None  # until its tokens are there
-    late: bool = False  # no worker has it done by its due time: it gets idle time, or is refused
+    late: bool = False  # no worker has it done by its due time: it is cut, gets idle time, or is refused
 
 
 class Prefill(NamedTuple):

@@ -229,6 +229,7 @@ class Intake:
                 now, timeout, self._relay.slo_ms, self._limits.reply_ms, age_ms=age.sure_ms, inbound_ms=age.stated_ms
             ),
             full=request.mode == "full",
+            whole=request.mode != "auto",
             tenant=request.tenant,
             client=request.client_id or f"on reply partition {origin.reply_partition}",
             nbytes=OBJECT_BYTES + held_bytes(record) + decoded,

@@ -245,8 +245,8 @@ class _Tally:
         return self.decided.is_set() and self._accepted is None
 
     def is_bad(self, result: Result) -> bool:
-        """Whether the request got no scores within the SLO."""
-        return result.ranking is None or result.latency_ms > self._judgement.slo_ms
+        """Whether the request got no scores of its whole history within the SLO."""
+        return result.outcome in (None, "truncated") or result.latency_ms > self._judgement.slo_ms
 
     def judged(self) -> list[Result]:
         """The results of the stages that decided the verdict."""
