@@ -69,7 +69,7 @@ class Rankings:
             self._answer(ranking, "overloaded", "its prefix KV are with another worker")  # and go there (replies.py)
             return
         self._admission.book(ranking, found)
-        if rank.late and not self._admission.truncate(ranking, now):
+        if rank.late and not self._admission.truncate(ranking, now) and ranking.due < ranking.deadline:
             ranking.is_late()
         lost: list[tuple[Ranking, Full]] = []
         while (full := self._admission.full(ranking, now)) is not None:

@@ -146,6 +146,9 @@ async def run_probe(
         device_late=late_ms / busy_ms if busy_ms else None,
         workers=pipeline.workers,
         sent=_sent(results, judgement.warm_up_s),
+        cut=sum(one.outcome == "truncated" and one.latency_ms <= judgement.slo_ms for one in results)
+        / max(1, len(results)),
+        refused_p99=_p99([one.latency_ms for one in results if one.ranking is None]),
         device_ms_per_s={name: (after.get(name, 0.0) - totals.get(name, 0.0)) / seconds for name in DEVICE_WORK},
     )
     bus = _stages(direct(answered))

@@ -233,7 +233,7 @@ def test_a_cut_is_in_time_by_the_models_costs_and_all_of_it_would_not_be(request
 
 @pytest.mark.parametrize("newest", [8, 16])
 def test_two_of_three_that_come_at_once_are_cut(newest: int) -> None:
-    assert len(checked_cuts([(1, 170, 3, 12.0, 0.0), (2, 170, 3, 2.0, 0.0), (3, 170, 3, 2.5, 0.0)], newest)) == 2
+    assert len(checked_cuts([(1, 170, 3, 12.0, 0.0), (2, 170, 3, 2.0, 0.0), (3, 170, 3, 2.9, 0.0)], newest)) == 2
 
 
 @settings(max_examples=examples(12), deadline=None)
