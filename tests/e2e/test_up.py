@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -20,12 +21,17 @@ from relaygr_lab.processes import servable
 
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.cli.main import main
+from relaygr_stream.client import RelayClient
 from relaygr_stream.ops.children import probe, write_settings
 from relaygr_stream.ops.names import reserved_name
-from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.schema import Client, Kafka, Settings
+from relaygr_stream.wire.behaviours import Behaviours
 from tests.e2e.fleet import TEST_SETTINGS
 from tests.ports import ports_in_a_row
 from tests.waiting import WITHIN_S, until
+
+HISTORY = Behaviours.of(list(range(1, 21)), [1] * 20, list(range(20)))
 
 
 class Up:
@@ -164,6 +170,34 @@ async def test_rolling_waits_until_all_are_back_and_fails_where_one_does_not_loa
         assert code == 1
         assert f"error: --rolling: {names[0]} ended with exit code" in said
         assert all(running.ready(each) and running.pid(each) == second[each] for each in names[1:])
+
+
+@pytest.mark.stack
+async def test_a_fleet_serves_each_scenario_by_workers_of_its_own(embedded_settings: Kafka, tmp_path: Path) -> None:
+    """One command: topics, routes, a trigger and workers for each; a client's requests find their scenario's group."""
+    sections = (Scenario(name="ads", tenants=("adverts",)), Scenario(name="feed", slo_ms=60_000.0))
+    toml = tmp_path / "fleet.toml"
+    toml.write_text('[scenario.ads]\ntenants = ["adverts"]\n[scenario.feed]\nslo_ms = 60000.0\n', encoding="utf-8")
+    async with up(embedded_settings, tmp_path, "--fleet", str(toml), "--name", "w") as running:
+        names = ("trigger-ads", "trigger-feed", "w-ads-0", "w-feed-0")
+        await until(lambda: running.ready(*names), "all ready")
+        settings = Settings(kafka=embedded_settings, scenarios=sections, client=Client(timeout_ms=60_000))
+        async with RelayClient(settings=settings) as relay:
+            async with relay.request("u", HISTORY, candidates=3, scenario="feed") as request:
+                assert (await request.rank([1, 2, 3])).worker == "w-feed-0"
+            async with relay.request("u", HISTORY, candidates=3, tenant="adverts") as request:
+                assert (await request.rank([1, 2, 3])).worker == "w-ads-0"
+        status = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "relaygr_stream", "status", "--json", "--config", str(tmp_path / "settings.toml")),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        told = json.loads((await asyncio.wait_for(status.communicate(), WITHIN_S))[0])["scenarios"]
+        assert [(each["scenario"], [of["scenario"] for of in each["workers"]]) for each in told] == [
+            ("ads", ["ads"]),
+            ("feed", ["feed"]),
+        ]
+        running.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(running.process.wait(), WITHIN_S) == 0, (tmp_path / "up.log").read_text()[-2000:]
 
 
 @pytest.mark.stack
