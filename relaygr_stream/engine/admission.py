@@ -95,7 +95,7 @@ class Admission:
         They are a history of their own: positions count from 0, and the first gap is 0. True: it is in time, perhaps in
         full by now. False, nothing changed: it must not be cut, or is not in time even so.
         """
-        size, booking, barred = self._truncate_to, ranking.booking, ranking.full or ranking.task.whole
+        size, booking, barred = self._truncate_to, ranking.booking, ranking.full or ranking.rank.whole
         if barred or not (size and booking.infers and booking.expected_ms and self._executor.model.incremental):
             return False
         if self._in_time(ranking, booking.expected_ms, now):

@@ -121,13 +121,12 @@ class RankTask(Keys, msgspec.Struct, frozen=True, eq=False):
     hops: int = 0  # times it was forwarded, or 1: a hedge
     origin: Any = None  # where its answer goes; the scheduler does not look at it
     features: Values = {}  # of the candidates
-    whole: bool = False  # never cut to its newest behaviours
 
     def with_history(self, tokens: Tokens, suffix: Tokens) -> RankTask:
         """The request whose prefix was read."""
         return RankTask(
             self.request_id, self.user_id, self.lane, tokens, suffix, self.candidates, self.times, self.full,
-            self.tenant, self.client, self.nbytes, self.hops, self.origin, self.features, self.whole,
+            self.tenant, self.client, self.nbytes, self.hops, self.origin, self.features,
         )  # fmt: skip
 
     @property
@@ -197,6 +196,7 @@ class Rank(NamedTuple):
     leaves_nothing: bool = False  # its user was erased meanwhile: it is inferred in scratch
     referred: Referred | None = None  # until its tokens are there
     late: bool = False  # no worker has it done by its due time: it is cut, gets idle time, or is refused
+    whole: bool = False  # it is never cut
 
 
 class Prefill(NamedTuple):

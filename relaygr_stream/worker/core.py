@@ -208,7 +208,7 @@ class WorkerCore:
             if isinstance(lane, int):
                 return [Forward(answer, lane)]
             effects, why = [CountForward(lane)], f"; {WHY[lane]}"
-        cut = self._policy.truncates and not (task.full or task.whole)
+        cut = self._policy.truncates and not rank.whole
         if not rank.late and (cut or task.due < task.deadline):
             return [*effects, self._take(rank._replace(late=True))]
         return [*effects, self._reply(replace(answer, detail=answer.detail + why))]

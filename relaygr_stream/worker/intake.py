@@ -229,7 +229,6 @@ class Intake:
                 now, timeout, self._relay.slo_ms, self._limits.reply_ms, age_ms=age.sure_ms, inbound_ms=age.stated_ms
             ),
             full=request.mode == "full",
-            whole=request.mode != "auto",
             tenant=request.tenant,
             client=request.client_id or f"on reply partition {origin.reply_partition}",
             nbytes=OBJECT_BYTES + held_bytes(record) + decoded,
@@ -237,7 +236,8 @@ class Intake:
             origin=origin,
             features=self._features.values("candidate", columns.candidate) if columns.candidate else {},
         )
-        return Rank(task, referred=Referred(request.history, columns.user, request.suffix) if request.history else None)
+        referred = Referred(request.history, columns.user, request.suffix) if request.history else None
+        return Rank(task, referred=referred, whole=request.mode != "auto")
 
     def cancelled(self, record: Record) -> str:
         """The request (Keys.request_key) that a cancel record names. Raises DecodeError."""

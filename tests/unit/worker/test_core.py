@@ -138,17 +138,17 @@ def test_what_no_worker_has_done_when_due_gets_idle_time_here_or_is_refused(forw
 
 
 @pytest.mark.parametrize(("forward", "hops"), [(False, 0), (True, 2), (True, 1), (True, 0)])
-@pytest.mark.parametrize("barred", [None, "full", "whole"])
-def test_one_is_cut_only_where_no_other_worker_has_it_in_time(forward: bool, hops: int, barred: str | None) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_one_is_cut_only_where_no_other_worker_has_it_in_time(forward: bool, hops: int, whole: bool) -> None:
     """And where its caller allows that."""
     world = World(forward=forward, truncates=True)
-    rank = world.rank(hops=hops, full=barred == "full", whole=barred == "whole")
+    rank = world.rank(hops=hops)._replace(whole=whole)
     world.core.on_ranking(rank, NOW)
     last = world.answer(rank, "overloaded")[-1]
     if forward and hops < 2:
         assert isinstance(last, Forward)
         return
-    if barred:
+    if whole:
         assert isinstance(last, Reply)
         return
     late = rank._replace(late=True)
