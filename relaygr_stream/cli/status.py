@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
 from relaygr_stream.cli.options import settings_options
 from relaygr_stream.ops.stopping import run_until_stopped
 from relaygr_stream.settings.schema import Settings
+
+if TYPE_CHECKING:
+    from relaygr_stream.ops.status.overview import Overview
+    from relaygr_stream.wire.routes import Routes
 
 
 @click.command(name="status")
@@ -68,7 +74,7 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
             topic.name,
             view.reader,
             partial(topic_exists, settings.kafka, topic),
-            partial(setattr, view, "routes"),
+            partial(_take, view),
         )
         await routes.start()
         stack.push_async_callback(routes.stop)
@@ -85,6 +91,10 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
                 while True:
                     await tail.listen(1.0)
                     screen.update(render(view), refresh=True)
+
+
+def _take(view: Overview, routes: Mapping[str, Routes]) -> None:
+    view.routes = routes.get("")
 
 
 async def _forget(settings: Settings, name: str) -> None:

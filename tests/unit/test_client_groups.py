@@ -3,6 +3,7 @@ group whose workers are gone costs nobody an answer."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -14,6 +15,10 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists
 from relaygr_stream.client import RelayClient
+from relaygr_stream.client.groups import LOOK_S
+from relaygr_stream.errors import UnknownScenario
+from relaygr_stream.ops.erase import erase_from_fleet
+from relaygr_stream.settings import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.routes import POSITIONS, Routes, group_settings, routes_topic
@@ -154,6 +159,24 @@ async def test_users_of_a_group_without_workers_are_answered_by_one_that_serves(
     assert world.asked("") == ["whole"]
 
 
+async def test_a_request_in_the_log_of_a_group_that_ends_is_answered_by_another(world: World) -> None:
+    """With the time that is left; not while the group serves, however long it takes."""
+    await world.move(POSITIONS)
+    world.peers["next"].hold = True
+    async with opened(world) as relay:
+        await both_serve(world, relay)
+        asked = asyncio.create_task(relay.rank(request(1)))
+        await until(lambda: world.asked("next"), "the request")
+        await asyncio.sleep(3 * LOOK_S)
+        assert world.asked("") == []
+        await world.state("next", "stopped")
+        await asked
+        assert relay.registry.get_sample_value("relaygr_client_hedges_total", {"reason": "group"}) == 1
+    assert world.asked("") == ["r-1"]
+    (before,), (after,) = ([asked for _, asked in world.peers[group].requests] for group in ("next", ""))
+    assert after.timeout_ms < before.timeout_ms
+
+
 async def test_a_record_that_nobody_can_read_changes_nothing(world: World) -> None:
     await world.move(POSITIONS)
     async with opened(world) as relay:
@@ -199,3 +222,80 @@ async def test_a_group_that_routes_name_no_more_is_left(world: World) -> None:
         assert relay.registry.get_sample_value("relaygr_client_route_share", {"group": "next"}) is None
         await relay.rank(request(1))
     assert world.asked("") == ["r-1"]
+
+
+# ---- scenarios ----
+
+
+@asynccontextmanager
+async def feed_on(world: World) -> AsyncIterator[Responder]:
+    """A peer that answers in the group of scenario feed, which has two lanes, and its routes."""
+    settings = group_settings(Settings(kafka=world.kafka), "feed", 2)
+    async with responder_on(settings.kafka) as peer:
+        await topic_exists(world.kafka, routes_topic(world.topics), create=True)
+        await write_routes(peer.producer, world.topics, READER, Routes.of_one("feed", 2, epoch=1), "feed")
+        yield peer
+
+
+async def test_a_scenarios_requests_go_to_its_group_and_all_others_where_they_went(world: World) -> None:
+    async with feed_on(world) as feed, opened(world) as relay:
+        await relay.rank(request(1))
+        named = msgspec.structs.replace(request(2), scenario="feed")
+        await relay.announce(msgspec.structs.replace(event(2), scenario="feed"))
+        await relay.rank(named)
+        async with relay.request("u", PREFIX, candidates=3, request_id="whole", scenario="feed") as whole:
+            await whole.rank([1, 2])
+        cancelled = relay.request("u", PREFIX, candidates=3, request_id="cancelled", scenario="feed")
+        async with cancelled:
+            pass
+        await until(lambda: feed.cancels and len(feed.events) == 3, "the cancel and the events")
+        assert relay.group_of("u") == ""
+    assert world.asked("") == ["r-1"]
+    assert [(asked.request_id, asked.scenario) for _, asked in feed.requests] == [("r-2", "feed"), ("whole", "feed")]
+    assert world.peers[""].requests[0][1].scenario is msgspec.UNSET
+
+
+async def test_a_tenants_scenario_is_that_of_its_section(world: World) -> None:
+    async with feed_on(world) as feed, client_on(world.kafka, silence_ms=60_000.0, timeout_ms=30_000.0) as plain:
+        sections = (Scenario(name="feed", tenants=("shop",)),)
+        settings = msgspec.structs.replace(plain._settings, scenarios=sections)
+        async with RelayClient(settings=settings) as relay:
+            for number, tenant in enumerate(("shop", "other", "")):
+                await relay.rank(msgspec.structs.replace(request(number), tenant=tenant))
+            async with relay.request("u", PREFIX, candidates=3, request_id="whole", tenant="shop") as whole:
+                await whole.rank([1, 2])
+            assert [relay.scenario_of(tenant) for tenant in ("shop", "other", "")] == ["feed", "", ""]
+    assert [asked.request_id for _, asked in feed.requests] == ["r-0", "whole"]
+    assert world.asked("") == ["r-1", "r-2"]
+
+
+async def test_a_scenario_that_nothing_serves_is_a_typed_error_and_never_anothers_request(world: World) -> None:
+    """Its models differ: a ranking by another group would have wrong scores."""
+    async with feed_on(world), opened(world) as relay:
+        with pytest.raises(UnknownScenario, match="no group of workers serves scenario 'ads'"):
+            await relay.rank(msgspec.structs.replace(request(1), scenario="ads"))
+        with pytest.raises(UnknownScenario):
+            await relay.announce(msgspec.structs.replace(event(1), scenario="ads"))
+        with pytest.raises(UnknownScenario):
+            await relay.cancel("u", "r-1", scenario="ads")
+        with pytest.raises(UnknownScenario):
+            async with relay.request("u", PREFIX, candidates=3, scenario="ads"):
+                pass
+        groups, own = relay._groups, relay._opened()
+        assert groups.group_of(own, "u", stated="feed") == "", "a caller's id names no group of another scenario"
+        assert groups.group_of(own, "u", stated="", scenario="feed") == "feed"
+    assert world.asked("") == []
+
+
+async def test_a_scenarios_group_without_workers_is_replaced_by_no_other_scenarios(world: World) -> None:
+    async with feed_on(world), opened(world) as relay:
+        await world.state("")
+        await until(lambda: relay._owners.serves, "the client knows the worker of the group without a name")
+        assert relay.group_of("u", "feed") == "feed"
+
+
+async def test_an_erasure_asks_the_groups_of_all_scenarios(world: World) -> None:
+    async with feed_on(world):
+        done = await erase_from_fleet(Settings(kafka=world.kafka), "u", "", wait_s=0.0)
+    prefix = world.kafka.prefix
+    assert [each.kafka.prefix for each in done.groups] == [prefix, f"{prefix}feed."]

@@ -7,15 +7,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from relaygr_stream.cli.config_table import render_settings_table
+from relaygr_stream.cli.explain_table import as_json, as_table
+from relaygr_stream.cli.main import main
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.ops.children import write_settings
 from relaygr_stream.settings import Scenario, Settings
 from relaygr_stream.settings.load import FIELDS, load_settings
 from relaygr_stream.settings.scenarios import NAME, RESERVED, scenario_of
+from relaygr_stream.telemetry.otlp import _resource
 from relaygr_stream.telemetry.printable import render_plain
+from relaygr_stream.trigger.core import TriggerCore
+from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.trigger.explain import explain
 from relaygr_stream.wire.routes import GroupName
+from tests.unit.trigger.parts import event
 
 FLEET = """
 [relay]
@@ -156,3 +165,30 @@ def test_a_scenarios_name_is_a_groups(name: str) -> None:
 
     assert bool(NAME.fullmatch(name)) == is_group(name)
     assert all(NAME.fullmatch(each) for each in RESERVED)
+
+
+@pytest.mark.parametrize("command", [["worker"], ["trigger"], ["topics", "show"], ["explain", "--seconds", "1"]])
+def test_a_process_of_a_scenario_that_no_file_names_ends_with_what_there_is(command: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, [*command, "--scenario", "other", "--config", str(fleet(tmp_path))])
+    assert result.exit_code != 0
+    assert "no scenario 'other': no file has a section [scenario.other]; there are ads, feed, search" in result.output
+
+
+def test_spans_of_a_process_name_its_scenario_once() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    assert _resource("worker", "feed").attributes["relaygr.scenario"] == "feed"
+    assert "relaygr.scenario" not in _resource("worker", "").attributes
+
+
+def test_explanations_have_a_column_of_scenarios_where_there_are_any() -> None:
+    policy = Policy(risk_ms=10.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=500.0, max_prefix_tokens=1000)
+    core = TriggerCore(policy, OwnerDirectory(1000.0), 60.0)
+    core.take_lane(0, 0, 0.0)
+    sent = (event(25), event(25, scenario="feed"))
+    plain, named = (explain(core, 0, each, age_ms=0.0, now_s=0.0, at_s=0.0)[0] for each in sent)
+    assert "scenario" not in render_plain(as_table([plain]))
+    shown = render_plain(as_table([plain, named]))
+    assert "scenario" in shown
+    assert "feed" in shown
+    assert "default" in shown
+    assert '"scenario":"feed"' in as_json([named])

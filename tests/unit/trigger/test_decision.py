@@ -173,6 +173,7 @@ def test_without_a_word_of_the_event_a_ranking_is_expected_when_they_usually_com
 
 def test_what_was_not_admitted_is_no_duplicate() -> None:
     lane = OneLane(rate=10.0)
+    lane.admit(event(25, "of another user"))
     assert lane.decide(event(25, "a")).reason == "over_load"
     lane.now += 10
     assert lane.decide(event(25, "a")).admit
