@@ -184,6 +184,8 @@ def topics() -> None:
 def apply(settings: Settings, alter: bool) -> None:
     """Create the topics that are missing; then verify all.
 
+    With scenarios in the settings and no --scenario, those of all their groups, and the routes to these.
+
     Without --alter, existing topics are not changed. Adding partitions to topics that share lanes moves users to other
     lanes: stop all processes first (docs/how-to/kafka.md).
     """
@@ -192,6 +194,10 @@ def apply(settings: Settings, alter: bool) -> None:
 
     report = asyncio.run(apply_topics(settings.kafka, alter=alter))
     click.echo(report)
+    if settings.scenarios and not settings.scenario:
+        from relaygr_stream.ops.scenarios import make_groups
+
+        asyncio.run(make_groups(settings, click.echo, alter=alter))
     Away.of(report.rows).check()
 
 
