@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs docs-serve format lock clean soak fuzz example-dlrmv3 example-movielens demo-checkpoint
-.PHONY: bench-cache bench-change bench-delegation bench-dlrmv3 bench-engine bench-features bench-forwarding bench-gateway bench-hand-set bench-handover bench-history bench-lean bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tables bench-tracing bench-trigger bench-vllm
+.PHONY: bench-cache bench-change bench-delegation bench-dlrmv3 bench-engine bench-features bench-forwarding bench-gateway bench-hand-set bench-handover bench-history bench-lean bench-models bench-paper bench-peers bench-scenarios bench-scheduler bench-simulate bench-slo bench-tables bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml relaygr_lab/pyproject.toml constraints.txt docker/setup
 	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]' --editable relaygr_lab  # torch, triton, the project
 	@touch $@
 
-demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER")
+demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER"; ARGS=--rollout)
 	$(BIN)/relaygr demo $(ARGS)
 
 test: $(STAMP) ## unit tests, the bus on the embedded broker, one relay of real processes
@@ -111,7 +111,7 @@ format: $(STAMP) ## let ruff rewrite what it can
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/cache.py
 
-bench-change: $(STAMP) ## hits after a kill, an absence and a rolling restart, with and without a file; hand-over against a plain socket and blocks (10 minutes; CHECK=1 judges; ARGS=--quick)
+bench-change: $(STAMP) ## hits after a kill, an absence and a rolling restart, with and without a file, and through a rollout; hand-over against a plain socket and blocks (12 minutes; CHECK=1 judges; ARGS=--quick)
 	$(BIN)/python relaygr_lab/benchmarks/change.py $(ARGS)
 
 bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (5 minutes; CHECK=1 judges)
@@ -155,6 +155,9 @@ bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and withou
 
 bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (5 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/simulate.py $(ARGS)
+
+bench-scenarios: $(STAMP) ## two scenarios with opposite tides, simulated: a mixed pool, fixed groups, groups that the planner moves, an oracle (half an hour of a core, ARGS=--quick 5 minutes; CHECK=1 judges)
+	$(BIN)/python relaygr_lab/benchmarks/scenarios.py $(ARGS)
 
 bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and without chunks, at rising load (2 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/scheduler.py $(ARGS)
