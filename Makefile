@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs docs-serve format lock clean soak fuzz example-dlrmv3 example-movielens demo-checkpoint
-.PHONY: bench-cache bench-change bench-delegation bench-dlrmv3 bench-engine bench-features bench-forwarding bench-gateway bench-hand-set bench-handover bench-history bench-lean bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tables bench-tracing bench-trigger bench-vllm
+.PHONY: bench-cache bench-change bench-delegation bench-dlrmv3 bench-engine bench-features bench-forwarding bench-gateway bench-hand-set bench-handover bench-history bench-lean bench-models bench-paper bench-peers bench-scenarios bench-scheduler bench-simulate bench-slo bench-tables bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -158,6 +158,9 @@ bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and withou
 
 bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (5 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/simulate.py $(ARGS)
+
+bench-scenarios: $(STAMP) ## two scenarios with opposite tides, simulated: a mixed pool, fixed groups, groups that the planner moves, an oracle (half an hour of a core, ARGS=--quick 5 minutes; CHECK=1 judges)
+	$(BIN)/python relaygr_lab/benchmarks/scenarios.py $(ARGS)
 
 bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and without chunks, at rising load (2 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/scheduler.py $(ARGS)

@@ -119,6 +119,13 @@ class Groups:
         serving = (group for group in reached if self.connection(own, group).serves)
         return next(serving, wanted if wanted in reached else reached[0])
 
+    def serves(self, scenario: str) -> bool:
+        """Whether a worker of a group serves that the scenario's routes name, the own group apart."""
+        routes = self._routes.get(scenario)
+        return routes is not None and any(
+            group in self._others and self._others[group].serves for group in routes.groups
+        )
+
     def begin(self, tenant: str, request_id: str, group: str) -> None:
         """Remember the group of an announced request."""
         if self._routes:

@@ -127,14 +127,17 @@ class MessageClient:
         """Calls of rank() without an answer yet."""
         return len(self._answers)
 
-    async def worker_serves(self, within: float) -> bool:
+    async def worker_serves(self, within: float, scenario: str = "") -> bool:
         """Whether some worker is serving, waiting at most `within` seconds for its status.
 
-        Always True if client.hedge_ms is 0: the client then does not read statuses.
+        scenario: of the requests; "": that of client.tenant, if any. Always True if client.hedge_ms is 0: the client
+        then does not read statuses.
         """
+        scenario = scenario or self.scenario_of("")
         give_up = time.monotonic() + within
         while self._settings.client.hedge_ms and time.monotonic() < give_up:
-            if any(status.state == "serving" for status in self._owners.workers().values()):
+            own = not scenario and any(each.state == "serving" for each in self._owners.workers().values())
+            if own or self._groups.serves(scenario):
                 return True
             await asyncio.sleep(0.05)
         return not self._settings.client.hedge_ms

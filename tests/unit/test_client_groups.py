@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus import routes as bus_routes
 from relaygr_stream.bus.producer import Producer
@@ -16,10 +17,13 @@ from relaygr_stream.bus.routes import read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.groups import LOOK_S
-from relaygr_stream.errors import UnknownScenario
+from relaygr_stream.errors import ConfigError, UnknownScenario
 from relaygr_stream.ops.erase import erase_from_fleet
+from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout
+from relaygr_stream.ops.rollout.run import Bus, Plan
 from relaygr_stream.settings import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.routes import POSITIONS, Routes, group_settings, routes_topic
 from relaygr_stream.wire.topic_files import load_topics
@@ -292,6 +296,24 @@ async def test_a_scenarios_group_without_workers_is_replaced_by_no_other_scenari
         await world.state("")
         await until(lambda: relay._owners.serves, "the client knows the worker of the group without a name")
         assert relay.group_of("u", "feed") == "feed"
+        assert not await relay.worker_serves(0.0, "feed")
+        status = worker_status("f", lane_statuses(range(2)))
+        topic = load_topics(group_settings(Settings(kafka=world.kafka), "feed", 2).kafka).worker_status.name
+        await world.peers[""].producer.send_and_wait(topic, encode(status), key=b"f")
+        assert await relay.worker_serves(60.0, "feed")
+        assert await relay.worker_serves(60.0)
+
+
+async def test_a_rollout_takes_no_scenarios_group(world: World) -> None:
+    """Its users would be ranked by another model, and the scenario's by none that it has chosen."""
+    async with feed_on(world):
+        bus = Bus(Settings(kafka=world.kafka))
+        assert await bus.scenarios_of("feed") == ["feed"]
+        assert await bus.scenarios_of("next") == []
+        context = ProcessContext(bus.settings, asyncio.Event(), CollectorRegistry())
+        asked = RolloutRequest(Plan.of([1.0], 1.0), group="feed")
+        with pytest.raises(ConfigError, match="--group feed serves scenario feed"):
+            await run_rollout(context, asked, print)
 
 
 async def test_an_erasure_asks_the_groups_of_all_scenarios(world: World) -> None:

@@ -64,6 +64,10 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
     routes = await bus.read()
     to = next_group(routes) if asked.group is None else asked.group
     source = source_of(routes, to)
+    if scenarios := await bus.scenarios_of(to):
+        raise ConfigError(
+            f"--group {to} serves scenario {', '.join(scenarios)}, whose model is another one: name another group"
+        )
     of_group = group_settings(context.settings, to, asked.lanes or routes.lanes_of(to) or bus.topics.lanes)
     _check(of_group, to)
     report = await apply_topics(of_group.kafka)

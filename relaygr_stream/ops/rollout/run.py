@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import ASK_S, read_routes, write_routes
+from relaygr_stream.bus.routes import ASK_S, read_all_routes, read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists, verify_topics
 from relaygr_stream.errors import BrokerError, ConfigError, RelayError
 from relaygr_stream.ops.rollout.judgement import Observed, decide
@@ -107,6 +107,11 @@ class Bus:
         await self._reader.prepare()
         found = await read_routes(self.settings.kafka, self.topics, self._reader)
         return found or Routes.of_one(OWN, self.topics.lanes)
+
+    async def scenarios_of(self, group: str) -> list[str]:
+        """The scenarios whose requests the group serves. Raises BrokerError."""
+        every = await read_all_routes(self.settings.kafka, self.topics, self._reader)
+        return [name for name, routes in every.items() if name and group in routes.groups]
 
     async def write(self, producer: Producer, routes: Routes) -> None:
         """Write them, at this time. Raises BrokerError."""
