@@ -112,30 +112,6 @@ def pids(running: Up, *names: str) -> dict[str, int]:
     return {name: running.pid(name) for name in names}
 
 
-@pytest.mark.stack
-async def test_a_stopped_worker_starts_again_and_all_are_rolled_one_at_a_time(
-    embedded_settings: Kafka, tmp_path: Path
-) -> None:
-    async with up(embedded_settings, tmp_path, "--workers", "2", "--name", "w") as running:
-        names = ("trigger", "w-0", "w-1")
-        await until(lambda: running.ready(*names), "all ready")
-        first = {name: running.pid(name) for name in names}
-        os.kill(first["w-0"], signal.SIGTERM)
-        await until(lambda: "ended with exit code 0" in running.last("w-0"), "stopped")
-        assert "each of 2 workers takes 0.4 GiB of memory at its start" in running.lines[0]
-        lines = len(running.lines)
-        running.process.send_signal(signal.SIGUSR1)
-        await until(lambda: any(line.startswith("trigger") for line in running.lines[lines:]), "rolled up to the last")
-        await until(lambda: running.ready(*names), "all ready again")
-        assert not set(first.values()) & {running.pid(name) for name in names}
-        rolled = [line.split()[0] for line in running.lines[lines:] if " ready" in line]
-        assert rolled == ["w-0", "w-1", "trigger"], running.lines
-        assert not any("restarts" in line for line in running.lines)
-    log = (tmp_path / "up.log").read_text()
-    assert '"name":"w-0"' in log
-    assert '"name":"w-1"' in log
-
-
 async def rolling(name: str) -> tuple[int, str]:
     """`relaygr up --rolling`: its exit code, and what it printed."""
     process = await asyncio.create_subprocess_exec(
@@ -149,7 +125,7 @@ async def rolling(name: str) -> tuple[int, str]:
 
 
 @pytest.mark.stack
-async def test_rolling_waits_until_all_are_back_and_fails_where_one_does_not_load(
+async def test_all_are_rolled_one_at_a_time_by_a_signal_and_by_a_command_which_fails_where_one_does_not_load(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:
     name = f"roll-{os.getpid()}"
@@ -158,7 +134,22 @@ async def test_rolling_waits_until_all_are_back_and_fails_where_one_does_not_loa
     async with up(embedded_settings, tmp_path, "--workers", "2", "--name", name) as running:
         names = (f"{name}-0", f"{name}-1", "trigger")
         await until(lambda: running.ready(*names), "all ready")
+        assert "each of 2 workers takes 0.4 GiB of memory at its start" in running.lines[0]
+        started = {running.pid(each) for each in names}
+        os.kill(running.pid(names[0]), signal.SIGTERM)
+        await until(lambda: "ended with exit code 0" in running.last(names[0]), "stopped")
+        lines = len(running.lines)
+        running.process.send_signal(signal.SIGUSR1)
+        await until(lambda: any(line.startswith("trigger") for line in running.lines[lines:]), "rolled up to the last")
+        await until(lambda: running.ready(*names), "all ready again")
         first = {each: running.pid(each) for each in names}
+        assert not started & set(first.values()), "one that was stopped has started, too"
+        rolled = [line.split()[0] for line in running.lines[lines:] if " ready" in line]
+        assert rolled == list(names), running.lines
+        assert not any("restarts" in line for line in running.lines)
+        log = (tmp_path / "up.log").read_text()
+        assert all(f'"name":"{each}"' in log for each in names[:2])
+
         code, said = await rolling(name)
         assert code == 0, said
         assert [line.split()[0] for line in said.splitlines() if " ready" in line] == list(names)
