@@ -34,9 +34,10 @@ from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, Wo
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 
 LANES: Final = 16
-#: At risk or not is decided by the number of candidates alone, so that events of one size can be either.
-COSTS: Final = CostModel(c0=1.0, c1=0.0, c2=0.0, c3=1.0)
-AT_RISK_CANDIDATES: Final = 1000
+COSTS: Final = CostModel(c0=1.0, c1=0.0, c2=0.0, c3=0.0)
+#: The owner's stated queue of pre-inferences, and when rankings come: the ones behind it, the others before it, so that
+#: events of one size are admitted or too late. Ages are far below the former.
+QUEUE_MS, LATER_MS, SOON_MS = 1000.0, 3.6e6, 1.0
 #: The rate is that between these shares of the events: neither the start nor the last batches count.
 FROM_SHARE, TO_SHARE = 0.15, 0.9
 CORES: Final = sorted(os.sched_getaffinity(0))
@@ -129,12 +130,11 @@ async def _publish(producer: Producer, topics: TopicSet, mix: Mix) -> int:
     size = 0
     sent = []
     for number in range(mix.events):
-        candidates = AT_RISK_CANDIDATES if number % every == every - 1 else 0
         event = RequestEvent(
             request_id=f"request-{number:012d}",
             user_id=f"user-{number}",
             prefix=Behaviours() if mix.by_reference else prefix,
-            candidates=candidates,
+            rank_in_ms=LATER_MS if number % every == every - 1 else SOON_MS,
             **with_version(reference),
         )
         value = encode(event)
@@ -166,6 +166,7 @@ async def _own(producer: Producer, topics: TopicSet, ends: LogEnds) -> None:
             bytes_per_token=4096,
             alloc_bytes=4096 * 64,
             queue_ms=0.0,
+            pre_infer_wait_ms=QUEUE_MS,
             model_version="bench",
         )
         await producer.send_and_wait(topics.worker_status.name, encode(status), key=b"bench")

@@ -1,4 +1,4 @@
-"""The decision: is this request at risk, and do its lane's bounds allow a pre-inference?
+"""The decision: do the bounds of an event's lane and its owner allow a pre-inference?
 
 `decide` reads the event, the owner's status and the lane's bounds, and changes nothing. `LaneState.admit` books an
 admitted request. Nothing here waits.
@@ -29,7 +29,6 @@ Reason = Literal[
     "stale",
     "duplicate",
     "no_owner",
-    "not_at_risk",
     "over_footprint",
     "over_load",
     "too_late",
@@ -49,7 +48,6 @@ LEAST_RANK_IN_MS: Final = 1.0
 class Policy:
     """The settings that decisions depend on; times in milliseconds."""
 
-    risk_ms: float  # at risk above this
     stale_ms: float
     life_ms: float
     burst_ms: float
@@ -61,7 +59,6 @@ class Policy:
     def of(cls, settings: Settings) -> Policy:
         """The policy in these settings."""
         return cls(
-            risk_ms=settings.trigger.risk_share * settings.relay.slo_ms,
             stale_ms=settings.trigger.max_event_age_ms,
             life_ms=settings.relay.life_window_ms,
             burst_ms=settings.relay.life_window_ms,  # of one device: what it computes while a prefix stays pinned
@@ -77,7 +74,7 @@ class Decision(msgspec.Struct, frozen=True):  # made for every event; a frozen d
     reason: Reason
     tokens: int
     age_ms: float
-    predicted_ms: float = 0.0  # full inference plus the owner's queue; at risk above Policy.risk_ms
+    predicted_ms: float = 0.0  # full inference plus the owner's queue
     nbytes: int = 0  # of the prefix KV
     cost_ms: float = 0.0  # expected device time of the pre-inference
     rank_in_ms: float = 0.0  # time until the expected ranking; 0: unknown
@@ -143,11 +140,11 @@ class LaneState:
 
     @property
     def room(self) -> Room:
-        """Pinned bytes of the owner's lanes of this trigger, this one among them unless it is on hold."""
+        """The owner's pinned bytes, all its lanes."""
         return self._loads.room(self.owner)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether the owner's lanes have room for so many bytes, and this one may use it. Changes nothing."""
+        """Whether the owner has room for so many bytes, and this lane may use it. Changes nothing."""
         room = self.room
         return not self.ledger.on_hold and room.outstanding + nbytes <= room.budget
 
@@ -233,8 +230,6 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
         return Decision("no_owner", tokens, age_ms)
     costs = lane.costs
     predicted_ms = costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms
-    if predicted_ms <= policy.risk_ms:
-        return Decision("not_at_risk", tokens, age_ms, predicted_ms)
     whole = prefix_tokens(event)
     nbytes, cost_ms = prefix_bytes(whole, owner.worker), charge_ms(costs, tokens, owner.worker)
     left_ms, rank_in_ms = _time_left_ms(event, policy, owner, age_ms)

@@ -37,7 +37,6 @@ FOUND: Final = {
 DECIDED: Final = {
     "admitted": "admitted",
     "delegated": "delegated",
-    "not_at_risk": "k2",
     "over_footprint": "k3",
     "over_load": "k6",
     "too_late": "k5",

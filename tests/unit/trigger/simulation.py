@@ -24,7 +24,7 @@ from tests.unit.trigger.parts import behaviours, lane_status, worker_status
 
 SILENCE_MS: Final = 3000.0
 KEEP_S: Final = 60.0
-POLICY: Final = Policy(risk_ms=10.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000)
+POLICY: Final = Policy(stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000)
 LONGEST: Final = 130  # tokens; costs a millisecond each, so some cost more than a burst
 PREFIXES: Final = [behaviours(tokens) for tokens in range(LONGEST + 1)]
 

@@ -18,7 +18,6 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import CostModel, RequestEvent, with_version
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, prefix_bytes, usable_costs
-from relaygr_stream.workload.generator import GeneratorOptions
 from tests.retained import retained
 from tests.unit.trigger.parts import POLICY, claim, event, lane_status, worker_status
 
@@ -41,28 +40,10 @@ class OneLane:
         return decision
 
 
-def test_a_request_at_risk_within_all_bounds_is_admitted() -> None:
+def test_a_request_within_all_bounds_is_admitted() -> None:
     decision = OneLane().decide(event(25))
     assert decision == Decision("admitted", tokens=25, age_ms=0.0, predicted_ms=25.0, nbytes=300, cost_ms=25.0)
     assert decision.admit
-
-
-def test_with_the_defaults_a_usual_prefix_is_at_risk_on_a_fast_core_and_a_tiny_one_is_not() -> None:
-    """A core of 160 Gflop/s: half the peak of two 512-bit units of float32 at 5 GHz."""
-    model, policy = Settings().model, Policy.of(Settings())
-    width = 2 * model.heads * (model.dqk + model.dv)
-    linear = model.layers * 2 * model.dim * (width + model.heads * model.dv)  # floating-point operations of a token
-    pair = model.layers * width  # and of a pair of tokens in attention
-    costs = CostModel(c0=0.0, c1=linear / 160e6, c2=pair / 2 / 160e6, c3=pair / 160e6, c4=linear / 160e6)
-    lane = OneLane(budget=10**9, rate=1e6, policy=policy, costs=costs)
-
-    def reason(tokens: int, candidates: int) -> str:
-        one = msgspec.structs.replace(event(tokens), candidates=candidates)
-        return lane.decide(one).reason
-
-    usual = GeneratorOptions()
-    assert reason(int(usual.length), usual.candidates) == "admitted"
-    assert reason(32, usual.candidates) == "not_at_risk"
 
 
 def test_where_a_part_is_computed_a_part_is_charged() -> None:
@@ -109,14 +90,10 @@ def test_a_lane_knows_who_owned_it_last() -> None:
     assert lane.state.owner == "w7", "a silent owner may come back"
 
 
-def test_risk_is_full_inference_with_the_candidates_and_the_owners_queue() -> None:
-    assert OneLane().decide(event(10)).reason == "not_at_risk"
-    assert OneLane().decide(event(11)).admit
-    queued = OneLane(queue_ms=2.5).decide(event(8))
-    assert (queued.reason, queued.predicted_ms) == ("admitted", 10.5)
+def test_full_inference_is_predicted_with_the_candidates_and_the_owners_queue() -> None:
+    assert OneLane(queue_ms=2.5).decide(event(8)).predicted_ms == 10.5
     crossed = CostModel(c0=0.0, c1=1.0, c2=0.0, c3=0.01)
-    assert OneLane(costs=crossed).decide(event(8, candidates=10)).reason == "not_at_risk"
-    assert OneLane(costs=crossed).decide(event(8, candidates=30)).admit
+    assert OneLane(costs=crossed).decide(event(8, candidates=30)).predicted_ms == pytest.approx(10.4)
 
 
 def test_the_footprint_bound_holds_to_the_byte() -> None:
@@ -215,12 +192,12 @@ def test_costs_that_cannot_be_reckoned_with_are_replaced(costs: CostModel) -> No
 
 def test_the_policy_is_as_configured() -> None:
     settings = Settings(
-        relay=Relay(slo_ms=40, life_window_ms=3000, max_prefix_tokens=7, averaging=2.5),
-        trigger=Trigger(risk_share=0.25, max_event_age_ms=11, delegate=True),
+        relay=Relay(life_window_ms=3000, max_prefix_tokens=7, averaging=2.5),
+        trigger=Trigger(max_event_age_ms=11, delegate=True),
     )
     policy = Policy.of(settings)
     assert policy == Policy(
-        risk_ms=10.0, stale_ms=11.0, life_ms=3000.0, burst_ms=3000.0, max_prefix_tokens=7, delegate=True, averaging=2.5
+        stale_ms=11.0, life_ms=3000.0, burst_ms=3000.0, max_prefix_tokens=7, delegate=True, averaging=2.5
     )
     assert stated_policy(policy_status(policy)) == policy, "as `relaygr explain` reads it from a trigger's status"
 

@@ -1,4 +1,4 @@
-"""What an owner grants a trigger's lanes is one room for all of them."""
+"""An owner's pinned bytes are one room for all its lanes, whichever trigger has them."""
 
 from __future__ import annotations
 
@@ -57,20 +57,19 @@ def test_what_one_lane_took_is_gone_for_all() -> None:
     assert trigger.reason(1, 51) == "over_footprint"
 
 
-def test_what_other_triggers_lanes_were_granted_is_theirs() -> None:
+def test_what_other_triggers_lanes_hold_is_gone_and_the_rest_is_anybodys() -> None:
     trigger = Trigger(range(2))
-    trigger.hear(*_granted(*LANES))
-    assert trigger.reason(0, 2 * THIRD) == "admitted"
-    assert trigger.reason(0, 2 * THIRD + 1) == "over_footprint"
+    trigger.hear(*_granted(0, 1), lane_status(lane=2, budget=THIRD, pinned=THIRD + 50))
+    assert trigger.reason(0, 2 * THIRD - 50) == "admitted"
+    assert trigger.reason(0, 2 * THIRD - 49) == "over_footprint"
 
 
-def test_a_lane_on_hold_lends_nothing_and_gets_nothing() -> None:
-    """Signals of unknown size may still pin what it was granted."""
+def test_a_lane_on_hold_gets_nothing() -> None:
+    """Signals of unknown size may still pin; what is too much, the owner refuses."""
     trigger = Trigger(log_end=7)
     trigger.hear(*_granted(*LANES))
     assert trigger.reason(0, 50) == "over_footprint"
-    assert trigger.reason(1, 2 * THIRD) == "admitted"
-    assert trigger.reason(1, 2 * THIRD + 1) == "over_footprint"
+    assert trigger.reason(1, 3 * THIRD) == "admitted"
 
 
 def test_a_lane_that_the_owner_lost_lends_nothing() -> None:
