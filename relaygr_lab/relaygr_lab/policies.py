@@ -23,8 +23,8 @@ Route = Literal["owner", "lane", "least", "any"]
 #: relay: as it serves. everything: the trigger admits all. lru: tiers evict what was used longest ago.
 Policy = Literal["relay", "everything", "lru"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
-#: Reasons of the trigger that are bounds on memory and device time: `everything` overrules them.
-BOUNDS: Final = frozenset({"over_footprint", "over_load", "too_late"})
+#: Reasons of the trigger that are bounds of its own: `everything` overrules them.
+BOUNDS: Final = frozenset({"over_load"})
 
 
 def decider(policy: Policy) -> Decide:

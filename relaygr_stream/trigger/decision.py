@@ -29,9 +29,7 @@ Reason = Literal[
     "stale",
     "duplicate",
     "no_owner",
-    "over_footprint",
     "over_load",
-    "too_late",
     "delegated",
 ]
 #: A refused request may be delegated to a worker that has its prefix KV ready within this many times the time until
@@ -143,10 +141,10 @@ class LaneState:
         """The owner's pinned bytes, all its lanes."""
         return self._loads.room(self.owner)
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether the owner has room for so many bytes, and this lane may use it. Changes nothing."""
+    def is_full(self, nbytes: int) -> bool:
+        """Whether the owner is known to have no room for so many bytes. Changes nothing."""
         room = self.room
-        return not self.ledger.on_hold and room.outstanding + nbytes <= room.budget
+        return not self.ledger.on_hold and room.outstanding + nbytes > room.budget
 
     def load_allows(self, cost_ms: float, now_s: float) -> bool:
         """Whether both the lane's bucket and its owner's allow this much device time."""
@@ -233,19 +231,13 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
     whole = prefix_tokens(event)
     nbytes, cost_ms = prefix_bytes(whole, owner.worker), charge_ms(costs, tokens, owner.worker)
     left_ms, rank_in_ms = _time_left_ms(event, policy, owner, age_ms)
-    reason: Reason = "admitted"
-    if not lane.fits(nbytes):
-        reason = "over_footprint"
-    elif not lane.load_allows(cost_ms, now_s):
-        reason = "over_load"
-    elif stated_wait_ms(owner, now_s) > left_ms:
-        reason = "too_late"
+    reason: Reason = "admitted" if lane.load_allows(cost_ms, now_s) else "over_load"
     if lane.delegation is not None and left_ms >= NOTICE_MS:
         # Before the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
         within_ms = lane.wait_ms(owner, now_s) + costs.pre_infer_ms(tokens)
         late = within_ms > left_ms
-        # A lane on hold has room that this trigger does not know yet: its owner may be in time for most.
-        if reason != "admitted" and not lane.ledger.on_hold:
+        # Without a delegate the owner gets the signal all the same: it refuses what it has no room for.
+        if reason == "over_load" or lane.is_full(nbytes) or stated_wait_ms(owner, now_s) > left_ms:
             late, within_ms = True, min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
         user = tenant_key(event.tenant, event.user_id)
         place = lane.delegation.place(user, whole, owner, within_ms, now_s, late=late)

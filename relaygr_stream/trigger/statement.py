@@ -32,7 +32,7 @@ limited = LogLimiter().limited
 
 
 class Stated(NamedTuple):
-    """What a trigger states of its lanes. decisions: since its start; on_hold: lanes that admit nothing."""
+    """What a trigger states of its lanes. decisions: since its start; on_hold: lanes with signals of unknown size."""
 
     lanes: tuple[int, ...]
     decisions: Mapping[Reason, int]

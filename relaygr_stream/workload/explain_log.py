@@ -1,8 +1,7 @@
 """Decisions on a log's requests in the log's own time, with simulated workers.
 
-The simulated owners read every signal at once, pin each admitted prefix until its ranking, and state their lanes
-periodically with the workers' own budgets and shares. Rankings take no device time, so the load bound is
-the whole device.
+The simulated owners read every signal at once, pin what fits until its ranking, and state their lanes periodically with
+the workers' own parts and shares. Rankings take no device time, so the load bound is the whole device.
 """
 
 from __future__ import annotations
@@ -78,8 +77,9 @@ class _Owner:
             self.pinned[lane] -= nbytes
 
     def pin(self, lane: int, nbytes: int, until_s: float) -> None:
-        heapq.heappush(self.pins, (until_s, lane, nbytes))
-        self.pinned[lane] = self.pinned.get(lane, 0) + nbytes
+        if sum(self.pinned.values()) + nbytes <= self.room:
+            heapq.heappush(self.pins, (until_s, lane, nbytes))
+            self.pinned[lane] = self.pinned.get(lane, 0) + nbytes
 
     def status(self, fleet: Fleet, free_ms: float, now_s: float) -> WorkerStatus:
         shares = self.shares.update(self.lanes, self.demand, now_s - self.stated_s)

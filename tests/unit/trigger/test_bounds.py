@@ -1,4 +1,4 @@
-"""The footprint and load bounds hold at each step of a simulated lane; without any one part of them they do not."""
+"""The load bound holds at each step of a simulated lane; without any one part of it, it does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from relaygr_stream.trigger.decision import LaneState
 from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.load import LoadBucket
 from tests.properties import examples
-from tests.unit.trigger.owner_simulation import Owner
 from tests.unit.trigger.simulation import Lane
 
 STEPS = 400
@@ -19,7 +18,7 @@ STEPS = 400
 
 @settings(max_examples=examples(200))
 @given(st.integers(0, 2**32))
-def test_both_bounds_hold_and_nothing_is_counted_for_ever(seed: int) -> None:
+def test_the_bound_holds_and_nothing_is_counted_for_ever(seed: int) -> None:
     Lane(seed).run_checked(STEPS)
 
 
@@ -36,15 +35,9 @@ def run_seeds(count: int) -> None:
         Lane(seed).run_checked(STEPS)
 
 
-def without_hold(ledger: LaneLedger) -> bool:
-    return False
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "complaint"),
     [
-        (LaneState, "fits", lambda lane, nbytes: not lane.ledger.on_hold, "footprint"),
-        (LaneLedger, "on_hold", property(without_hold), "footprint"),
         (LaneLedger, "reconcile", lambda ledger, log_end, asked_s: 0, "for ever"),
         (LoadBucket, "allows", lambda bucket, cost_ms, now_s: True, "load"),
         (LoadBucket, "spend", lambda bucket, cost_ms, now_s: None, "load"),
@@ -52,8 +45,6 @@ def without_hold(ledger: LaneLedger) -> bool:
         (LaneState, "admitted_recently", lambda lane, request_id, now_s: False, "admitted twice"),
     ],
     ids=[
-        "no footprint bound",
-        "no hold after a restart",
         "never reconciled",
         "no load bound",
         "load never charged",
@@ -67,20 +58,3 @@ def test_without_one_part_of_a_bound_some_run_breaks_it(
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(AssertionError, match=complaint):
         run_seeds(3000)
-
-
-@settings(max_examples=examples(40))
-@given(st.integers(0, 2**32))
-def test_an_owners_lanes_together_stay_within_its_share(seed: int) -> None:
-    Owner(seed).run_checked(10.0)
-
-
-def run_owners(seeds: range) -> None:
-    for seed in seeds:
-        Owner(seed).run_checked(10.0)
-
-
-def test_without_the_footprint_bound_some_run_exceeds_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LaneState, "fits", lambda lane, nbytes: not lane.ledger.on_hold)
-    with pytest.raises(AssertionError, match="footprint"):
-        run_owners(range(900, 3000))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -162,47 +161,6 @@ async def test_bad_events_become_dead_letters_and_the_lane_moves_on(kafka_settin
             assert headers[HEADER_ORIGIN_OFFSET] == str(offset).encode()
             assert trigger.count("dead_letters_total", reason=reason) == 1
         assert b"belongs on partition 4 of 8, the event came on 3" in dict(letters[2].headers)[HEADER_DETAIL]
-
-
-async def test_the_owners_budget_bounds_the_signals(embedded_settings: Kafka) -> None:
-    async with peer_on(embedded_settings) as peer:
-        peer.reading = False
-        peer.lane["budget_bytes"] = 700 // peer.topics.lanes
-        async with trigger_on(embedded_settings) as trigger:
-            for number in range(4):
-                await peer.publish(event(25, str(number), "u"))  # 300 bytes each
-            await until(lambda: trigger.decisions("over_footprint") == 2)
-            await until(lambda: peer.signalled == ["0", "1"])
-            # The owner has read both signals, and their rankings are over.
-            peer.read_to[lane_of("u", peer.topics.lanes)] = 2
-            numbers = itertools.count(4)
-
-            async def one_more_admitted() -> bool:
-                await peer.publish(event(25, str(next(numbers)), "u"))
-                return trigger.decisions("admitted") > 2
-
-            await until(one_more_admitted)
-
-
-async def test_a_restarted_trigger_waits_until_the_owner_has_read_what_the_former_one_signalled(
-    embedded_settings: Kafka,
-) -> None:
-    lane = 3
-    async with peer_on(embedded_settings) as peer:
-        peer.reading = False
-        user = user_on(lane, peer.topics.lanes)
-        async with trigger_on(embedded_settings):
-            await peer.publish(event(25, "first", user))
-            await until(lambda: peer.signalled == ["first"])
-        async with trigger_on(embedded_settings) as trigger:
-            await until(lambda: trigger.count("lanes_on_hold") == 1)
-            await peer.publish(event(25, "held", user))
-            await peer.publish(event(25, "free", user_on(lane + 1, peer.topics.lanes)))
-            await until(lambda: trigger.decisions("over_footprint") == 1 and trigger.decisions("admitted") == 1)
-            peer.read_to[lane] = 1
-            await until(lambda: trigger.count("lanes_on_hold") == 0)
-            await peer.publish(event(25, "later", user))
-            await until(lambda: sorted(peer.signalled) == ["first", "free", "later"])
 
 
 async def test_without_an_owner_nothing_is_signalled(embedded_settings: Kafka) -> None:
