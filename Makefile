@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # mkdocs-material prints a notice about its successor at every build unless told not to.
 export NO_MKDOCS_2_WARNING := true
 
-.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs docs-serve format lock clean soak fuzz example-movielens demo-checkpoint
+.PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs docs-serve format lock clean soak fuzz example-dlrmv3 example-movielens demo-checkpoint
 .PHONY: bench-cache bench-change bench-delegation bench-dlrmv3 bench-engine bench-features bench-forwarding bench-gateway bench-hand-set bench-handover bench-history bench-lean bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tables bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
@@ -185,6 +185,9 @@ bench-history: $(STAMP) ## histories by reference: bytes, a trigger's events a s
 
 bench-slo: $(STAMP) ## how much longer, how much more at the same P99: table, JSON, HTML (3 minutes; CHECK=1 judges)
 	$(BIN)/relaygr bench slo $(ARGS)
+
+example-dlrmv3: $(STAMP) ## do longer histories predict ratings better on DLRMv3's traffic: AUC, entropy, NDCG by length (half an hour of a processor; ARGS=--quick)
+	$(BIN)/python -m examples.dlrmv3 $(ARGS)
 
 example-movielens: $(STAMP) ## train on DATA=FILE, check, serve, compare: offline and served quality, what length buys (CHECK=1 judges; ARGS=--quick)
 	@[ -n "$(DATA)" ] || { echo "make: name the data: make example-movielens DATA=FILE (examples/movielens/README.md)"; exit 1; }

@@ -3,14 +3,16 @@
     python docs/contract.py            writes both
     python docs/contract.py --check    exits 1 where one differs from the types (make check)
 
-protocol.md explains the same for people. A type here is what a writer of this release may send; readers ignore fields
-that they do not know.
+protocol.md explains the same for people; messages.toml has what fields mean, for both. A type here is what a writer of
+this release may send; readers ignore fields that they do not know.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -18,9 +20,10 @@ from typing import Any, Final
 import msgspec
 
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire import erase, records, refusals, trigger_status
+from relaygr_stream.wire import erase, planner_status, records, refusals, trigger_status
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
+from relaygr_stream.wire.planner_status import PlannerStatus
 from relaygr_stream.wire.refusals import Refusals
 from relaygr_stream.wire.routes import Routes, routes_topic
 from relaygr_stream.wire.topic_files import load_topics
@@ -28,6 +31,8 @@ from relaygr_stream.wire.trigger_status import TriggerStatus
 
 FOLDER: Final = Path(__file__).parent / "reference"
 SCHEMA, ASYNCAPI = "messages.schema.json", "asyncapi.json"
+FIELDS: Final = FOLDER / "messages.toml"
+LINK: Final = re.compile(r"\[([^]]+)\]\([^)]+\)")
 MEDIA: Final = "application/msgpack"
 PREFIX: Final = "{prefix}"
 
@@ -57,6 +62,11 @@ RECORDS: Final[dict[type[Any], tuple[str, dict[str, Any], list[str]]]] = {
         {records.HEADER_KIND: {"const": trigger_status.KIND}, **_SIGNED},
         [records.HEADER_KIND],
     ),
+    PlannerStatus: (
+        "worker-status",
+        {records.HEADER_KIND: {"const": planner_status.KIND}, **_SIGNED},
+        [records.HEADER_KIND],
+    ),
     Routes: ("routes", _SIGNED, []),
 }
 #: Messages that travel on a second topic, by the name that they have there.
@@ -79,6 +89,9 @@ def named() -> Iterator[tuple[str, type[Any], str, dict[str, Any], list[str]]]:
 def schemas(place: str) -> dict[str, Any]:
     """JSON Schema of every message and what it is made of, by name. place: where references point."""
     _, found = msgspec.json.schema_components(list(RECORDS), ref_template=f"{place}{{name}}")
+    for name, fields in tomllib.loads(FIELDS.read_text(encoding="utf-8")).items():
+        for field, meaning in fields.items():
+            found[name]["properties"][field]["description"] = LINK.sub(r"\1", meaning)
     return {name: _packed(schema) for name, schema in sorted(found.items())}
 
 

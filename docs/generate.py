@@ -1,8 +1,8 @@
-"""Fills in what the code knows: settings, metrics, commands, the model API. A hook of mkdocs (mkdocs.yml); nothing that
-it makes is kept.
+"""Fills in what the code knows: settings, metrics, commands, messages, benches, the model API. A hook of mkdocs
+(mkdocs.yml); nothing that it makes is kept.
 
-A page says `<!-- generated: NAME -->` where the text belongs. A name that does not exist ends the build, and so does a
-note on a metric that does not exist.
+A page says `<!-- generated: NAME -->` where the text belongs. A name that does not exist ends the build, and so do a
+note on a metric that does not exist, and a message in messages.toml with other fields than its type has.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import inspect
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import click
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
@@ -37,6 +39,7 @@ from relaygr_stream.models.api import (
 )
 from relaygr_stream.models.decoder import DecoderModel
 from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.ops.planner.process import PlannerMetrics
 from relaygr_stream.ops.rollout.run import RolloutMetrics
 from relaygr_stream.settings.load import REMOVED, RETIRED, replacement_of
 from relaygr_stream.telemetry.loopwatch import LoopWatch
@@ -44,11 +47,25 @@ from relaygr_stream.telemetry.otlp import SpanCounts
 from relaygr_stream.telemetry.process import _describe
 from relaygr_stream.telemetry.server import export_readiness
 from relaygr_stream.trigger.metrics import TriggerMetrics
+from relaygr_stream.wire import messages
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
+from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.worker.histories import HistoryMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
 
-NOTES: Final = Path(__file__).parent / "reference" / "metrics.toml"
+ROOT: Final = Path(__file__).parents[1]
+NOTES: Final = ROOT / "docs" / "reference" / "metrics.toml"
+#: What the fields of messages mean; docs/contract.py reads it, too.
+FIELDS: Final[dict[str, dict[str, str]]] = tomllib.loads(NOTES.with_name("messages.toml").read_text(encoding="utf-8"))
+#: Types that protocol.md gives a name.
+NAMED_TYPES: Final[dict[Any, str]] = {
+    messages.Id: "id",
+    messages.Label: "label",
+    NoneType: "nil",
+    bytes: "bin",
+    memoryview: "bin",
+    dict: "map",
+}
 MARKER: Final = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 #: What the author of a model meets, in the page's order.
 MODEL_API: Final[tuple[Any, ...]] = (
@@ -60,6 +77,7 @@ NOT_FOR_MODELS: Final = {
     "pack", "check", "check_digest", "values", "zeros", "to_words", "from_words", "key", "table", "row_bytes",
     "copy_from", "kv_per_token", "time_elements", "elements_per_token",
 }  # fmt: skip
+TARGET: Final = re.compile(r"^(bench-\w[\w-]*|example-movielens):.*## (.*)", re.MULTILINE)
 #: What Prometheus adds to a name when it exports it.
 SUFFIX: Final = {"counter": "_total", "info": "_info"}
 
@@ -104,6 +122,31 @@ def metric_tables() -> str:
 def commands_list() -> str:
     """Every command: usage, what it does, its arguments and options, as its --help has them."""
     return "\n\n".join(_commands(main, click.Context(main, info_name="relaygr", terminal_width=100)))
+
+
+def message_fields(name: str) -> str:
+    """The fields of a message: name, type, default, and what messages.toml says of each."""
+    fields = msgspec.structs.fields(HistoryReference if name == HistoryReference.__name__ else getattr(messages, name))
+    if odd := {field.name for field in fields} ^ FIELDS[name].keys():
+        raise ValueError(f"messages.toml and the type {name} differ in {', '.join(sorted(odd))}")
+    rows = (
+        f"| `{one.name}` | {_wire_type(one.type)} | {_wire_default(one)} | {FIELDS[name][one.name]} |" for one in fields
+    )
+    return "\n".join(["| field | type | default | meaning |", "| --- | --- | --- | --- |", *rows])
+
+
+def python_client() -> str:
+    """The client of examples/clients in Python."""
+    code = (ROOT / "examples" / "clients" / "python" / "client.py").read_text(encoding="utf-8")
+    return f"```python\n{code}```"
+
+
+def benches() -> str:
+    """What measures: the targets of the Makefile, and what it says of each."""
+    found = TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8"))
+    return "\n".join(
+        ["| command | what it measures |", "| --- | --- |", *(f"| `make {name}` | {what} |" for name, what in found)]
+    )
 
 
 def model_api() -> str:
@@ -176,9 +219,38 @@ def _plain(annotation: object) -> str:
     return re.sub(r"Annotated\[(\w+), Meta\(.*\)\]", r"\1", str(annotation))
 
 
+def _wire_type(kind: Any) -> str:
+    """A field's type as MessagePack has it, or by the name that protocol.md gives it."""
+    origin, inside = get_origin(kind) or kind, get_args(kind)
+    if kind not in NAMED_TYPES and origin is Annotated:
+        return _wire_type(inside[0])
+    if origin in (Union, UnionType):
+        return " or ".join(_wire_type(one) for one in inside if one is not msgspec.UnsetType)
+    if origin is tuple:
+        return f"array of {_wire_type(inside[0])}"
+    if origin is Literal:
+        return ", ".join(f"`{one}`" for one in inside)
+    if isinstance(origin, type) and issubclass(origin, msgspec.Struct):
+        return "map"
+    return NAMED_TYPES.get(kind) or NAMED_TYPES.get(origin) or str(origin.__name__)
+
+
+def _wire_default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "*required*"
+    if field.default is msgspec.UNSET:
+        return "absent"
+    if field.default is None:
+        return "nil"
+    if isinstance(field.default, int | float):
+        return f"{field.default:g}"
+    return f"`{field.default}`" if field.default and isinstance(field.default, str) else "empty"
+
+
 def _registries() -> dict[str, CollectorRegistry]:
     made = {
-        title: CollectorRegistry() for title in ("Every process", "Worker", "Trigger", "Client", "Gateway", "Rollout")
+        title: CollectorRegistry()
+        for title in ("Every process", "Worker", "Trigger", "Client", "Gateway", "Rollout", "Planner")
     }
     LoopWatch(made["Every process"], stall_s=1.0)
     SpanCounts(made["Every process"])
@@ -192,6 +264,7 @@ def _registries() -> dict[str, CollectorRegistry]:
     ClientMetrics(made["Client"])
     GatewayMetrics(made["Gateway"])
     RolloutMetrics(made["Rollout"])
+    PlannerMetrics(made["Planner"])
     return made
 
 
@@ -224,4 +297,7 @@ GENERATED: Final[dict[str, Callable[[], str]]] = {
     "metrics": metric_tables,
     "commands": commands_list,
     "model": model_api,
+    "python_client": python_client,
+    "benches": benches,
+    **{name: partial(message_fields, name) for name in FIELDS},
 }

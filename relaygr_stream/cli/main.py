@@ -33,6 +33,8 @@ _COMMANDS: Final = {
     "explain": "relaygr_stream.cli.explain:explain_command",
     "history": "relaygr_stream.cli.history:history_command",
     "model": "relaygr_stream.cli.model:model_command",
+    "plan": "relaygr_stream.cli.planner:plan_command",
+    "planner": "relaygr_stream.cli.planner:planner_command",
     "replay": "relaygr_stream.cli.replay:replay_command",
     "rollout": "relaygr_stream.cli.rollout:rollout_command",
     "status": "relaygr_stream.cli.status:status_command",

@@ -7,10 +7,10 @@ user, routes, which group serves ─► group of the request, for all its messag
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -23,6 +23,7 @@ from relaygr_stream.errors import RelayError
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
+from relaygr_stream.wire.messages import ScoreReply
 from relaygr_stream.wire.routes import OWN, POSITIONS, RoutePart, Routes, group_settings, routes_topic
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
@@ -33,6 +34,8 @@ log = structlog.get_logger(__name__)
 RETRY_S: Final = 5.0
 #: Longest wait for the groups at the client's start; a request meanwhile goes to one that is reached.
 OPEN_S: Final = 10.0
+#: Whether a request's group still serves is looked at so often: a group that ends is known by its workers' statuses.
+LOOK_S: Final = 0.25
 #: Announced requests whose group is remembered for their rankings: six seconds of 10,000 a second.
 MAX_BEGUN: Final = 65_536
 
@@ -109,6 +112,24 @@ class Groups:
     def connection(self, own: Connection, group: str) -> Connection:
         """The connection to the group; the own one where that group is not reached."""
         return self._others.get(group, own)
+
+    async def answer(
+        self, own: Connection, group: str, user_id: str, asking: Coroutine[Any, Any, ScoreReply]
+    ) -> ScoreReply | None:
+        """What `asking` returns, which asks the group; None: no worker of it serves any more, and one of another does.
+
+        What is in the log of a group that has ended is answered by nobody.
+        """
+        if not self._others:
+            return await asking
+        asked = asyncio.ensure_future(asking)
+        try:
+            while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
+                if not self.connection(own, group).serves and self.group_of(own, user_id) != group:
+                    return None
+            return asked.result()
+        finally:
+            asked.cancel()
 
     def _on_routes(self, routes: Routes) -> None:
         self._routes = routes

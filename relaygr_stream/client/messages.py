@@ -279,7 +279,16 @@ class MessageClient:
         if len(self._answers) >= most:
             raise Overloaded(f"{most} calls are under way")
         group = self._groups.group_of(own, request.user_id, request.tenant, request.request_id, group)
-        reply = await self._ask(self._open(group), request, message)
+        while (
+            reply := await self._groups.answer(
+                own, group, request.user_id, self._ask(self._open(group), request, message)
+            )
+        ) is None:  # its group has ended: another one has the time that is left
+            self._metrics.hedges.labels("group").inc()
+            left_ms = max(1.0, timeout_s * 1000 - (time.perf_counter() - started) * 1000)
+            request = msgspec.structs.replace(request, sent_ms=now_ms(), timeout_ms=left_ms)
+            message = self._encoded(request, self._topics.ranking, trace)
+            group = self._groups.group_of(own, request.user_id)
         items = np.frombuffer(request.candidates, request.candidate_dtype)
         return ranking_of(reply, items, time.perf_counter() - started)
 

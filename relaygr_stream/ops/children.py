@@ -138,12 +138,15 @@ async def stop_all(children: Sequence[Child]) -> dict[str, int]:
 def write_settings(file: Path, settings: Settings) -> str:
     """Write all settings as TOML, for children that run with exactly these; returns the file's name for --config."""
     lines = []
-    for section, table in msgspec.to_builtins(settings).items():  # JSON's scalars are valid TOML
+    sections = msgspec.to_builtins(settings)  # JSON's scalars are valid TOML
+    scenarios = {f"scenario.{each.pop('name')}": each for each in sections.pop("scenarios")}
+    del sections["scenario"]
+    for section, table in (sections | scenarios).items():
         lines.append(f"[{section}]")
         for name, value in table.items():
             key, of_tls = f"{section}.{name}", name.startswith("tls_") and getattr(settings.tls, name[4:], None)
             is_set = key in RETIRED and value not in (msgspec.to_builtins(RETIRED[key].default), of_tls)
-            if key in FIELDS or is_set:
+            if section in scenarios or key in FIELDS or is_set:
                 lines.append(f"{name} = {msgspec.json.encode(value).decode()}")
     write_private(file, "\n".join(lines) + "\n")  # it holds the secrets
     return str(file)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import re
 import tomllib
-import unicodedata
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,8 +23,10 @@ import msgspec
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.files import packaged_dir, read_by_others
 from relaygr_stream.settings.inputs import MARK, read_text
+from relaygr_stream.settings.scenarios import IN_A_FILE, SECTION, read_scenarios
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.settings.section import ENV_PREFIX, SECRET_SHOWN, Field, Value, env_name, fields_of
+from relaygr_stream.settings.section import ENV_PREFIX, Field, Value, env_name, fields_of
+from relaygr_stream.settings.values import checked
 
 log = logging.getLogger(__name__)  # settings are loaded before logging is set up; stdlib's goes to stderr then
 
@@ -69,10 +69,6 @@ REMOVED: Final[Mapping[str, str]] = {
     "worker.dram_storage": "copies in DRAM are exact",
 }
 
-_UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B)?\s*$", re.IGNORECASE)
-
-
 _EVERY: Final[dict[str, Field]] = fields_of(Settings)
 #: The settings, by key.
 FIELDS: Final = {key: field for key, field in _EVERY.items() if field.description}
@@ -113,11 +109,14 @@ def load_settings(
     """
     environ = os.environ if environ is None else environ
     merged = {key: Value(field, field.default, "default") for key, field in FIELDS.items()}
+    tables: list[tuple[str, Any, str]] = []
     first = [environ[ENV_CONFIG]] if environ.get(ENV_CONFIG) else []
     for file in [*first, *files]:
         for former, raw, source in _read_file(file):
-            if key := _current(former, source):
-                merged[key] = _checked(key, raw, source)
+            if former.startswith(SECTION):
+                tables.append((former.removeprefix(SECTION), raw, source))
+            elif key := _current(former, source):
+                merged[key] = checked(_EVERY[key], raw, source)
     for value in _of_environment(environ):
         merged[value.field.key] = value
     for former, raw in (flags or {}).items():
@@ -128,14 +127,15 @@ def load_settings(
                     f"{source}: every user of this machine can read a command line; set {_EVERY[key].env}, or write "
                     f"the secret into a file that others cannot read"
                 )
-            merged[key] = _checked(key, raw, source)
+            merged[key] = checked(_EVERY[key], raw, source)
     sections: dict[str, dict[str, Any]] = {}
     for key, value in merged.items():
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value.value
     settings = _with_tls(msgspec.convert(sections, Settings))
     _check_together(settings)
-    return Config(settings, tuple(merged.values()))
+    scenarios, values = read_scenarios(tables, settings.kafka.prefix, settings.relay.slo_ms)
+    return Config(msgspec.structs.replace(settings, scenarios=scenarios), (*merged.values(), *values))
 
 
 def _with_tls(settings: Settings) -> Settings:
@@ -193,12 +193,12 @@ def _of_environment(environ: Mapping[str, str]) -> Iterable[Value]:
             _current(base.key, f"environment {name}")
             yield _from_secret_file(base, name, environ)
         elif name not in _KEY_BY_ENV:
-            raise ConfigError(
-                f"environment {name}: no such setting{_did_you_mean(name, [field.env for field in FIELDS.values()])}"
-            )
+            hint = _did_you_mean(name, [field.env for field in FIELDS.values()])
+            hint = IN_A_FILE if name.startswith(env_name(SECTION)) else hint
+            raise ConfigError(f"environment {name}: no such setting{hint}")
         elif key := _current(_KEY_BY_ENV[name], f"environment {name}"):
             given = environ[name].strip(MARK).rstrip() if _EVERY[key].is_secret else environ[name]  # as from a file
-            yield _checked(key, given, f"environment {name}")
+            yield checked(_EVERY[key], given, f"environment {name}")
 
 
 def _from_secret_file(field: Field, name: str, environ: Mapping[str, str]) -> Value:
@@ -217,7 +217,7 @@ def _from_secret_file(field: Field, name: str, environ: Mapping[str, str]) -> Va
         raise ConfigError(f"{source}: the file is empty; write `{field.key}` into it")
     if read_by_others(path):
         log.warning("%s: every user of this machine can read this secret: chmod o-rwx %s", source, path)
-    return _checked(field.key, text, source)
+    return checked(field, text, source)
 
 
 def injected_names(environ: Mapping[str, str]) -> list[str]:
@@ -274,7 +274,8 @@ def _current(key: str, source: str) -> str | None:
     if key in RETIRED:
         _warn(f"{source}: `{key}` is no setting from the next release on: {replacement_of(key)}")
     elif key not in FIELDS:
-        raise ConfigError(f"{source}: no setting `{key}`{_did_you_mean(key, FIELDS)}")
+        hint = IN_A_FILE if key.startswith(SECTION) else _did_you_mean(key, FIELDS)
+        raise ConfigError(f"{source}: no setting `{key}`{hint}")
     return key
 
 
@@ -316,42 +317,3 @@ def _in_section(name: str) -> str:
     bare = name.removeprefix(ENV_PREFIX)
     section, _, rest = bare.partition("_" if bare.isupper() else ".")
     return rest if section.lower() in Settings.__struct_fields__ else bare
-
-
-def _checked(key: str, raw: Any, source: str) -> Value:
-    field = _EVERY[key]
-    _refuse_invisible(field, raw, source)
-    value = raw
-    if isinstance(raw, str) and field.is_bytes:
-        value = _parse_size(key, raw, source)
-    elif isinstance(raw, str) and field.is_list:  # of the environment, of a flag; and as TOML files had it
-        value = [part.strip() for part in raw.split(",")] if raw.strip() else []
-    try:
-        # Text from the environment or a flag may represent a number or a boolean; a TOML value already has its type.
-        value = msgspec.convert(value, field.kind, strict=not isinstance(raw, str))
-    except msgspec.ValidationError as error:
-        # A value with "@" may be a URL with a password.
-        shown = SECRET_SHOWN if field.is_secret or "@" in str(raw) else repr(raw)
-        raise ConfigError(f"{source}: `{key}` = {shown}: {error}; its meaning: {field.description}") from error
-    return Value(field, value, source)
-
-
-def _refuse_invisible(field: Field, raw: Any, source: str) -> None:
-    """Raise ConfigError for text with a character that nobody sees: a secret or a name with it differs from itself."""
-    for text in raw if isinstance(raw, list) else [raw]:
-        for sign in text if isinstance(text, str) else "":
-            if sign == MARK or (field.is_secret and unicodedata.category(sign) == "Cf"):
-                raise ConfigError(
-                    f"{source}: `{field.key}` has the invisible character U+{ord(sign):04X}"
-                    f"{', a byte order mark' if sign == MARK else ''}: remove it"
-                )
-
-
-def _parse_size(key: str, raw: str, source: str) -> int:
-    match = _SIZE.match(raw)
-    if match is None:
-        raise ConfigError(f"{source}: `{key}` = {raw!r}: write a number of bytes, or one with KiB, MiB, GiB or TiB")
-    size = float(match[1]) * _UNITS[(match[2] or "").lower()]
-    if not math.isfinite(size):
-        raise ConfigError(f"{source}: `{key}`: a number of {len(raw)} digits is no size")
-    return int(size)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.settings.scenarios import FACTORY, SECTION, Scenario
 from relaygr_stream.settings.section import BYTES, LABEL, Ms, Name, Port, Positive, Section, Share, SharedSecret, doc
 from relaygr_stream.settings.worker import Handover, Model, Worker
 
@@ -278,6 +280,31 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     history: History = History()
     gateway: Gateway = Gateway()
     telemetry: Telemetry = Telemetry()
+    #: Those of the sections [scenario.NAME], and the name of the one that this process serves; "": none.
+    scenarios: tuple[Scenario, ...] = ()
+    scenario: str = ""
+
+    def serving(self, name: str) -> Settings:
+        """The settings of a process that serves this scenario: with the group, the SLO and the model of its section.
+
+        Raises ConfigError for a name without a section.
+        """
+        scenario = next((each for each in self.scenarios if each.name == name), None)
+        if scenario is None:
+            there = ", ".join(each.name for each in self.scenarios) or "none: give the fleet's file with --config"
+            raise ConfigError(f"no scenario {name!r}: no file has a section [{SECTION}{name}]; there are {there}")
+        replace, model = structs.replace, self.model
+        if scenario.model:
+            is_factory = FACTORY.fullmatch(scenario.model)
+            factory, checkpoint = (scenario.model, "") if is_factory else ("", scenario.model)
+            model = replace(model, factory=factory, checkpoint=checkpoint)
+        return replace(
+            self,
+            scenario=name,
+            kafka=replace(self.kafka, prefix=f"{self.kafka.prefix}{name}."),
+            relay=replace(self.relay, slo_ms=scenario.slo_ms),
+            model=model,
+        )
 
     @property
     def longest_history(self) -> int:

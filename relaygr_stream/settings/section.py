@@ -98,29 +98,39 @@ def env_name(key: str) -> str:
 
 
 def fields_of(settings: type[Struct]) -> dict[str, Field]:
-    """Every field that is or was a setting, by its key. settings: a Struct of Sections."""
+    """Every field that is or was a setting, by its key. settings: a Struct of Sections, and of what is none."""
+    sections = {each.name: each.type for each in structs.fields(settings)}
+    return {
+        key: field
+        for name, kind in sections.items()
+        if isinstance(kind, type) and issubclass(kind, Section)
+        for key, field in section_fields(name, kind).items()
+    }
+
+
+def section_fields(name: str, section: type[Section]) -> dict[str, Field]:
+    """The fields of one section, by their keys NAME.FIELD."""
     fields: dict[str, Field] = {}
-    for section in structs.fields(settings):
-        hints = get_type_hints(section.type, include_extras=True)
-        for item in structs.fields(section.type):
-            kind = hints[item.name]
-            info = msgspec_inspect.type_info(kind)
-            description = ""
-            extra: dict[str, Any] = {}
-            while isinstance(info, msgspec_inspect.Metadata):
-                description = (info.extra_json_schema or {}).get("description", description)
-                extra = {**extra, **(info.extra or {})}
-                info = info.type
-            if extra.get("internal"):
-                continue
-            key = f"{section.name}.{item.name}"
-            fields[key] = Field(
-                key=key,
-                kind=kind,
-                default=item.default,
-                description=description,
-                is_bytes=extra.get("unit") == "bytes",
-                is_secret=bool(extra.get("secret")),
-                is_list=isinstance(info, msgspec_inspect.VarTupleType),
-            )
+    hints = get_type_hints(section, include_extras=True)
+    for item in structs.fields(section):
+        kind = hints[item.name]
+        info = msgspec_inspect.type_info(kind)
+        description = ""
+        extra: dict[str, Any] = {}
+        while isinstance(info, msgspec_inspect.Metadata):
+            description = (info.extra_json_schema or {}).get("description", description)
+            extra = {**extra, **(info.extra or {})}
+            info = info.type
+        if extra.get("internal"):
+            continue
+        key = f"{name}.{item.name}"
+        fields[key] = Field(
+            key=key,
+            kind=kind,
+            default=item.default,
+            description=description,
+            is_bytes=extra.get("unit") == "bytes",
+            is_secret=bool(extra.get("secret")),
+            is_list=isinstance(info, msgspec_inspect.VarTupleType),
+        )
     return fields

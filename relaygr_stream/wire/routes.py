@@ -87,7 +87,10 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
 
     def group_of(self, user_id: str) -> str:
         """The group that serves the user."""
-        at = position(user_id)
+        return self.group_at(position(user_id))
+
+    def group_at(self, at: int) -> str:
+        """The group that serves the users at this position."""
         for part in self.parts:
             if at < part.share:
                 return part.group

@@ -1,4 +1,4 @@
-"""A client that knows nothing but docs/reference/protocol.md: the example printed there, run as it stands."""
+"""A client that knows nothing but docs/reference/protocol.md: the example on that page, run as it stands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from relaygr_stream.wire.messages import RankingRequest
 from tests.e2e.fleet import serving_fleet
 from tests.waiting import until
 
-PROTOCOL = Path(__file__).parents[2] / "docs" / "reference" / "protocol.md"
+ROOT = Path(__file__).parents[2]
+PROTOCOL = ROOT / "docs" / "reference" / "protocol.md"
+PROGRAM = ROOT / "examples" / "clients" / "python" / "client.py"
 SCORES = r"\['click', 'like'\] \((-?[\d.e-]+, ){5}-?[\d.e-]+\)"
 ANSWERED = re.compile(f"ok (hbm|joined|full) {SCORES}")
 RELAYED = re.compile(f"ok (hbm|joined) {SCORES}")
@@ -36,13 +38,17 @@ COLUMNS = (
     FeatureColumn(name="price", of="candidate", dtype="float32"),
 )
 #: The line of the program before which the map is whole, in the document's order.
-WHOLE = {"prefix": "request_id, user", "event": 'producer.produce("relaygr.retrieval"', "request": "headers ="}
+WHOLE = {
+    "prefix": "request_id, user",
+    "event": 'producer.produce("relaygr.retrieval"',
+    "request": "producer.produce(\n",
+}
 
 
 def examples() -> tuple[str, str]:
-    """The program in the document, and the lines that add features to it."""
-    program, features = re.findall(r"```python\n(.*?)```", PROTOCOL.read_text(encoding="utf-8"), re.DOTALL)
-    return program, features
+    """The program that docs/generate.py puts into the document, and the lines there that add features to it."""
+    (features,) = re.findall(r"```python\n(.*?)```", PROTOCOL.read_text(encoding="utf-8"), re.DOTALL)
+    return PROGRAM.read_text(encoding="utf-8"), features
 
 
 def with_features() -> str:

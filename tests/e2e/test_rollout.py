@@ -166,6 +166,7 @@ async def test_a_good_model_gets_all_users_and_nobody_an_error(embedded_settings
             assert command.process.returncode is None
             assert await share(fleet) == POSITIONS
             assert len(asked.versions) == 2
+            assert re.search(r"[1-9]\d* of \d+ users lately seen who move now have prefix KV", command.text)
             before, old = asked.total, asked.versions[version]
             await until(lambda: asked.total > before + 100)
             assert asked.versions[version] <= old + AT_ONCE

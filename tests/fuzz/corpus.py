@@ -93,7 +93,7 @@ def trigger(rng: random.Random) -> dict[str, Any]:
         TriggerStatus(
             name=f"t{rng.randrange(3)}", incarnation=rng.randrange(4), host="h", pid=1, sent_ms=EPOCH_MS,
             state="serving", group="g", lanes=tuple(range(rng.randrange(4))), policy=policy,
-            decisions={"admitted": 3.0, "too_late": 1.0},
+            decisions={"admitted": 3.0, "over_load": 1.0},
         )
     )  # fmt: skip
     return found

@@ -3,6 +3,7 @@ group whose workers are gone costs nobody an answer."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -14,6 +15,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists
 from relaygr_stream.client import RelayClient
+from relaygr_stream.client.groups import LOOK_S
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.routes import POSITIONS, Routes, group_settings, routes_topic
@@ -152,6 +154,24 @@ async def test_users_of_a_group_without_workers_are_answered_by_one_that_serves(
         await world.state("next")
         await until(lambda: relay.group_of("u") == "next", "the group is back")
     assert world.asked("") == ["whole"]
+
+
+async def test_a_request_in_the_log_of_a_group_that_ends_is_answered_by_another(world: World) -> None:
+    """With the time that is left; not while the group serves, however long it takes."""
+    await world.move(POSITIONS)
+    world.peers["next"].hold = True
+    async with opened(world) as relay:
+        await both_serve(world, relay)
+        asked = asyncio.create_task(relay.rank(request(1)))
+        await until(lambda: world.asked("next"), "the request")
+        await asyncio.sleep(3 * LOOK_S)
+        assert world.asked("") == []
+        await world.state("next", "stopped")
+        await asked
+        assert relay.registry.get_sample_value("relaygr_client_hedges_total", {"reason": "group"}) == 1
+    assert world.asked("") == ["r-1"]
+    (before,), (after,) = ([asked for _, asked in world.peers[group].requests] for group in ("next", ""))
+    assert after.timeout_ms < before.timeout_ms
 
 
 async def test_a_record_that_nobody_can_read_changes_nothing(world: World) -> None:

@@ -280,6 +280,7 @@ def test_a_value_of_a_setting_that_is_a_constant_now_counts_for_one_release(key:
 
 
 def test_there_are_no_more_settings_than_a_reader_bears() -> None:
+    """Keys of [scenario.NAME] are none of them: they say what a fleet is made of (settings/scenarios.py)."""
     assert len(FIELDS) <= 86, "make a timing that nobody sets a constant with its derivation (section.py: doc)"
 
 

@@ -18,11 +18,12 @@ from relaygr_stream.wire.history import digests
 from relaygr_stream.wire.refusals import decode_refusals
 from relaygr_stream.wire.signature import answer_signature
 from relaygr_stream.wire.topic_files import lane_of
+from tests.unit.test_docs_model_page import GENERATE
 from tests.unit.test_versions import KINDS, meaning, plain
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 VECTORS = json.loads((DOCS / "protocol-vectors.json").read_text(encoding="utf-8"))
-PROTOCOL = (DOCS / "protocol.md").read_text(encoding="utf-8")
+PROTOCOL = GENERATE.on_page_markdown((DOCS / "protocol.md").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("vector", VECTORS["messages"], ids=lambda vector: str(vector["about"]))

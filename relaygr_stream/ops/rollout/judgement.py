@@ -80,9 +80,12 @@ class StepDecision:
     reason: str = ""
 
 
-def decide(new: Observed, old: Observed, in_step_s: float, hold_s: float, *, last: bool) -> StepDecision:
-    """What becomes of the step. in_step_s: since it began. hold_s: how long a step lasts at least. last: all users are
-    in the new group, and `old` is what its predecessor answered before."""
+def decide(
+    new: Observed, old: Observed, in_step_s: float, hold_s: float, *, last: bool, warm: bool = True
+) -> StepDecision:
+    """What becomes of the step. in_step_s: since it began. hold_s: how long a step lasts at least; so much longer it
+    waits for users who move next to be `warm`. last: all users are in the new group, and `old` is what its predecessor
+    answered before."""
     if (why := next(_objections(new, old), None)) is not None:
         return StepDecision("back", why)
     if in_step_s < hold_s:
@@ -91,6 +94,8 @@ def decide(new: Observed, old: Observed, in_step_s: float, hold_s: float, *, las
         return StepDecision("stay", f"scores cannot be compared: {unread}")
     if new.tally.all < MIN_ANSWERS:
         return StepDecision("stay", f"waits for {MIN_ANSWERS} answers of the new group; it has {new.tally.all}")
+    if not warm and in_step_s < 2 * hold_s:
+        return StepDecision("stay", "waits for prefix KV of users who move next")
     return StepDecision("done" if last else "next")
 
 

@@ -28,8 +28,11 @@ from relaygr_stream.ops.rollout.run import (
     next_group,
     source_of,
 )
+from relaygr_stream.ops.rollout.warming import warming
 from relaygr_stream.ops.status.overview import LISTEN_S
+from relaygr_stream.settings.scenarios import LONGEST_PREFIX
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.printable import Say
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.routes import OWN, RolloutProgress, group_settings
@@ -38,8 +41,6 @@ from relaygr_stream.wire.routes import OWN, RolloutProgress, group_settings
 HEARD_S: Final = 1.0
 #: Beyond worker.drain_ms, for `up` and its processes to end.
 END_S: Final = 20.0
-#: Longest kafka.prefix (settings/schema.py).
-LONGEST_PREFIX: Final = 64
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,21 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
         await asyncio.sleep(LISTEN_S)
         if asked.up is not None and new.versions:
             raise ConfigError(f"group {label(to)} has workers already ({', '.join(new.versions)}): stop them first")
-        async with _started(asked.up, of_group) as started:
+        if to not in routes.groups:  # whom it prefills must be erased in it, too
+            routes = routes.moved(to, new.lanes, 0)
+            await bus.write(producer, msgspec.structs.replace(routes, epoch=max(routes.epoch, now_ms())))
+        background = Background()
+        async with (
+            warming(of_source, of_group, to, producer, background) as warm,
+            _started(asked.up, of_group) as started,
+        ):
             parts = Parts(bus, producer, RolloutMetrics(context.registry), say, started)
-            rollout = Rollout(parts, asked.plan, routes, to, new, old)
+            rollout = Rollout(parts, asked.plan, routes, to, new, old, warm)
             context.set_ready(True)
-            await _run(context, rollout, started, say)
+            try:
+                await background.until(_run(context, rollout, started, say))
+            finally:
+                await background.end()
 
 
 async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, say: Say) -> None:

@@ -23,6 +23,7 @@ from relaygr_stream.bus.topics import topic_exists, verify_topics
 from relaygr_stream.errors import BrokerError, ConfigError, RelayError
 from relaygr_stream.ops.rollout.judgement import Observed, decide
 from relaygr_stream.ops.rollout.observing import WorkersView
+from relaygr_stream.ops.rollout.warming import ENOUGH, Warming
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import Say
 from relaygr_stream.wire.routes import OWN, POSITIONS, RolloutProgress, Routes, routes_topic
@@ -141,13 +142,23 @@ class Parts:
 class Rollout:
     """One rollout to the group `to`; new, old: the views of that group, and of the one that the users come from."""
 
-    def __init__(self, parts: Parts, plan: Plan, routes: Routes, to: str, new: WorkersView, old: WorkersView) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        plan: Plan,
+        routes: Routes,
+        to: str,
+        new: WorkersView,
+        old: WorkersView,
+        warming: Warming | None = None,
+    ) -> None:
         self._parts = parts
         self._plan = plan
         self._routes = routes
         self._to = to
         self._from = source_of(routes, to)
         self._new, self._old = new, old
+        self._warming = warming
         self.why_back = ""
         self.moved = False  # whether any user has moved
         self._before = Observed()  # what the old group did in the last step in which it had users
@@ -172,17 +183,22 @@ class Rollout:
 
     async def run(self) -> bool:
         """Move all users; False: they have come back. Cancelled, it leaves the routes as they are."""
-        for number, share in enumerate(self._plan.steps):
-            if share <= self._routes.share_of(self._to) and share != POSITIONS:
-                continue  # of a rollout that is continued
-            await self._move(
-                share, RolloutProgress(state="moving", group=self._to, steps=self._plan.steps, step=number)
-            )
+        steps = self._plan.steps
+        left = [number for number, share in enumerate(steps) if share > self._routes.share_of(self._to)]
+        left = left or [len(steps) - 1]  # of a rollout that is continued
+        self._aim(steps[left[0]])
+        await self._wait_until_warm()
+        for number in left:
+            if self._warming is not None and (progress := self._warming.progress()).users:
+                self._parts.say(str(progress))
+            share, last = steps[number], steps[number] == POSITIONS
+            await self._move(share, RolloutProgress(state="moving", group=self._to, steps=steps, step=number))
             self._parts.say(
-                f"step {number + 1} of {len(self._plan.steps)}: {share / POSITIONS:.0%} of the users are in group "
+                f"step {number + 1} of {len(steps)}: {share / POSITIONS:.0%} of the users are in group "
                 f"{label(self._to)}, for at least {self._plan.hold_s:g} s"
             )
-            if (why := await self._hold(last=share == POSITIONS)) is not None:
+            self._aim(share if last else steps[number + 1])
+            if (why := await self._hold(last=last)) is not None:
                 await self.back(why)
                 return False
         await self._state("done")
@@ -197,6 +213,22 @@ class Rollout:
         await self._move(0, msgspec.structs.replace(self._routes.rollout, state="back", reason=why[:500]))
         self._parts.say(f"all users are in group {label(self._from)} again")
 
+    def _aim(self, share: int) -> None:
+        """Have users prefilled who move next, to this share."""
+        if self._warming is not None:
+            self._warming.aim(self._routes, self._routes.moved(self._to, self._new.lanes, share))
+
+    @property
+    def _warm(self) -> bool:
+        return self._warming is None or self._warming.progress().share >= ENOUGH
+
+    async def _wait_until_warm(self) -> None:
+        """Before the first step, at most as long as one lasts."""
+        began = time.monotonic()
+        while not self._warm and time.monotonic() - began < self._plan.hold_s:
+            self._check_started()
+            await asyncio.sleep(LOOK_S)
+
     async def _hold(self, *, last: bool) -> str | None:
         """Watch the step to its end; returns why the users must go back."""
         began = told = time.monotonic()
@@ -210,7 +242,9 @@ class Rollout:
                 self._new.settle()
                 self._old.settle()
             new, old = self._new.observed(), self._old.observed()
-            decision = decide(new, self._before if last else old, now_s - began, self._plan.hold_s, last=last)
+            decision = decide(
+                new, self._before if last else old, now_s - began, self._plan.hold_s, last=last, warm=self._warm
+            )
             if self._parts.started is not None and self._parts.started.exit_code is not None:
                 return f"its processes have ended with exit code {self._parts.started.exit_code}"
             if decision.action == "back":

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from relaygr_lab.dlrmv3.model import Shape
-from relaygr_lab.dlrmv3.workload import CANDIDATES, ITEMS, TIME_S, Visit, Workload
+from relaygr_lab.dlrmv3.workload import CANDIDATES, ITEMS, TIME_S, Visit, Workload, chance_of, item_ratings
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.wire.codec import check_features
@@ -84,6 +84,33 @@ def test_messages_are_what_the_model_reads() -> None:
     candidates = SCHEMA.values("candidate", request.columns.candidate)
     assert (np.frombuffer(request.candidates, "<u4") // CATEGORY == candidates["cand_category_id"][:, 0]).all()
     assert item.nbytes() == 21 * item.visit.length + 20 * 24 + sum(map(len, _keys(item)))
+
+
+def test_tastes_have_levels_that_swing_and_chances_foretell_them() -> None:
+    drawn = [(visit, *WHOLE.drawn(visit)) for visit in WHOLE.requests[1][::140]]
+    for visit, _, candidates in drawn:
+        assert (candidates.items // CATEGORY == candidates.categories).all()
+        assert candidates.items.max() % CATEGORY < CATEGORY * (visit.timestamp + 1) // 100 + 1
+    levels, ratings, items = (
+        np.concatenate([getattr(one, name) for _, _, one in drawn]) for name in ("levels", "ratings", "items")
+    )
+    means = [(2 * ratings - item_ratings(items))[levels == level].mean() for level in range(4)]
+    assert means[0] > means[1] > means[2] + 0.5 > means[3] + 1
+    assert ratings.min() >= 1
+    assert ratings.max() <= 5
+    foretold = np.concatenate([chance_of(3.5, one, visit.timestamp) for visit, _, one in drawn])
+    assert foretold.mean() == pytest.approx((ratings >= 3.5).mean(), abs=0.005)
+    assert (ratings[foretold == 1] >= 3.5).all()
+    assert (ratings[foretold == 0] < 3.5).all()
+
+
+def test_categories_drift_towards_what_was_taken() -> None:
+    """With even chances for ever, the most taken of four categories would have little more than a quarter."""
+    shares = []
+    for visit in WHOLE.requests[1][:60]:
+        counts = np.bincount(WHOLE.drawn(visit)[0].levels, minlength=4)
+        shares.append(counts.max() / counts.sum())
+    assert np.mean(shares) > 0.27
 
 
 def _keys(item: object) -> list[str]:

@@ -55,6 +55,12 @@ def test_a_group_as_good_goes_on_when_the_time_is_over() -> None:
     assert decided(group(), last=True) == StepDecision("done")
 
 
+def test_a_step_waits_as_long_again_for_those_who_move_next_to_be_warm() -> None:
+    assert decide(group(), OLD, HOLD_S, HOLD_S, last=False, warm=False).action == "stay"
+    assert decide(group(), OLD, 2 * HOLD_S, HOLD_S, last=False, warm=False).action == "next"
+    assert decide(group(distrusted=1), OLD, HOLD_S, HOLD_S, last=False, warm=False).action == "back"
+
+
 def test_too_few_answers_hold_the_step_and_say_so() -> None:
     few = group(tally=tally(MIN_ANSWERS - 1), scored=MIN_ANSWERS - 1)
     found = decided(few, in_step_s=100 * HOLD_S)

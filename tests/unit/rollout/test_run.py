@@ -10,20 +10,28 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes
+from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.rollout import process
 from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back
 from relaygr_stream.ops.rollout.run import Bus, Plan, next_group, source_of
+from relaygr_stream.ops.rollout.warming import Warming
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.codec import decode, encode
+from relaygr_stream.wire.erase import KIND as ERASE
+from relaygr_stream.wire.erase import Erase, encode_erase
+from relaygr_stream.wire.messages import PreInferSignal
+from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record, kind_of
 from relaygr_stream.wire.routes import POSITIONS, Routes, group_settings
-from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import WITHIN_SLO, StatusReader
 from tests.statuses import lane_statuses, worker_status
+from tests.unit.client_peers import PREFIX, request
 from tests.waiting import until
 
 LANES = 8
@@ -50,6 +58,9 @@ class Group:
                 lane_statuses(range(LANES)),
                 model_version=self.version,
                 counters=dict(self.answers),
+                hbm_bytes=1 << 30,
+                delegated_bytes=1 << 20,
+                busy_share=0.0,
                 latencies={"hbm": (0, 0, int(self.answers["answers_ok"]))},
                 sent_ms=sent_ms,
             )
@@ -66,7 +77,8 @@ class World:
         self.lines: list[str] = []
         self.context = ProcessContext(self.settings, asyncio.Event(), CollectorRegistry())
         self.old = Group(self.settings, "m1")
-        self.new = Group(group_settings(self.settings, "next", LANES), "m2")
+        self.new_settings = group_settings(self.settings, "next", LANES)
+        self.new = Group(self.new_settings, "m2")
 
     async def share(self, group: str = "next") -> int:
         routes = await read_routes(self.settings.kafka, load_topics(self.settings.kafka), StatusReader())
@@ -117,6 +129,71 @@ async def test_all_users_move_by_steps_and_the_next_rollout_comes_back(world: Wo
         await world.roll_out()
         assert world.lines[-1] == "done: all users are in group default"
         assert await world.share("") == POSITIONS
+
+
+async def test_users_are_prefilled_in_the_new_group_before_they_move(world: World) -> None:
+    """Each once, by delegated signals on its lane there; nobody who stays, and nobody of whom nothing is to be used."""
+    old, new = (load_topics(settings.kafka) for settings in (world.settings, world.new_settings))
+    signals: list[tuple[int, PreInferSignal]] = []
+
+    def on_records(records: list[Record]) -> None:
+        for record in records:
+            assert kind_of(record.headers) == KIND_DELEGATED
+            signals.append((record.lane, decode(PreInferSignal, record.value)))
+
+    first = Routes.of_one("", LANES).moved("next", LANES, 500)
+    users = [f"u{number}" for number in range(100)]
+    canary = {user for user in users if first.group_of(user) == "next"}
+    tail = TopicTail(world.settings.kafka, new.ranking.name, range(LANES), "earliest", on_records)
+    async with world.stating(world.old, world.new), tail:
+        rolling = asyncio.create_task(world.roll_out(hold_s=3600))
+        await until(lambda: any(line.startswith("step 1") for line in world.lines))
+        for number, user in enumerate(users):
+            asked = msgspec.structs.replace(request(number, user_id=user), mode="full" if number % 5 == 0 else "auto")
+            lane = lane_of(user, LANES)
+            await world.producer.send_and_wait(old.ranking.name, encode(asked), key=user.encode(), partition=lane)
+        half = first.moved("next", LANES, POSITIONS // 2)
+        expected = {user for user in users[1:] if half.group_of(user) == "next"} - canary - set(users[::5])
+        await until(lambda: len(signals) >= len(expected) > 20, "the signals")
+        world.context.stop.set()
+        await rolling
+    assert sorted(signal.user_id for _, signal in signals) == sorted(expected)
+    assert all(lane == lane_of(signal.user_id, LANES) for lane, signal in signals)
+    assert {signal.prefix for _, signal in signals} == {PREFIX}
+
+
+async def test_a_user_who_is_erased_is_not_prefilled(world: World) -> None:
+    """Nor by a ranking of before, that is read later; the routes name the group before anyone is prefilled in it."""
+    topics, reader = load_topics(world.new_settings.kafka), StatusReader()
+    found = Warming(world.new_settings, "next", world.producer, reader)
+
+    def asked(user: str, at_ms: int) -> Record:
+        return Record("ranking", 0, 0, at_ms, user.encode(), encode(request(user_id=user)), ())
+
+    async def known(*users: str) -> None:
+        running = asyncio.create_task(found.run())
+        await until(lambda: set(found._known.keys) == set(users), f"only {users} are known")
+        running.cancel()
+        await asyncio.wait({running})
+
+    erase = Erase.request("e" * 16, "ann", now_ms(), reader)
+    headers = ((HEADER_KIND, ERASE.encode()),)
+    found.on_rankings([asked("ann", 1), asked("bob", 1)])
+    found.on_statuses([Record(topics.worker_status.name, 0, 0, 5, b"erase/e", encode_erase(erase), headers)])
+    found.on_rankings([asked("ann", 4)])
+    await known("bob")
+    found.on_rankings([asked("ann", 6)])
+    await known("ann", "bob")
+    async with world.stating(world.old):
+        rolling = asyncio.create_task(world.roll_out())
+        await until(lambda: len(world.lines) > 1)
+        while True:
+            routes = await read_routes(world.settings.kafka, load_topics(world.settings.kafka), reader)
+            if routes is not None and "next" in routes.groups:
+                break
+        rolling.cancel()
+        await asyncio.wait({rolling})
+    assert routes.share_of("next") == 0
 
 
 async def test_users_come_back_and_the_reason_stays(world: World) -> None:

@@ -62,7 +62,7 @@ def trigger(name: str = "t1", lanes: range = LANES, **changes: Any) -> TriggerSt
         lanes=tuple(lanes),
         policy=policy,
         version="0.1.0",
-        decisions={"admitted": 3.0, "too_late": 1.0},
+        decisions={"admitted": 3.0, "over_load": 1.0},
     )
     return msgspec.structs.replace(plain, **changes)
 

@@ -1,0 +1,1 @@
+"""Does length pay on DLRMv3's traffic?"""

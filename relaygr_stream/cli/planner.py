@@ -1,0 +1,179 @@
+"""`relaygr planner`, and `relaygr plan`: how many workers each scenario wants."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from relaygr_stream.cli.options import settings_options
+from relaygr_stream.errors import RelayError
+from relaygr_stream.settings.schema import Settings
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from relaygr_stream.wire.planner_status import FleetPlan, PlannerStatus
+
+
+@click.command(name="planner")
+@click.option(
+    "--period",
+    default=10.0,
+    show_default=True,
+    type=click.FloatRange(1, 600),
+    metavar="SECONDS",
+    help="Time between decisions.",
+)
+@click.option(
+    "--record", type=click.Path(path_type=Path), metavar="FILE", help="Append each observation, for `plan replay`."
+)
+@settings_options
+def planner_command(settings: Settings, period: float, record: Path | None) -> None:
+    """Propose how many workers each scenario wants.
+
+    Reads the statuses of all groups, and acts on nothing: the gauges relaygr_workers_wanted{scenario}, _current and
+    relaygr_slo_headroom_seconds are for an autoscaler, `relaygr plan show` is for people.
+
+    Example: relaygr planner --config fleet.toml --bootstrap kafka:9092
+    """
+    from relaygr_stream.ops.planner.process import PlannerOptions, run_planner, scenarios_of
+    from relaygr_stream.settings.files import check_writable
+    from relaygr_stream.telemetry.process import run_process
+
+    scenarios_of(settings)
+    if record is not None:
+        check_writable(record, "--record")
+    sys.exit(run_process("planner", settings, partial(run_planner, options=PlannerOptions(period, record))))
+
+
+@click.group(name="plan")
+def plan_command() -> None:
+    """Show what a planner proposes, or would have proposed."""
+
+
+@plan_command.command(name="show")
+@click.option("--json", "as_json", is_flag=True, help="Print the planner's status as a JSON object.")
+@settings_options
+def show_command(settings: Settings, as_json: bool) -> None:
+    """Show the newest plan of the planner that runs.
+
+    Example: relaygr plan show --bootstrap kafka:9092
+    """
+    import msgspec
+
+    from relaygr_stream.ops.looking import look
+    from relaygr_stream.telemetry.printable import print_table, printable, printable_json
+
+    status = look(settings.kafka, _newest(settings))
+    if status is None:
+        raise RelayError("no planner has published a plan here; start one: relaygr planner --config FILE")
+    if as_json:
+        click.echo(printable_json(msgspec.json.encode(status).decode()))
+        return
+    click.echo(printable(f"planner {status.name}, mode {status.mode}, {_ago(status)}"))
+    print_table(_table(status.plan))
+    click.echo(printable(_moves(status.plan)))
+
+
+@plan_command.command(name="replay")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_lines", is_flag=True, help="Print each plan as a JSON object, one a line.")
+@settings_options
+def replay_command(settings: Settings, file: Path, as_lines: bool) -> None:
+    """Say what the planner proposes over a recorded day.
+
+    FILE: observations that `relaygr planner --record FILE` wrote. Prints each change; a proposal that nothing carries
+    out stands until the recorded numbers of workers change.
+
+    Example: relaygr plan replay day.ndjson --config fleet.toml
+    """
+    import msgspec
+
+    from relaygr_stream.ops.planner.process import scenarios_of
+    from relaygr_stream.ops.planner.replay import plans, read_observations
+    from relaygr_stream.telemetry.printable import print_table
+
+    scenarios = scenarios_of(settings)
+    last = None
+    for plan in plans(read_observations(file), scenarios):
+        if as_lines:
+            click.echo(msgspec.json.encode(plan).decode())
+        elif last is None or _changes(plan) != _changes(last):
+            click.echo(_line(plan))
+        last = plan
+    if last is None:
+        raise RelayError(f"{file} has no observation; `relaygr planner --record FILE` writes one every period")
+    if not as_lines:
+        print_table(_table(last))
+
+
+async def _newest(settings: Settings) -> PlannerStatus | None:
+    from contextlib import aclosing, suppress
+
+    from relaygr_stream.bus.contents import read_back
+    from relaygr_stream.bus.topics import verify_topics
+    from relaygr_stream.errors import DecodeError
+    from relaygr_stream.wire.planner_status import KEY_PREFIX, read_planner
+    from relaygr_stream.wire.topic_files import load_topics
+    from relaygr_stream.wire.worker_status import StatusReader
+
+    await verify_topics(settings.kafka)
+    topics = load_topics(settings.kafka)
+    reader = StatusReader.of(settings, topics)
+    await reader.prepare()
+    stopped = set()
+    async with aclosing(read_back(settings.kafka, topics.worker_status.name)) as chunks:
+        async for chunk in chunks:
+            for record in reversed(chunk):
+                if record.value is None and (record.key or b"").startswith(KEY_PREFIX.encode()):
+                    stopped.add(record.key)
+                with suppress(DecodeError):
+                    found = read_planner(record, reader)
+                    if found is not None and record.key not in stopped:
+                        return found
+    return None
+
+
+def _ago(status: PlannerStatus) -> str:
+    import time
+
+    seconds = max(0.0, time.time() - status.sent_ms / 1e3)
+    return f"{seconds:.0f} s ago" if seconds < 3 * 60 else f"{seconds / 60:.0f} minutes ago: it may have ended"
+
+
+def _table(plan: FleetPlan) -> Table:
+    from relaygr_stream.telemetry.printable import listing, printable
+
+    numbers = ("workers", "wanted", "demand", "headroom ms")
+    table = listing(("scenario", *numbers, "reason"), numbers=numbers)
+    for name, each in sorted(plan.scenarios.items()):
+        headroom = "–" if each.headroom_ms is None else f"{each.headroom_ms:.1f}"
+        table.add_row(
+            printable(name), str(each.workers), str(each.wanted), f"{each.demand:.2f}", headroom, printable(each.reason)
+        )
+    return table
+
+
+def _moves(plan: FleetPlan) -> str:
+    if plan.move is None:
+        return "no worker should move now"
+    source = plan.move.source or "the reserve"
+    return f"proposes to move a worker from {source} to {plan.move.target}: {plan.move.reason}"
+
+
+def _changes(plan: FleetPlan) -> tuple[object, ...]:
+    return {name: (each.workers, each.wanted) for name, each in plan.scenarios.items()}, plan.move and plan.move.target
+
+
+def _line(plan: FleetPlan) -> str:
+    from datetime import UTC, datetime
+
+    from relaygr_stream.telemetry.printable import printable
+
+    at = datetime.fromtimestamp(plan.at_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    groups = ", ".join(f"{name} {each.workers}, wants {each.wanted}" for name, each in sorted(plan.scenarios.items()))
+    return printable(f"{at}  {groups}{'' if plan.move is None else f'; {_moves(plan)}'}")

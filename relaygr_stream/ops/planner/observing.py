@@ -1,0 +1,41 @@
+"""What a group of workers does, as the planner sees it: from the statuses of its workers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from relaygr_stream.ops.planner.plan import GroupSeen, WorkerSeen
+from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.ops.status.tally import KINDS, Tally, growth, lately
+
+#: Device time for prefixes and for scores, in a status's counters.
+PREFIX_MS: Final = ("pre_infer_ms", "full_ms")
+SCORE_MS: Final = "ranking_ms"
+#: The counters of signals whose prefix KV are, or become, ready here.
+READY: Final = tuple(f"signal_{result}" for result in ("computed", "extended", "hbm", "dram", "joined"))
+
+
+def observed(view: Overview) -> GroupSeen:
+    """The group's serving workers lately (ops/status/overview.py: LATELY_S)."""
+    seen = [view.workers[name] for name, status in sorted(view.living_workers().items()) if status.state == "serving"]
+    tally, per_second = lately(seen)
+    prefix_ms = score_ms = prefixes = 0.0
+    workers = []
+    for each in seen:
+        grown = growth(each.last.counters, each.since.counters)
+        own = Tally.between(each.since, each.last)
+        # A worker that withholds its outcomes tells only for how much of the time its device works.
+        told = SCORE_MS in each.last.counters
+        seconds = (each.last.sent_ms - each.since.sent_ms) / 1e3
+        prefix_ms += sum(grown[name] for name in PREFIX_MS)
+        score_ms += grown[SCORE_MS] if told else each.last.busy_share * seconds * 1e3
+        prefixes += max(own.answers["ok"], sum(grown[name] for name in READY) + own.outcomes["full"])
+        late = max(0, own.judged - own.within_slo)
+        workers.append(WorkerSeen(name=each.last.name, answers=own.all, late=late, busy=each.last.busy_share))
+    return GroupSeen(
+        workers=tuple(workers),
+        per_second=per_second,
+        prefix_ms=prefix_ms / prefixes if prefixes else 0.0,
+        score_ms=score_ms / scored if (scored := tally.answers["ok"]) else 0.0,
+        p99_ms=tally.quantile_ms(0.99, *KINDS),
+    )

@@ -1,0 +1,308 @@
+"""Decides how many workers each scenario wants, and which worker moves next: a pure function, without I/O.
+
+    decide(memory, observation, scenarios, damping) ─► (memory, plan)
+
+The same function runs in `relaygr planner`, in the simulator, in tests, and over a recorded day.
+
+Demand of a scenario in workers:  λ·p/ρp + λ·r/ρr
+
+λ: rankings a second, refused ones included. p: device time for a request's prefix, whether computed, extended or found.
+r: that of its score. Both are measured device time, so they are of the lengths that came, not of a mean length. ρp and
+ρr: the largest utilisation at which prefixes are ready within the head start, and rankings answered within the SLO.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.wire.planner_status import FleetPlan, Move, ScenarioPlan
+
+#: Share of late answers that the SLO allows: it is one at P99.
+ALLOWED_LATE: Final = 0.01
+#: Fewer late answers of a worker in a window are chance.
+FEW_LATE: Final = 3
+#: A device that is busier has no time to spare, whatever the bound says (ops/status/overload.py: BUSY).
+MOST_USE: Final = 0.8
+#: A bound below it would ask for more than ten workers where one suffices: then the SLO cannot be kept by workers.
+LEAST_USE: Final = 0.1
+#: Longest part of the SLO that a ranking waits for a slice of pre-inference (worker.max_ranking_delay_ms).
+SLICE: Final = 0.2
+#: Squared coefficient of variation of service times that the bound assumes: 1 is that of exponential ones.
+VARIATION: Final = 1.0
+#: A group is below its floor where it lacks more than this part of a worker, and gives one where its demand leaves this
+#: share of the rest free. Between the two lies what an average over minutes still wanders.
+LACK: Final = 0.05
+SPARE: Final = 0.05
+#: Wanted workers fall where their use is below this share of the wanted use.
+DOWN: Final = 0.7
+DOWN_SPARE: Final = 0.1
+#: Where all workers are late though the demand fits, it is corrected by up to this factor, which fades within days.
+MOST_FACTOR: Final = 2.0
+FADE_S: Final = 86_400.0
+#: Late workers whose devices are used less than this share of the wanted use are not late for lack of workers.
+IDLE: Final = 0.5
+
+Amount = Annotated[float, Meta(ge=0, le=1e12)]
+Count = Annotated[int, Meta(ge=0, le=10_000_000)]
+
+
+class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A serving worker in the window: its answers, those late or without scores, its device's busy share."""
+
+    name: str
+    answers: Count = 0
+    late: Count = 0
+    busy: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+class GroupSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A scenario's group in the window. per_second: rankings. prefix_ms, score_ms: device time of one. p99_ms: of the
+    answers with scores, on the worker; None: there were none."""
+
+    workers: tuple[WorkerSeen, ...] = ()
+    per_second: Amount = 0.0
+    prefix_ms: Amount = 0.0
+    score_ms: Amount = 0.0
+    p99_ms: Amount | None = None
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All groups in a window that ended at `at_s`. reserve: workers that serve none. moving: a move is under way."""
+
+    at_s: Amount
+    groups: dict[str, GroupSeen]
+    reserve: Count = 0
+    moving: bool = False
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decision keeps for the next one, by scenario. began_s: of the first. changed_s: when a group's number of
+    workers changed last; the start counts as a change."""
+
+    began_s: float | None = None
+    at_s: float = 0.0
+    demand: dict[str, float] = {}
+    factor: dict[str, float] = {}
+    below_s: dict[str, float] = {}  # below its floor since
+    late_s: dict[str, float] = {}  # all its workers late since
+    workers: dict[str, int] = {}
+    changed_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Damping:
+    """Damping, in seconds. floor_s: demand is averaged over it. patience_s: a group is below its floor, or late, for so
+    long before it takes a worker. settle_s: after a change the caches fill; the next move waits."""
+
+    floor_s: float = 180.0
+    patience_s: float = 30.0
+    settle_s: float = 60.0
+
+
+DAY: Final = Damping()
+
+
+def utilisation(service_ms: float, within_ms: float) -> float:
+    """The largest utilisation at which 99 of 100 of M/G/1's customers are through within_ms after they came.
+
+    A wait longer than t has about the probability ρ·exp(−2·(1−ρ)·t / (s·(1+VARIATION))) (Kingman's bound).
+    """
+    room = within_ms - service_ms
+    low, high = LEAST_USE, MOST_USE
+    for _ in range(20):
+        use = (low + high) / 2
+        wait_ms = math.log(use / ALLOWED_LATE) * service_ms * (1 + VARIATION) / 2 / (1 - use)
+        low, high = (use, high) if wait_ms <= room else (low, use)
+    return low
+
+
+def demand_of(group: GroupSeen, scenario: Scenario) -> float:
+    """The workers that the group's traffic needs."""
+    use = utilisation(group.score_ms, (1 - SLICE) * scenario.slo_ms)
+    ranking = group.score_ms / use
+    prefix = group.prefix_ms / utilisation(group.prefix_ms, scenario.lead_ms)
+    return group.per_second * (prefix + ranking) / 1e3
+
+
+@dataclass(frozen=True)
+class _Need:
+    """One scenario now. demand: averaged and corrected. floor: the fewest workers that carry it."""
+
+    scenario: Scenario
+    seen: GroupSeen
+    demand: float
+    corrected: bool
+
+    @property
+    def workers(self) -> int:
+        return len(self.seen.workers)
+
+    @property
+    def floor(self) -> int:
+        return max(self.scenario.min_workers, math.ceil(self.demand - LACK))
+
+    @property
+    def is_below(self) -> bool:
+        return self.workers < self.floor
+
+    @property
+    def may_give(self) -> bool:
+        return self.workers > self.scenario.min_workers
+
+    @property
+    def is_whole_without_one(self) -> bool:
+        return self.may_give and self.demand <= (1 - SPARE) * (self.workers - 1)
+
+    def wanted(self) -> int:
+        """The floor; above it, what there is, less those whose use is low."""
+        wanted = max(self.floor, self.workers)
+        while wanted > self.floor and self.demand < min(DOWN * wanted, (1 - DOWN_SPARE) * (wanted - 1)):
+            wanted -= 1
+        return wanted
+
+    def reason(self) -> str:
+        seen = self.seen
+        per_request = f"{seen.prefix_ms:.1f} ms a prefix and {seen.score_ms:.1f} ms a score"
+        found = f"{seen.per_second:.1f} rankings/s, {per_request}, need {self.demand:.2f} workers"
+        if not self.workers:
+            found = "no worker serves it"
+        if self.corrected:
+            found += ", corrected, because all its workers were late with fewer"
+        if self.floor == self.scenario.min_workers > self.demand:
+            found += f"; min_workers is {self.scenario.min_workers}"
+        return found
+
+
+def decide(
+    memory: Memory, seen: Observation, scenarios: Sequence[Scenario], damping: Damping = DAY
+) -> tuple[Memory, FleetPlan]:
+    """The plan for what was seen, and the memory for the next one.
+
+    Of two calls with equal arguments the results are equal. An observation that is not later than the last one changes
+    no average.
+    """
+    groups = {scenario.name: seen.groups.get(scenario.name, GroupSeen()) for scenario in scenarios}
+    workers = {name: len(group.workers) for name, group in groups.items()}
+    at_s = max(memory.at_s, seen.at_s)
+    began_s = at_s if memory.began_s is None else memory.began_s
+    changed_s = memory.changed_s if workers == memory.workers else at_s
+    settled = at_s - changed_s >= damping.settle_s
+    demand = {each.name: _averaged(memory, groups[each.name], each, at_s, damping) for each in scenarios}
+    late_s = _since(memory.late_s, (name for name, group in groups.items() if settled and _all_late(group)), at_s)
+    kept = math.exp(-(at_s - memory.at_s) / FADE_S)
+    factor, needs = {}, {}
+    for scenario in scenarios:
+        name = scenario.name
+        by = 1 + (memory.factor.get(name, 1.0) - 1) * kept
+        if at_s - late_s.get(name, at_s) >= damping.patience_s and _lacks_workers(groups[name], scenario):
+            by = max(by, _enough(demand[name], workers[name] + 1))
+        factor[name] = by
+        needs[name] = _Need(scenario, groups[name], demand[name] * by, by > 1 + LACK)
+    below_s = _since(memory.below_s, (name for name, need in needs.items() if need.is_below), at_s)
+    for name in below_s.keys() & late_s.keys():  # it has been late before the correction
+        below_s[name] = min(below_s[name], late_s[name])
+    lacking = [needs[name] for name, since in below_s.items() if at_s - since >= damping.patience_s]
+    move = None if seen.moving or not settled else _move(lacking, needs.values(), seen.reserve)
+    plans = {
+        name: ScenarioPlan(
+            workers=need.workers,
+            wanted=need.wanted(),
+            demand=need.demand,
+            headroom_ms=None if need.seen.p99_ms is None else need.scenario.slo_ms - need.seen.p99_ms,
+            reason=need.reason(),
+        )
+        for name, need in needs.items()
+    }
+    remembered = Memory(
+        began_s=began_s,
+        at_s=at_s,
+        demand=demand,
+        factor=factor,
+        below_s=below_s,
+        late_s=late_s,
+        workers=workers,
+        changed_s=changed_s,
+    )
+    return remembered, FleetPlan(at_s=at_s, scenarios=plans, move=move)
+
+
+def _averaged(memory: Memory, group: GroupSeen, scenario: Scenario, at_s: float, damping: Damping) -> float:
+    """The demand over the last minutes, at first over all that was seen. A group without workers answers nothing, which
+    tells nothing of its demand."""
+    before = memory.demand.get(scenario.name)
+    if not group.workers:
+        return before or 0.0
+    now = demand_of(group, scenario)
+    if before is None:
+        return now
+    began_s = at_s if memory.began_s is None else memory.began_s
+    kept = math.exp(-(at_s - memory.at_s) / max(1e-9, min(damping.floor_s, at_s - began_s)))
+    return now + (before - now) * kept
+
+
+def _since(before: Mapping[str, float], names: Iterable[str], at_s: float) -> dict[str, float]:
+    return {name: before.get(name, at_s) for name in names}
+
+
+def _all_late(group: GroupSeen) -> bool:
+    """Whether every worker is later than the SLO allows: one that is late alone has a hot lane, or a slow device."""
+    return bool(group.workers) and all(
+        each.late >= FEW_LATE and each.late > ALLOWED_LATE * each.answers for each in group.workers
+    )
+
+
+def _lacks_workers(group: GroupSeen, scenario: Scenario) -> bool:
+    """Whether late workers are late because their devices are in use."""
+    busy = sum(each.busy for each in group.workers) / len(group.workers)
+    device_ms = group.prefix_ms + group.score_ms
+    demand = demand_of(group, scenario)
+    wanted_use = group.per_second * device_ms / 1e3 / demand if demand else MOST_USE
+    return busy >= IDLE * wanted_use
+
+
+def _enough(demand: float, workers: int) -> float:
+    """The factor with which the demand asks for so many workers."""
+    return min(MOST_FACTOR, (workers - 1 + 2 * LACK) / demand) if demand else 1.0
+
+
+def _move(lacking: Sequence[_Need], needs: Iterable[_Need], reserve: int) -> Move | None:
+    """The most urgent move that can be made."""
+    every = list(needs)
+    for taker in sorted(lacking, key=_urgency):
+        name = taker.scenario.name
+        why = f"{name} needs {taker.floor} workers and has {taker.workers}"
+        if reserve:
+            return Move(source="", target=name, reason=f"{why}; the reserve has {reserve}")
+        givers = [each for each in every if each.may_give and each is not taker]
+        whole = [each for each in givers if each.is_whole_without_one]
+        lower = [each for each in givers if _may_be_cut(each, taker)]
+        if found := sorted(whole, key=_worth) or sorted(lower, key=_worth):
+            giver = found[0]
+            how = f"needs {giver.demand:.2f} of {giver.workers}" if giver in whole else "is of lower priority"
+            if giver not in whole and taker.workers < taker.scenario.min_workers:
+                how = f"has more than its min_workers, and {name} has fewer"
+            return Move(source=giver.scenario.name, target=name, reason=f"{why}; {giver.scenario.name} {how}")
+    return None
+
+
+def _urgency(need: _Need) -> tuple[bool, int, float, str]:
+    """Those below min_workers first, then by priority, then who lacks the largest part."""
+    scenario = need.scenario
+    return need.workers >= scenario.min_workers, -scenario.priority, need.workers / need.floor, scenario.name
+
+
+def _may_be_cut(giver: _Need, taker: _Need) -> bool:
+    """Whether it gives a worker that it needs itself."""
+    return giver.scenario.priority < taker.scenario.priority or taker.workers < taker.scenario.min_workers
+
+
+def _worth(need: _Need) -> tuple[int, float, str]:
+    """The lowest priority first, then who has the most to spare."""
+    return need.scenario.priority, need.demand - need.workers, need.scenario.name

@@ -1,0 +1,118 @@
+"""Scenarios: product surfaces, each with an SLO, a model and workers of its own; of a file's sections [scenario.NAME].
+
+    [scenario.feed]
+    tenants = ["shop"]
+    slo_ms = 50.0
+    model = "models/feed"
+
+All processes of a fleet read one file. Its keys are not among the settings that are counted (load.py: FIELDS): they say
+what a fleet is made of, not how a process runs, and no environment variable or flag sets them. Without sections there
+are no scenarios. The group that serves a scenario has its name (wire/routes.py), so its topics begin with kafka.prefix,
+the name and a dot.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
+
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.settings.section import LABEL, Ms, Positive, Section, Value, doc, section_fields
+from relaygr_stream.settings.values import checked
+
+#: What the keys of all scenarios begin with.
+SECTION: Final = "scenario."
+#: Said where an environment variable or a flag names one.
+IN_A_FILE: Final = (
+    '; scenarios stand in a file (--config, RELAYGR_CONFIG): [scenario.feed], and below it tenants = ["…"]'
+)
+#: A scenario's name is a group's (wire/routes.py: GroupName).
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
+#: Groups that are there without scenarios: the one without a name, and the one that `relaygr rollout` makes.
+RESERVED: Final = ("default", "next")
+#: Longest kafka.prefix (schema.py).
+LONGEST_PREFIX: Final = 64
+#: A model's factory, module:name; anything else is a checkpoint.
+FACTORY: Final = re.compile(r"[\w.]+:[\w.]+")
+
+Tenant = Annotated[str, LABEL, Meta(min_length=1)]
+
+
+class Scenario(Section, frozen=True, kw_only=True):
+    """One scenario: the name of its section, and what stands there."""
+
+    name: str
+    tenants: Annotated[
+        tuple[Tenant, ...], doc("tenants whose requests are of this scenario; those of none are of `default`")
+    ] = ()
+    slo_ms: Annotated[Ms, doc("P99 target of its ranking stage, in place of relay.slo_ms")] = 50.0
+    model: Annotated[
+        str, doc("checkpoint folder, packaged checkpoint, or module:factory, in place of those of [model]")
+    ] = ""
+    lead_ms: Annotated[Ms, doc("usual head start, from a request event to its ranking")] = 150.0
+    priority: Annotated[int, Meta(ge=0, le=100), doc("where workers lack, those of lower priority give theirs")] = 1
+    min_workers: Annotated[Positive, Meta(le=256), doc("it never has fewer workers than this")] = 1
+
+
+def read_scenarios(
+    tables: Iterable[tuple[str, Any, str]], prefix: str, slo_ms: float
+) -> tuple[tuple[Scenario, ...], tuple[Value, ...]]:
+    """The scenarios, in the order of their names, and the value of each of their keys.
+
+    tables: (name, content, source) of each section in the order of files, of which a later one counts for the keys that
+    it has. prefix: kafka.prefix. slo_ms: of those that state none. Raises ConfigError.
+    """
+    found: dict[str, dict[str, Value]] = {}
+    for name, table, source in tables:
+        _check_name(name, table, source, prefix)
+        fields = {key.rpartition(".")[2]: field for key, field in section_fields(SECTION + name, Scenario).items()}
+        keys = [key for key, field in fields.items() if field.description]
+        values = found.setdefault(name, {key: Value(fields[key], fields[key].default, "default") for key in keys})
+        if values["slo_ms"].source == "default":
+            values["slo_ms"] = Value(fields["slo_ms"], slo_ms, "relay.slo_ms")
+        for key, raw in table.items():
+            if key not in keys:
+                raise ConfigError(f"{source}: no key `{SECTION}{name}.{key}`; a scenario has {', '.join(keys)}")
+            values[key] = checked(fields[key], raw, source)
+    _check_tenants(found)
+    scenarios = (
+        Scenario(name=name, **{key: value.value for key, value in found[name].items()}) for name in sorted(found)
+    )
+    return tuple(scenarios), tuple(value for name in sorted(found) for value in found[name].values())
+
+
+def scenario_of(scenarios: Iterable[Scenario], tenant: str) -> str:
+    """The name of the tenant's scenario; "": none, so that of `default`."""
+    return next((scenario.name for scenario in scenarios if tenant in scenario.tenants), "")
+
+
+def _check_name(name: str, table: Any, source: str, prefix: str) -> None:
+    if not NAME.fullmatch(name) or name in RESERVED:
+        raise ConfigError(
+            f"{source}: [{SECTION}{name}]: a scenario's name is part of its topics' names: up to 24 of a–z, 0–9 and -, "
+            f"the first no -, and not {' or '.join(RESERVED)}; choose another one"
+        )
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source}: `{SECTION}{name}` is no section; write [{SECTION}{name}], and below it its keys")
+    if len(prefix) + len(name) + 1 > LONGEST_PREFIX:
+        raise ConfigError(
+            f"{source}: [{SECTION}{name}]: {prefix}{name}. has more than {LONGEST_PREFIX} characters; shorten the name "
+            f"or `kafka.prefix`"
+        )
+
+
+def _check_tenants(found: dict[str, dict[str, Value]]) -> None:
+    """Raise ConfigError where a tenant stands in two scenarios, or twice in one."""
+    of: dict[str, str] = {}
+    for name, values in found.items():
+        for tenant in values["tenants"].value:
+            if tenant in of:
+                others = f"in [{SECTION}{of[tenant]}], too" if of[tenant] != name else "twice"
+                raise ConfigError(
+                    f"{values['tenants'].source}: `{SECTION}{name}.tenants` has {tenant!r}, which stands {others}; a "
+                    f"tenant's requests are of one scenario: leave it in one place"
+                )
+            of[tenant] = name

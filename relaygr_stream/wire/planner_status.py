@@ -1,0 +1,81 @@
+"""The status of a planner, on `worker-status` beside those of workers: how many workers each scenario wants, and why.
+
+`relaygr plan show` shows it. Nothing that serves depends on it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from relaygr_stream.errors import DecodeError
+from relaygr_stream.wire.messages import Finite, Id, Label, LeastVersion, UnixMillis
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.versions import SCHEMA_VERSION, VersionedDecoder
+from relaygr_stream.wire.worker_status import StatusReader
+
+#: The value of HEADER_KIND, and the prefix of the record's key, before the planner's name.
+KIND: Final = "planner"
+KEY_PREFIX: Final = "planner/"
+
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Text = Annotated[str, Meta(max_length=500)]
+
+
+class ScenarioPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a scenario has and wants. demand: in workers. headroom_ms: the SLO less the P99; None: no answers."""
+
+    workers: Count
+    wanted: Count
+    demand: Finite
+    headroom_ms: Finite | None = None
+    reason: Text = ""
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of `source` ("": of none) is to serve `target`."""
+
+    source: Label
+    target: Label
+    reason: Text = ""
+
+
+class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The proposals at a Unix time in seconds."""
+
+    at_s: Finite
+    scenarios: Annotated[dict[Label, ScenarioPlan], Meta(max_length=256)]
+    move: Move | None = None
+
+
+class PlannerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """On `worker-status`, header relaygr-kind = planner, key = planner/NAME."""
+
+    v: int = SCHEMA_VERSION
+    min_v: LeastVersion = 0
+    name: Id
+    incarnation: Count  # Unix time of its start, in milliseconds
+    sent_ms: UnixMillis
+    state: Label  # "serving", "stopped"; later releases may add more
+    mode: Label = "advise"  # later releases may add more
+    plan: FleetPlan
+    version: Label = ""  # of this package
+
+
+_decoder = VersionedDecoder(PlannerStatus, min_v=1)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_planner(status: PlannerStatus) -> bytes:
+    """The status as MessagePack."""
+    return _encoder.encode(status)
+
+
+def read_planner(record: Record, reader: StatusReader) -> PlannerStatus | None:
+    """The planner's status in a record; None for a tombstone or another kind of record. Raises DecodeError."""
+    status = reader.other(record, KIND, _decoder)
+    if status is not None and (record.key or b"") != (KEY_PREFIX + status.name).encode():
+        raise DecodeError("invalid", f"the key does not belong to planner {status.name!r}")
+    return status

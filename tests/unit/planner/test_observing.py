@@ -1,0 +1,93 @@
+"""What the planner sees is what workers state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from relaygr_stream.ops.planner.observing import observed
+from relaygr_stream.ops.status.overview import LATELY_S, Overview
+from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.worker_status import StatusReader
+from tests.statuses import lane_statuses, worker_status
+from tests.waiting import Clock
+
+SETTINGS = Settings(kafka=Kafka(partitions=4))
+#: Of ten seconds: 100 rankings, 90 of them with scores, 5 of those late.
+COUNTERS = {
+    "answers_ok": 90.0,
+    "answers_overloaded": 10.0,
+    "outcome_hbm": 80.0,
+    "outcome_full": 10.0,
+    "within_slo": 85.0,
+    "signal_computed": 40.0,
+    "signal_hbm": 50.0,
+    "pre_infer_ms": 800.0,
+    "full_ms": 200.0,
+    "ranking_ms": 180.0,
+}
+
+
+def status(name: str, second: float, counters: dict[str, float], **changes: Any) -> WorkerStatus:
+    given = {
+        "counters": counters,
+        "busy_share": 0.4,
+        "latencies": {"hbm": (0, 0, 0, int(counters.get("answers_ok", 0)))},
+    }
+    return worker_status(name, lane_statuses([0]), sent_ms=int(second * 1e3), **{**given, **changes})
+
+
+def view(*statuses: WorkerStatus) -> Overview:
+    topics = load_topics(SETTINGS.kafka)
+    made = Overview(SETTINGS, topics, StatusReader.of(SETTINGS, topics), clock=Clock())
+    made.live = True
+    for each in statuses:
+        made.on_records([Record("s", 0, 0, each.sent_ms, each.name.encode(), encode(each), ())])
+    return made
+
+
+def test_rates_costs_and_late_answers_are_those_of_the_window() -> None:
+    before = {name: 1000.0 + total for name, total in COUNTERS.items()}
+    after = {name: total + COUNTERS[name] for name, total in before.items()}
+    pairs = [each for name in ("w1", "w2") for each in (status(name, 1.0, before), status(name, 1.0 + LATELY_S, after))]
+    seen = observed(view(*pairs))
+    assert seen.per_second == pytest.approx(20.0)
+    assert seen.prefix_ms == pytest.approx(1000.0 / 100)  # 90 signals, and 10 rankings that did it themselves
+    assert seen.score_ms == pytest.approx(180.0 / 90)
+    assert [(each.name, each.answers, each.late, each.busy) for each in seen.workers] == [
+        ("w1", 100, 15, 0.4),
+        ("w2", 100, 15, 0.4),
+    ]
+    assert seen.p99_ms is not None
+    assert 3.0 < seen.p99_ms <= 5.0
+
+
+def test_without_signals_each_ranking_with_scores_counts() -> None:
+    quiet = dict.fromkeys(COUNTERS, 0.0)
+    cached = quiet | {"answers_ok": 50.0, "outcome_hbm": 40.0, "outcome_full": 10.0, "full_ms": 100.0}
+    seen = observed(view(status("w", 1.0, quiet), status("w", 1.0 + LATELY_S, cached)))
+    assert seen.prefix_ms == pytest.approx(2.0)
+
+
+def test_a_worker_that_withholds_outcomes_tells_by_its_busy_share() -> None:
+    one, two = ({"answers_ok": 0.0}, {"answers_ok": 100.0})
+    seen = observed(view(status("w", 1.0, one, latencies={}), status("w", 11.0, two, latencies={})))
+    assert (seen.prefix_ms, seen.p99_ms) == (0.0, None)
+    assert seen.score_ms == pytest.approx(40.0)
+    assert seen.workers[0].late == 0
+
+
+@pytest.mark.parametrize("state", ["starting", "draining", "stopped"])
+def test_only_serving_workers_count(state: str) -> None:
+    assert observed(view(status("w", 1.0, COUNTERS, state=state))).workers == ()
+
+
+def test_a_worker_seen_once_tells_nothing_yet() -> None:
+    seen = observed(view(status("w", 1.0, COUNTERS)))
+    assert (seen.per_second, seen.prefix_ms, seen.score_ms) == (0.0, 0.0, 0.0)
+    assert len(seen.workers) == 1

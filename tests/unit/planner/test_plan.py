@@ -1,0 +1,235 @@
+"""The planner's core: what it proposes, and that it does not swing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaygr_stream.ops.planner.plan import DAY, Memory, Observation, decide, demand_of, utilisation
+from relaygr_stream.settings.scenarios import Scenario
+from tests.unit.planner.worlds import FEED, SEARCH, World, group, rate_for
+
+MINUTE = 60.0
+HOUR = 3600.0
+
+
+def scenario(name: str = "feed", **given: object) -> Scenario:
+    return msgspec.structs.replace(FEED, name=name, **given)
+
+
+def constant(**loads: float) -> object:
+    return lambda at: loads
+
+
+# ---- what a scenario needs ----
+
+
+def test_demand_is_that_of_the_formula() -> None:
+    seen = group(2, 100.0, p=12.0, r=2.0)
+    by_hand = 100 * (12 / utilisation(12, 150) + 2 / utilisation(2, 0.8 * 50)) / 1e3
+    assert demand_of(seen, FEED) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("within_ms", [1.0, 20.0, 1e6])
+def test_a_utilisation_is_within_its_bounds(within_ms: float) -> None:
+    assert 0.1 <= utilisation(5.0, within_ms) <= 0.8
+
+
+@given(service=st.floats(0.01, 100), within=st.floats(1, 1000), more=st.floats(1, 10))
+def test_a_longer_limit_allows_more_use_and_longer_work_less(service: float, within: float, more: float) -> None:
+    assert utilisation(service, within) <= utilisation(service, within * more)
+    assert utilisation(service, within) >= utilisation(service * more, within)
+
+
+@given(
+    load=st.floats(0, 40),
+    more=st.floats(0, 40),
+    workers=st.integers(1, 40),
+    least=st.integers(1, 5),
+    p=st.floats(0, 50),
+    r=st.floats(0.1, 20),
+)
+def test_more_load_never_wants_fewer_workers(
+    load: float, more: float, workers: int, least: int, p: float, r: float
+) -> None:
+    scenes = [scenario(min_workers=least)]
+
+    def wanted(load: float) -> int:
+        seen = group(workers, rate_for(load, p=p, r=r), p=p, r=r)
+        _, plan = decide(Memory(), Observation(at_s=0, groups={"feed": seen}), scenes)
+        return plan.scenarios["feed"].wanted
+
+    assert least <= wanted(load) <= wanted(load + more)
+
+
+# ---- moves ----
+
+
+def test_a_group_below_its_floor_takes_from_the_reserve() -> None:
+    world = World([FEED, SEARCH], {"feed": 1, "search": 1}, constant(feed=1.8, search=0.5), reserve=1)  # type: ignore[arg-type]
+    world.run(HOUR)
+    (at, move), *others = world.moves
+    assert (move.source, move.target, others) == ("", "feed", [])
+    assert at == max(DAY.patience_s, DAY.settle_s)  # the planner's start counts as a change
+    assert "needs 2 workers and has 1" in move.reason
+
+
+def test_a_group_is_below_its_floor_for_half_a_minute_before_it_takes_a_worker() -> None:
+    world = World([FEED], {"feed": 1}, lambda at: {"feed": 0.5 if at < HOUR else 8.0}, reserve=1)
+    world.run(HOUR)
+    assert not world.moves
+    world.run(2 * DAY.patience_s)
+    ((at, _),) = world.moves
+    assert HOUR + DAY.patience_s <= at < HOUR + 2 * DAY.patience_s
+
+
+def test_without_a_reserve_it_takes_from_who_stays_whole() -> None:
+    world = World([FEED, SEARCH], {"feed": 2, "search": 3}, constant(feed=2.6, search=1.5), reserve=0)  # type: ignore[arg-type]
+    world.run(HOUR)
+    assert [(move.source, move.target) for _, move in world.moves] == [("search", "feed")]
+
+
+def test_who_would_lack_a_worker_gives_none_to_an_equal() -> None:
+    world = World([FEED, SEARCH], {"feed": 2, "search": 3}, constant(feed=2.6, search=2.2))  # type: ignore[arg-type]
+    world.run(HOUR)
+    assert not world.moves
+
+
+def test_a_higher_priority_takes_what_a_lower_one_needs_down_to_its_least() -> None:
+    scenes = [scenario("feed", priority=2), scenario("ads", min_workers=2)]
+    world = World(scenes, {"feed": 1, "ads": 4}, constant(feed=5.0, ads=4.0))  # type: ignore[arg-type]
+    world.run(HOUR)
+    assert world.workers == {"feed": 3, "ads": 2}
+    assert all("lower priority" in move.reason for _, move in world.moves)
+
+
+def test_late_workers_whose_demand_fits_get_one_more_and_keep_it() -> None:
+    """The bound is an estimate; what is measured counts."""
+    world = World([FEED], {"feed": 2}, constant(feed=1.8), reserve=3, truth=1.3)  # type: ignore[arg-type]
+    world.run(3 * HOUR)
+    assert world.workers == {"feed": 3}
+    assert len(world.moves) == 1
+
+
+def test_a_single_late_worker_asks_for_nothing() -> None:
+    """It has a hot lane, or a slow device."""
+    memory, plan = Memory(), None
+    for at in range(0, 600, 10):
+        seen = group(3, rate_for(2.0), late=True)
+        others = tuple(msgspec.structs.replace(each, late=0) for each in seen.workers[1:])
+        seen = msgspec.structs.replace(seen, workers=(seen.workers[0], *others))
+        memory, plan = decide(memory, Observation(at_s=at, groups={"feed": seen}, reserve=1), [FEED])
+    assert plan is not None
+    assert plan.move is None
+    assert plan.scenarios["feed"].wanted == 3
+
+
+def test_late_workers_with_idle_devices_ask_for_nothing() -> None:
+    """A broker or a history store that is slow is not cured by workers."""
+    memory, plan = Memory(), None
+    for at in range(0, 600, 10):
+        seen = group(3, rate_for(2.5), late=True, busy=0.02)
+        memory, plan = decide(memory, Observation(at_s=at, groups={"feed": seen}, reserve=1), [FEED])
+        assert plan.move is None
+
+
+def test_wanted_falls_only_where_use_is_low() -> None:
+    def wanted(load: float) -> int:
+        seen = Observation(at_s=0, groups={"feed": group(4, rate_for(load))})
+        return decide(Memory(), seen, [FEED])[1].scenarios["feed"].wanted
+
+    assert [wanted(load) for load in (2.9, 2.6, 1.9, 0.1)] == [4, 3, 3, 1]
+
+
+def test_a_burst_of_seconds_moves_nothing() -> None:
+    world = World(
+        [FEED, SEARCH],
+        {"feed": 2, "search": 2},
+        lambda at: {"feed": 3.0 if at % 600 < 20 else 1.5, "search": 0.6},
+    )
+    world.run(HOUR)
+    assert not world.moves
+
+
+def test_nothing_moves_while_a_move_is_under_way() -> None:
+    memory, plan = Memory(), None
+    for at in range(0, 600, 10):
+        seen = Observation(at_s=at, groups={"feed": group(1, rate_for(3.0))}, reserve=2, moving=True)
+        memory, plan = decide(memory, seen, [FEED])
+        assert plan.move is None
+
+
+def test_a_group_whose_workers_are_gone_keeps_its_demand() -> None:
+    """No answers tell nothing of the demand."""
+    memory, _ = decide(Memory(), Observation(at_s=0, groups={"feed": group(3, rate_for(2.5))}), [FEED])
+    _, plan = decide(memory, Observation(at_s=10, groups={}), [FEED])
+    assert plan.scenarios["feed"].wanted == 3
+    assert plan.scenarios["feed"].reason == "no worker serves it"
+
+
+# ---- properties of any fleet ----
+
+loads = st.floats(0, 8)
+least = st.integers(1, 3)
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> World:
+    count = draw(st.integers(1, 4))
+    scenes = [
+        scenario(f"s{index}", priority=draw(st.integers(0, 2)), min_workers=draw(least)) for index in range(count)
+    ]
+    asked = {each.name: draw(loads) for each in scenes}
+    workers = {each.name: draw(st.integers(0, 5)) for each in scenes}
+    return World(scenes, workers, lambda at: asked, draw(st.integers(0, 3)), draw(st.sampled_from([0.8, 1.0, 1.25])))
+
+
+@given(world=fleets())
+def test_on_constant_load_it_settles_and_stays(world: World) -> None:
+    whole = sum(world.workers.values()) + world.reserve
+    world.run(HOUR / 2)
+    moves = len(world.moves)
+    world.run(HOUR / 4)
+    assert len(world.moves) == moves
+    assert sum(world.workers.values()) + world.reserve == whole
+    if whole >= sum(each.min_workers for each in world.scenarios):
+        assert all(world.workers[each.name] >= each.min_workers for each in world.scenarios)
+
+
+@given(world=fleets(), swing=st.floats(0, 1), period=st.floats(MINUTE, HOUR))
+def test_whatever_the_tide_moves_are_single_apart_and_leave_each_its_least(
+    world: World, swing: float, period: float
+) -> None:
+    before = world._loads(0)
+    world._loads = lambda at: {
+        name: load * (1 + swing * math.sin(2 * math.pi * at / period + index))
+        for index, (name, load) in enumerate(before.items())
+    }
+    enough = {each.name: world.workers[each.name] >= each.min_workers for each in world.scenarios}
+    while world.now < HOUR / 2:
+        plan = world.step()
+        for each in world.scenarios:
+            enough[each.name] |= world.workers[each.name] >= each.min_workers
+            assert world.workers[each.name] >= each.min_workers or not enough[each.name]
+            assert plan.scenarios[each.name].wanted >= each.min_workers
+    times = [at for at, _ in world.moves]
+    assert all(later - before >= DAY.settle_s for before, later in itertools.pairwise(times))
+
+
+@given(world=fleets())
+def test_the_same_day_gives_the_same_plans(world: World) -> None:
+    seen = []
+    plans = []
+    for _ in range(20):
+        seen.append(world.look())
+        plans.append(world.step())
+    memory, again = Memory(), []
+    for each in seen:
+        memory, plan = decide(memory, msgspec.json.decode(msgspec.json.encode(each), type=Observation), world.scenarios)
+        again.append(plan)
+    assert again == plans
