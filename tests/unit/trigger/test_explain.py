@@ -76,8 +76,12 @@ def test_the_table_shows_what_was_compared_and_sums_up(log: Path) -> None:
     assert "predicted ms" in result.stdout
     assert result.stdout.count(" admitted") == 6
     assert "5 requests: admitted 5 (100%)" in result.stdout
-    filtered = run("--events", str(log), "--requests", "5", "--set", "relay.max_prefix_tokens=1", "--only", "admitted")
-    assert "5 requests: too_long 5 (100%)" in filtered.stdout
+    crowded = ("--requests", "100", "--rate", "500", "--costs", "0,1,0,0", "--only", "over_load")
+    shown, found, counts = run("--events", str(log), *crowded).stdout.partition("100 requests: ")
+    assert found
+    assert "admitted" in counts
+    assert "over_load" in shown
+    assert "admitted" not in shown
 
 
 def test_a_gap_of_the_log_takes_no_time_and_changes_nothing(
