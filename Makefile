@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml relaygr_lab/pyproject.toml constraints.txt docker/setup
 	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]' --editable relaygr_lab  # torch, triton, the project
 	@touch $@
 
-demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER")
+demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER"; ARGS=--rollout)
 	$(BIN)/relaygr demo $(ARGS)
 
 test: $(STAMP) ## unit tests, the bus on the embedded broker, one relay of real processes
@@ -111,7 +111,7 @@ format: $(STAMP) ## let ruff rewrite what it can
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/cache.py
 
-bench-change: $(STAMP) ## hits after a kill, an absence and a rolling restart, with and without a file; hand-over against a plain socket and blocks (10 minutes; CHECK=1 judges; ARGS=--quick)
+bench-change: $(STAMP) ## hits after a kill, an absence and a rolling restart, with and without a file, and through a rollout; hand-over against a plain socket and blocks (12 minutes; CHECK=1 judges; ARGS=--quick)
 	$(BIN)/python relaygr_lab/benchmarks/change.py $(ARGS)
 
 bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (5 minutes; CHECK=1 judges)

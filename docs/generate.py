@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
 from relaygr_stream.bus.renewed import RenewalsCollector
-from relaygr_stream.cli.config_table import render_settings_markdown
+from relaygr_stream.cli.config_table import render_scenario_markdown, render_settings_markdown
 from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.gateway.metrics import Metrics as GatewayMetrics
@@ -293,6 +293,7 @@ def _commands(command: click.Command, context: click.Context) -> Iterator[str]:
 
 GENERATED: Final[dict[str, Callable[[], str]]] = {
     "settings": settings_tables,
+    "scenario": render_scenario_markdown,
     "former": former_settings,
     "metrics": metric_tables,
     "commands": commands_list,

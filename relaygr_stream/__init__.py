@@ -35,6 +35,7 @@ from relaygr_stream.errors import (
     RequestError,
     Superseded,
     TopicError,
+    UnknownScenario,
     WorkerFailed,
 )
 
@@ -96,6 +97,7 @@ __all__ = [
     "SyncRelayClient",
     "Tokens",
     "TopicError",
+    "UnknownScenario",
     "WarmedModel",
     "WorkerFailed",
     "load_settings",

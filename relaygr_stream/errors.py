@@ -25,6 +25,7 @@ RelayError
     ├── DeadlineExceeded     no answer, or the answer `deadline_exceeded`, within the timeout; a TimeoutError
     ├── Overloaded           the worker refused early rather than answer late
     ├── Rejected             the request itself is invalid; sending it again cannot help
+    ├── UnknownScenario      no group of workers serves the request's scenario
     └── WorkerFailed         the worker failed while it held the request
 """
 
@@ -158,6 +159,10 @@ class Overloaded(RequestError):
 
 class Rejected(RequestError):
     """The request itself is invalid; sending it again cannot help."""
+
+
+class UnknownScenario(RequestError):
+    """No routes name a group of workers that serves the request's scenario, which the message names."""
 
 
 class WorkerFailed(RequestError):

@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("faults", "make test-kafka")
     group.addoption("--away-seconds", type=float, default=15.0, help="how long all brokers are away (default 15)")
     group.addoption("--stopped-seconds", type=float, default=8.0, help="how long a worker is stopped (default 8)")
-    group.addoption("--churn", type=int, default=6, help="joins and leaves within a minute (default 6)")
+    group.addoption("--churn", type=int, default=6, help="joins and leaves within half a minute (default 6)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,6 +25,7 @@ from relaygr_stream.wire.records import (
     HEADER_ORIGIN_PARTITION,
     HEADER_ORIGIN_TOPIC,
     HEADER_REASON,
+    HEADER_SCENARIO,
     MOST_HEADERS,
     Record,
     RecordReader,
@@ -58,6 +59,7 @@ class DeadLetters:
     producer: its size limit must be that of the topic. reader: has a record done when its dead letter is
     acknowledged. waiting: the metric of waiting dead letters. background: runs the sending and reports a defect in it.
     keep_values: whether a dead letter has the whole message if it fits (kafka.dead_letter_values); else a digest.
+    scenario: that the reader serves.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class DeadLetters:
         background: Background,
         *,
         keep_values: bool,
+        scenario: str = "",
     ) -> None:
         self._background = background
         self._producer = producer
@@ -76,6 +79,7 @@ class DeadLetters:
         self._reader = reader
         self._waiting = waiting
         self._keep_values = keep_values
+        self._scenario = [(HEADER_SCENARIO, scenario.encode())] if scenario else []
         self._tasks: dict[asyncio.Task[None], float] = {}  # sending task → its start, oldest first
         self._nbytes = 0  # of records in dead letters that wait
         self._refused = ""
@@ -124,6 +128,7 @@ class DeadLetters:
 
     async def _deliver(self, record: Record, error: DecodeError, letter: DeadLetter, *, whole: bool) -> None:
         key, value, headers = letter
+        headers[:0] = self._scenario
         for pause in endless(RETRY_S):
             try:
                 await self._producer.send_and_wait(self._topic.name, value, key=key, headers=headers)
@@ -133,6 +138,7 @@ class DeadLetters:
                 if whole and isinstance(failure, MessageTooLarge):
                     # The cluster's size limit may be lower than the topic's file says.
                     whole, (key, value, headers) = False, digest_dead_letter(record, error)
+                    headers[:0] = self._scenario
                 self._refused = str(failure)
                 limited(log.error, "dead letter")(
                     "dead letter not delivered yet",

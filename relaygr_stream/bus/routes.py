@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -17,7 +17,7 @@ from relaygr_stream.errors import BrokerError, DecodeError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.routes import KEY, Routes, encode_routes, newest_routes, routes_topic
+from relaygr_stream.wire.routes import Routes, encode_routes, key_of, routes_topic, with_newer
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.worker_status import StatusReader
 
@@ -28,25 +28,33 @@ limited: Final = LogLimiter().limited
 ASK_S: Final = 5.0
 
 
-async def read_routes(kafka: Kafka, topics: TopicSet, reader: StatusReader) -> Routes | None:
-    """The newest routes on the cluster; None: there are none. Raises BrokerError."""
-    topic, known = routes_topic(topics), None
+async def read_all_routes(kafka: Kafka, topics: TopicSet, reader: StatusReader) -> Mapping[str, Routes]:
+    """The newest routes on the cluster, by scenario; "": of the requests that are of none. Raises BrokerError."""
+    topic, newest = routes_topic(topics), dict[str, Routes]()
     if await topic_exists(kafka, topic):
         for record in await read_all(kafka, topic.name, [0]):
             with suppress(DecodeError):
-                known = newest_routes([record], reader, known)
-    return known
+                newest = dict(with_newer(record, reader, newest))
+    return newest
 
 
-async def write_routes(producer: Producer, topics: TopicSet, reader: StatusReader, routes: Routes) -> None:
-    """Write them, signed if the fleet has a secret. Raises BrokerError."""
-    name, value = routes_topic(topics).name, encode_routes(routes)
-    headers = [] if reader.signer is None else reader.signer.sign(name, KEY, value)
-    await producer.send_and_wait(name, value, key=KEY, headers=headers)
+async def read_routes(kafka: Kafka, topics: TopicSet, reader: StatusReader) -> Routes | None:
+    """Those of the requests that are of no scenario; None: there are none. Raises BrokerError."""
+    return (await read_all_routes(kafka, topics, reader)).get("")
+
+
+async def write_routes(
+    producer: Producer, topics: TopicSet, reader: StatusReader, routes: Routes, scenario: str = ""
+) -> None:
+    """Write them, signed if the fleet has a secret. scenario: "": none. Raises BrokerError."""
+    name, value, (key, headers) = routes_topic(topics).name, encode_routes(routes), key_of(scenario)
+    if reader.signer is not None:
+        headers = reader.signer.sign(name, key, value, headers)
+    await producer.send_and_wait(name, value, key=key, headers=headers)
 
 
 class RoutesTail:
-    """The newest routes, from the topic's beginning on. on_routes: called with each later one.
+    """The newest routes by scenario, from the topic's beginning on. on_routes: called with all when one is newer.
 
     exists: whether the topic is there.
     """
@@ -57,12 +65,12 @@ class RoutesTail:
         topic: str,
         reader: StatusReader,
         exists: Callable[[], Awaitable[bool]],
-        on_routes: Callable[[Routes], None],
+        on_routes: Callable[[Mapping[str, Routes]], None],
     ) -> None:
         self._kafka, self._topic, self._reader = kafka, topic, reader
         self._exists, self._on_routes = exists, on_routes
         self._tail: TopicTail | None = None
-        self.routes: Routes | None = None
+        self.routes: Mapping[str, Routes] = {}
 
     async def start(self) -> None:
         """Read what there is, if the topic is there."""
@@ -92,10 +100,10 @@ class RoutesTail:
     def _on_records(self, records: list[Record]) -> None:
         for record in records:
             try:
-                newest = newest_routes([record], self._reader, self.routes)
+                newest = with_newer(record, self._reader, self.routes)
             except DecodeError as error:
                 limited(log.warning, "routes refused")("a record of routes is ignored", detail=str(error))
                 continue
-            if newest is not None and newest is not self.routes:
+            if newest is not self.routes:
                 self.routes = newest
                 self._on_routes(newest)

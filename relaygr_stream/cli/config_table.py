@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -9,7 +10,8 @@ from msgspec import inspect as msgspec_inspect
 from rich.table import Table
 
 from relaygr_stream.settings.load import FIELDS, Config
-from relaygr_stream.settings.section import Field
+from relaygr_stream.settings.scenarios import SECTION, Scenario
+from relaygr_stream.settings.section import Field, section_fields
 from relaygr_stream.telemetry.printable import listing
 
 _UNITS: Final = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -33,8 +35,17 @@ def render_settings_table(config: Config) -> Table:
 
 def render_settings_markdown() -> str:
     """A Markdown table with one row per setting: key, default, accepted values, meaning. The docs contain it."""
+    return _markdown(FIELDS.values())
+
+
+def render_scenario_markdown() -> str:
+    """The same of the keys of a scenario."""
+    return _markdown(field for field in section_fields(f"{SECTION}NAME", Scenario).values() if field.description)
+
+
+def _markdown(fields: Iterable[Field]) -> str:
     lines = ["| key | default | accepts | meaning |", "| --- | --- | --- | --- |"]
-    for field in FIELDS.values():
+    for field in fields:
         default = _sized(field, field.default) or msgspec.json.encode(field.default).decode()
         cells = (f"`{field.key}`", f"`{default}`", _accepts(field), field.description)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from relaygr_stream.cli.options import settings_options
+from relaygr_stream.cli.options import scenario_option, settings_options
 from relaygr_stream.ops.stopping import run_until_stopped
 from relaygr_stream.settings.schema import Settings
 
@@ -12,6 +12,7 @@ from relaygr_stream.settings.schema import Settings
 @click.command(name="dashboard")
 @click.option("--port", type=click.IntRange(0, 65535), default=8090, show_default=True, help="0: any free one.")
 @settings_options
+@scenario_option
 def dashboard_command(settings: Settings, port: int) -> None:
     """Serve a page of the fleet to this machine's browsers.
 

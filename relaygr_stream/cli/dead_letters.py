@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from relaygr_stream.cli.options import F, settings_options
+from relaygr_stream.cli.options import F, scenario_option, settings_options
 from relaygr_stream.settings.schema import Settings
 
 
@@ -32,6 +32,7 @@ def dead_letters_command() -> None:
 @_filters
 @click.option("--json", "as_lines", is_flag=True, help="One JSON object per line.")
 @settings_options
+@scenario_option
 def list_command(settings: Settings, reason: str, origin: str, as_lines: bool) -> None:
     """List the dead letters, oldest first, with reason and origin."""
     from relaygr_stream.bus.away import Away
@@ -52,6 +53,7 @@ def list_command(settings: Settings, reason: str, origin: str, as_lines: bool) -
 @dead_letters_command.command()
 @click.argument("addresses", nargs=-1, required=True, metavar="ADDRESS…")
 @settings_options
+@scenario_option
 def show(settings: Settings, addresses: tuple[str, ...]) -> None:
     """Show dead letters completely: headers, and the unpacked value, also of an unknown schema."""
     from relaygr_stream.bus.away import Away
@@ -76,6 +78,7 @@ def show(settings: Settings, addresses: tuple[str, ...]) -> None:
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be replayed, and send nothing.")
 @settings_options
+@scenario_option
 def replay(
     settings: Settings,
     addresses: tuple[str, ...],

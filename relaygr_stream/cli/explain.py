@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from relaygr_stream.cli.options import check_pace, config_options, flag_of
+from relaygr_stream.cli.options import check_pace, config_options, flag_of, scenario_option
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import Config
 from relaygr_stream.wire.messages import CostModel
@@ -27,6 +27,7 @@ from relaygr_stream.wire.messages import CostModel
 @click.option("--only", metavar="REASON", help="Show only requests with this decision.")
 @click.option("--json", "as_json_lines", is_flag=True, help="One JSON object a line instead of a table.")
 @config_options
+@scenario_option
 def explain_command(config: Config, only: str | None, as_json_lines: bool, **flags: Any) -> None:
     """Show why requests were admitted or not.
 

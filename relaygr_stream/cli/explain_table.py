@@ -22,8 +22,9 @@ def as_json(rows: Sequence[Explanation]) -> str:
 def as_table(rows: Sequence[Explanation]) -> Table:
     """A table for a terminal, with compared numbers side by side."""
     live = any(row.signalled is not None for row in rows)
+    scenarios = any(row.scenario for row in rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("at s", "request", "user"):
+    for name in ("at s", "request", "user", *(["scenario"] if scenarios else [])):
         table.add_column(name)
     for name in (
         "lane",
@@ -45,6 +46,7 @@ def as_table(rows: Sequence[Explanation]) -> Table:
             f"{row.at_s:.3f}",
             printable(row.request_id),
             printable(row.user_id),
+            *([printable(row.scenario or "default")] if scenarios else []),
             str(row.lane),
             str(row.tokens),
             f"{row.age_ms:.0f}",

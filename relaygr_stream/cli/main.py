@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import click
 
-from relaygr_stream.cli.options import config_options, settings_options
+from relaygr_stream.cli.options import config_options, scenario_option, settings_options
 from relaygr_stream.errors import ConfigError, PartitionsAway, RelayError
 from relaygr_stream.ops.stopping import Interrupted, stopped
 from relaygr_stream.settings.files import FILE_TROUBLE, discard_output
@@ -32,6 +32,7 @@ _COMMANDS: Final = {
     "dead-letters": "relaygr_stream.cli.dead_letters:dead_letters_command",
     "explain": "relaygr_stream.cli.explain:explain_command",
     "history": "relaygr_stream.cli.history:history_command",
+    "lanes": "relaygr_stream.cli.lanes:lanes_command",
     "model": "relaygr_stream.cli.model:model_command",
     "plan": "relaygr_stream.cli.planner:plan_command",
     "planner": "relaygr_stream.cli.planner:planner_command",
@@ -116,6 +117,7 @@ def main() -> None:
 
 @main.command()
 @settings_options
+@scenario_option
 def worker(settings: Settings) -> None:
     """Run a worker, which scores ranking requests.
 
@@ -135,6 +137,7 @@ def worker(settings: Settings) -> None:
 
 @main.command()
 @settings_options
+@scenario_option
 def trigger(settings: Settings) -> None:
     """Run a trigger, which admits request events.
 
@@ -177,8 +180,11 @@ def topics() -> None:
 @topics.command()
 @click.option("--alter", is_flag=True, help="Change existing topics to match their files; add partitions.")
 @settings_options
+@scenario_option
 def apply(settings: Settings, alter: bool) -> None:
     """Create the topics that are missing; then verify all.
+
+    With scenarios in the settings and no --scenario, those of all their groups, and the routes to these.
 
     Without --alter, existing topics are not changed. Adding partitions to topics that share lanes moves users to other
     lanes: stop all processes first (docs/how-to/kafka.md).
@@ -188,11 +194,16 @@ def apply(settings: Settings, alter: bool) -> None:
 
     report = asyncio.run(apply_topics(settings.kafka, alter=alter))
     click.echo(report)
+    if settings.scenarios and not settings.scenario:
+        from relaygr_stream.ops.scenarios import make_groups
+
+        asyncio.run(make_groups(settings, click.echo, alter=alter))
     Away.of(report.rows).check()
 
 
 @topics.command()
 @settings_options
+@scenario_option
 def verify(settings: Settings) -> None:
     """Check that every topic exists and that every setting matches its file; name each difference.
 
@@ -209,6 +220,7 @@ def verify(settings: Settings) -> None:
 
 @topics.command()
 @settings_options
+@scenario_option
 def show(settings: Settings) -> None:
     """Show each topic's file beside the cluster's values."""
     from relaygr_stream.bus.away import Away

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -12,6 +13,7 @@ import click
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import Config, load_settings
+from relaygr_stream.settings.schema import Settings
 
 if TYPE_CHECKING:
     from relaygr_stream.workload.arrivals import ArrivalLog
@@ -77,6 +79,22 @@ def settings_options(command: F) -> F:
     @wraps(command)
     def wrapped(config: Config, *args: Any, **kwargs: Any) -> Any:
         return command(config.settings, *args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def scenario_option(command: F) -> F:
+    """Below config_options or settings_options: add --scenario, by which the first argument is that of a process which
+    serves the scenario."""
+
+    @click.option("--scenario", metavar="NAME", help="As of a section [scenario.NAME]: its group, SLO and model.")
+    @wraps(command)
+    def wrapped(given: Config | Settings, *args: Any, scenario: str | None, **kwargs: Any) -> Any:
+        if scenario is not None and isinstance(given, Settings):
+            given = given.serving(scenario)
+        elif scenario is not None and isinstance(given, Config):
+            given = replace(given, settings=given.settings.serving(scenario))
+        return command(given, *args, **kwargs)
 
     return wrapped  # type: ignore[return-value]
 

@@ -49,6 +49,7 @@ def _group(_: click.Context, __: click.Parameter, value: str | None) -> str | No
 @click.option(
     "--lanes", default=0, type=click.IntRange(0, 10_000), help="Lanes of a group that is made now. [as before]"
 )
+@click.option("--cold", is_flag=True, help="Do not prefill users in the group before they move to it.")
 @click.option("--back", is_flag=True, help="Only move all users back to the group they came from.")
 @click.option("--port", default=0, type=click.IntRange(0, 65535), help="Port of /metrics. [any free one]")
 @source_options
@@ -62,6 +63,7 @@ def rollout_command(
     hold: float,
     group: str | None,
     lanes: int,
+    cold: bool,
     back: bool,
     port: int,
     files: tuple[str, ...],
@@ -102,6 +104,6 @@ def rollout_command(
             *("--set", f"model.checkpoint={checkpoint}", "--workers", str(workers)),
             *(("--devices", devices) if devices else ()),
         ]
-    asked = RolloutRequest(Plan.of([*canary, *steps], hold), group, lanes, up)
+    asked = RolloutRequest(Plan.of([*canary, *steps], hold), group, lanes, up, warm=not cold)
     settings = msgspec.structs.replace(settings, telemetry=msgspec.structs.replace(settings.telemetry, port=port))
     sys.exit(run_process("rollout", settings, partial(run_rollout, asked=asked, say=click.echo)))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
-from relaygr_stream.cli.options import settings_options
+from relaygr_stream.cli.options import scenario_option, settings_options
 from relaygr_stream.ops.stopping import run_until_stopped
 from relaygr_stream.settings.schema import Settings
+
+if TYPE_CHECKING:
+    from relaygr_stream.ops.status.overview import Overview
+    from relaygr_stream.wire.routes import Routes
 
 
 @click.command(name="status")
@@ -18,6 +24,7 @@ from relaygr_stream.settings.schema import Settings
 @click.option("--json", "as_json_line", is_flag=True, help="Print a JSON object; with --watch, one line a second.")
 @click.option("--forget", metavar="NAME", help="Only remove the record of a worker (trigger/NAME: of a trigger).")
 @settings_options
+@scenario_option
 def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: str | None) -> None:
     """Show the processes of a fleet, and what is odd about them.
 
@@ -50,10 +57,10 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from relaygr_stream.bus.away import Away
     from relaygr_stream.bus.routes import RoutesTail
     from relaygr_stream.bus.topics import topic_exists, verify_topics
-    from relaygr_stream.ops.status.overview import LISTEN_S, listening
+    from relaygr_stream.ops.status.overview import LISTEN_S, OfScenario, listening
     from relaygr_stream.ops.status.table import as_json, render
     from relaygr_stream.telemetry.printable import SafeConsole, print_table
-    from relaygr_stream.wire.routes import routes_topic
+    from relaygr_stream.wire.routes import group_settings, routes_topic
     from relaygr_stream.wire.topic_files import load_topics
 
     away = Away.of(await verify_topics(settings.kafka))
@@ -68,10 +75,15 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
             topic.name,
             view.reader,
             partial(topic_exists, settings.kafka, topic),
-            partial(setattr, view, "routes"),
+            partial(_take, view),
         )
         await routes.start()
         stack.push_async_callback(routes.stop)
+        for name, of in sorted(routes.routes.items()):
+            for part in of.parts if name else ():
+                group = group_settings(settings, part.group, part.lanes)
+                seen, _ = await stack.enter_async_context(listening(group, load_topics(group.kafka)))
+                view.scenarios.append(OfScenario(name, part.group, seen))
         await tail.listen(LISTEN_S)
         if not watch:
             click.echo(as_json(view)) if as_json_line else print_table(render(view), console)
@@ -85,6 +97,10 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
                 while True:
                     await tail.listen(1.0)
                     screen.update(render(view), refresh=True)
+
+
+def _take(view: Overview, routes: Mapping[str, Routes]) -> None:
+    view.routes = routes.get("")
 
 
 async def _forget(settings: Settings, name: str) -> None:

@@ -1,4 +1,4 @@
-"""`relaygr up`: a trigger and workers on this host."""
+"""`relaygr up`: a trigger and workers on this host, or those of every scenario of a fleet."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -21,6 +23,8 @@ from relaygr_stream.telemetry.printable import printable
 if TYPE_CHECKING:
     from relaygr_stream.ops.door import RollDoor
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
+    from relaygr_stream.settings.scenarios import Scenario
+    from relaygr_stream.settings.schema import Settings
     from relaygr_stream.settings.worker import Worker
 
 #: Time beyond worker.drain_ms before a process is killed: for leaving the group and closing clients.
@@ -44,6 +48,12 @@ PACKAGED_LINE = (
     "--name",
     help="Names of workers are NAME-0, NAME-1, …. [the host's name, with a number where another `up` has it]",
 )
+@click.option(
+    "--fleet",
+    metavar="FILE",
+    help="Run a trigger and min_workers workers for each [scenario.NAME] of this file, and make their topics. "
+    "--workers: of what is of no scenario, none by default.",
+)
 @click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Devices, assigned to workers in turn: cuda:0,cuda:1.")
 @click.option(
     "--rolling",
@@ -58,6 +68,7 @@ def up_command(
     workers: int,
     trigger: bool,
     name: str | None,
+    fleet: str | None,
     devices: str | None,
     rolling: bool,
     files: tuple[str, ...],
@@ -73,21 +84,32 @@ def up_command(
     all at once. Logs go to stderr, the state of each to stdout. Where nothing in [model] is set, workers serve the
     packaged model. If telemetry.port or handover.port is N, the first process gets N, the next N+1, and so on.
 
-    Example: relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
+    \b
+    Examples:
+      relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
+      relaygr up --fleet fleet.toml --profile cpu --bootstrap kafka:9092
     """
     from relaygr_stream.ops.door import RollDoor
     from relaygr_stream.ops.names import reserved_name
+    from relaygr_stream.ops.scenarios import make_groups
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
     from relaygr_stream.settings.load import PACKAGED_MODEL, load_settings, with_packaged_model
 
     if rolling:
         _roll(context, name)
-    if not (workers or trigger):
+    if fleet is not None:
+        files = (*files, fleet)
+        if context.get_parameter_source("workers") is ParameterSource.DEFAULT:
+            workers, trigger = 0, False
+    elif not (workers or trigger):
         raise click.UsageError("nothing to run: --workers 0 and --no-trigger; leave out one of them")
     # Loaded here so that a mistake is reported once, of each process's own settings, too, which it loads itself.
     config = load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags(assignments)})
+    scenarios = config.settings.scenarios if fleet is not None else ()
+    if fleet is not None and not scenarios:
+        raise ConfigError(f"--fleet {fleet}: no section [scenario.NAME]; write one, or leave out --fleet")
     settings = with_packaged_model(config)
-    if settings is not config.settings and workers:
+    if settings is not config.settings and (workers or any(not each.model for each in scenarios)):
         click.echo(PACKAGED_LINE)
         assignments = (*assignments, f"model.checkpoint={PACKAGED_MODEL}")
     shared = [
@@ -95,29 +117,75 @@ def up_command(
         *(argument for assignment in assignments for argument in ("--set", assignment)),
         *(("--bootstrap", bootstrap) if bootstrap else ()),
     ]
-    telemetry = _ports("telemetry.port", settings.telemetry.port, trigger + workers)
-    handover = _ports("handover.port", settings.handover.port, workers)
     with (
         reserved_name(name, settings) as host,
         tempfile.TemporaryDirectory(prefix="relaygr-up-", ignore_cleanup_errors=True) as folder,
     ):
-        names = [*(["trigger"] if trigger else []), *(f"{host}-{index}" for index in range(workers))]
-        processes = []
-        for index, process_name in enumerate(names):
-            role, own = "trigger", telemetry[index]
-            if (number := index - (len(names) - workers)) >= 0:
-                role, own = "worker", [*own, *handover[number], "--set", f"worker.name={process_name}"]
-                if devices:
-                    own += ["--set", f"worker.device={devices.split(',')[number % len(devices.split(','))].strip()}"]
-            load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags((*assignments, *own[1::2]))})
-            processes.append(Supervised(process_name, [role, *shared, *own], Path(folder), settings.telemetry.host))
-        if workers:
+        processes, triggers = [], 0
+        planned = plan(host, workers, scenarios, settings, devices, trigger=trigger)
+        for process in planned:
+            flags = {"kafka.bootstrap": bootstrap, **parse_flags((*assignments, *process.assignments))}
+            own = load_settings(files, flags).settings
+            if process.scenario:
+                own.serving(process.scenario)
+            arguments = [process.role, *shared, *process.arguments]
+            processes.append(Supervised(process.name, arguments, Path(folder), settings.telemetry.host))
+            triggers += process.role == "trigger"
+        if workers := len(processes) - triggers:
             _say_memory(settings.worker, workers, (devices or settings.worker.device) == "cpu")
+        if scenarios:
+            asyncio.run(make_groups(config.settings, click.echo))
         stop_s = settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S
         door = RollDoor(host)
-        supervisor = Supervisor(processes, stop_s, partial(_print_state, door), first=processes[:trigger])
+        supervisor = Supervisor(processes, stop_s, partial(_print_state, door), first=processes[:triggers])
         ended_well = asyncio.run(_run(supervisor, door))
     sys.exit(0 if ended_well else 1)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A process that `up` keeps. assignments: its own settings. scenario: that it serves; "": none."""
+
+    name: str
+    role: str  # "trigger", "worker"
+    assignments: tuple[str, ...]
+    scenario: str = ""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of its command, behind its role and what all processes have."""
+        own = [argument for assignment in self.assignments for argument in ("--set", assignment)]
+        return [*own, *(("--scenario", self.scenario) if self.scenario else ())]
+
+
+def plan(
+    host: str,
+    workers: int,
+    scenarios: Sequence[Scenario],
+    settings: Settings,
+    devices: str | None = None,
+    *,
+    trigger: bool = True,
+) -> list[Planned]:
+    """Triggers first, then workers: those of no scenario, then those of each, in the order of the names.
+
+    Devices and ports are given in turn. Raises ConfigError where the ports are not enough.
+    """
+    of = {each.name: each.min_workers for each in scenarios}
+    triggers = [*([""] if trigger else []), *of]
+    numbered = [(name, number) for name, count in ({"": workers} | of).items() for number in range(count)]
+    telemetry = _ports("telemetry.port", settings.telemetry.port, len(triggers) + len(numbered))
+    handover = _ports("handover.port", settings.handover.port, len(numbered))
+    listed = [each.strip() for each in devices.split(",")] if devices else []
+    found = [
+        Planned(f"trigger-{name}" if name else "trigger", "trigger", tuple(telemetry.pop(0)), name) for name in triggers
+    ]
+    for index, (name, number) in enumerate(numbered):
+        full = f"{host}-{name}-{number}" if name else f"{host}-{number}"
+        device = [f"worker.device={listed[index % len(listed)]}"] if listed else []
+        own = (*telemetry.pop(0), *handover[index], f"worker.name={full}", *device)
+        found.append(Planned(full, "worker", own, name))
+    return found
 
 
 def _roll(context: click.Context, name: str | None) -> NoReturn:
@@ -158,13 +226,13 @@ def _gib(nbytes: int) -> str:
 
 
 def _ports(key: str, first: int, count: int) -> list[list[str]]:
-    """Flags that give `count` processes the ports from `first` on; no flags if `first` is 0 (any free port)."""
+    """Assignments that give `count` processes the ports from `first` on; none if `first` is 0 (any free port)."""
     if first + count > MAX_PORT + 1:
         raise ConfigError(
             f"{key} = {first}: {count} processes need ports {first}…{first + count - 1}, beyond {MAX_PORT}; choose a "
             f"lower one"
         )
-    return [["--set", f"{key}={first + index}"] if first else [] for index in range(count)]
+    return [[f"{key}={first + index}"] if first else [] for index in range(count)]
 
 
 async def _run(supervisor: Supervisor, door: RollDoor) -> bool:

@@ -1,13 +1,13 @@
 """The client's connections to groups of workers beside its own, and the choice of a request's group (wire/routes.py).
 
 routes ─► which groups there are: one Connection each
-user, routes, which group serves ─► group of the request, for all its messages
+user, scenario, routes, which group serves ─► group of the request, for all its messages
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, Final
@@ -19,11 +19,11 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import RoutesTail
 from relaygr_stream.client.connection import Connection
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.errors import RelayError
+from relaygr_stream.errors import BrokerUnavailable, RelayError, UnknownScenario
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
-from relaygr_stream.wire.messages import ScoreReply
+from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.routes import OWN, POSITIONS, RoutePart, Routes, group_settings, routes_topic
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
@@ -53,7 +53,7 @@ class Groups:
         self._settings = settings
         self._open_group = open_group
         self._metrics = metrics
-        self._routes: Routes | None = None
+        self._routes: Mapping[str, Routes] = {}  # by scenario
         self._others: dict[str, Connection] = {}
         self._begun: dict[tuple[str, str], str] = {}  # (tenant, request id) → group
         self._keeping: dict[RoutePart, asyncio.Task[object]] = {}  # share 0: by name and lanes
@@ -80,31 +80,55 @@ class Groups:
         finally:
             await background.end()
             self._keeping.clear()
-            self._routes = None
+            self._routes = {}
 
     def group_of(
-        self, own: Connection, user_id: str, tenant: str = "", request_id: str = "", stated: str | None = None
+        self,
+        own: Connection,
+        user_id: str,
+        tenant: str = "",
+        request_id: str = "",
+        stated: str | None = None,
+        scenario: str = "",
     ) -> str:
         """The group of a request: the stated one, that of the announced request of this id, or the user's by routes.
 
         If no worker of it serves, the first group where one does: all users are answered when a whole group is gone.
+        But only a group that the routes of its scenario name: others have another model. Raises UnknownScenario,
+        BrokerUnavailable where none of these is reached yet.
         """
-        if self._routes is None:
+        routes = self._routes.get(scenario)
+        if routes is None and scenario:
+            raise UnknownScenario(
+                f"no group of workers serves scenario {scenario!r}: `relaygr status` shows those that are served; "
+                f"`relaygr up --fleet FILE` starts what the file's sections [scenario.NAME] say"
+            )
+        if routes is None:
             return OWN
         wanted = stated
         if wanted is None:
             wanted = self._begun.get((tenant, request_id))
         if wanted is None:
-            wanted = self._routes.group_of(user_id)
-        reached = (OWN, *self._others)
+            wanted = routes.group_of(user_id)
+        named = routes.groups if scenario else (OWN, *routes.groups)
+        reached = [group for group in named if group in self._others or group == OWN]
+        if not reached:
+            raise BrokerUnavailable(f"no group of scenario {scenario!r} is reached yet: {', '.join(routes.groups)}")
         if wanted in reached and self.connection(own, wanted).serves:
             return wanted
         serving = (group for group in reached if self.connection(own, group).serves)
-        return next(serving, wanted if wanted in reached else OWN)
+        return next(serving, wanted if wanted in reached else reached[0])
+
+    def serves(self, scenario: str) -> bool:
+        """Whether a worker of a group serves that the scenario's routes name, the own group apart."""
+        routes = self._routes.get(scenario)
+        return routes is not None and any(
+            group in self._others and self._others[group].serves for group in routes.groups
+        )
 
     def begin(self, tenant: str, request_id: str, group: str) -> None:
         """Remember the group of an announced request."""
-        if self._routes is not None:
+        if self._routes:
             if len(self._begun) >= MAX_BEGUN:
                 del self._begun[next(iter(self._begun))]
             self._begun[tenant, request_id] = group
@@ -114,7 +138,7 @@ class Groups:
         return self._others.get(group, own)
 
     async def answer(
-        self, own: Connection, group: str, user_id: str, asking: Coroutine[Any, Any, ScoreReply]
+        self, own: Connection, group: str, request: RankingRequest, asking: Coroutine[Any, Any, ScoreReply]
     ) -> ScoreReply | None:
         """What `asking` returns, which asks the group; None: no worker of it serves any more, and one of another does.
 
@@ -122,26 +146,26 @@ class Groups:
         """
         if not self._others:
             return await asking
-        asked = asyncio.ensure_future(asking)
+        asked, scenario = asyncio.ensure_future(asking), request.scenario or ""
         try:
             while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
-                if not self.connection(own, group).serves and self.group_of(own, user_id) != group:
+                ended = not self.connection(own, group).serves
+                if ended and self.group_of(own, request.user_id, scenario=scenario) != group:
                     return None
             return asked.result()
         finally:
             asked.cancel()
 
-    def _on_routes(self, routes: Routes) -> None:
+    def _on_routes(self, routes: Mapping[str, Routes]) -> None:
         self._routes = routes
         self._metrics.route_share.clear()
-        others = {
-            part for part in (msgspec.structs.replace(part, share=0) for part in routes.parts) if part.group != OWN
-        }
+        parts = [part for each in routes.values() for part in each.parts]
+        others = {msgspec.structs.replace(part, share=0) for part in parts if part.group != OWN}
         for part in self._keeping.keys() - others:
             self._keeping.pop(part).cancel()
         for part in others - self._keeping.keys():
             self._keeping[part] = self._background.start(self._keep(part))
-        for part in routes.parts:
+        for part in parts:
             self._metrics.route_share.labels(part.group or "default").set(part.share / POSITIONS)
 
     async def _wait_until_reached(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final, Self, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import now_ms
@@ -86,6 +87,7 @@ class MessageClient:
             kafka = msgspec.structs.replace(settings.kafka, bootstrap=bootstrap)
             settings = msgspec.structs.replace(settings, kafka=kafka)
         self._settings = settings
+        self._scenarios = {tenant: scenario.name for scenario in settings.scenarios for tenant in scenario.tenants}
         self._client_id = client_id or f"relaygr-client-{secrets.token_hex(4)}"
         self._topics = load_topics(settings.kafka)
         self.registry: Final = CollectorRegistry() if registry is None else registry
@@ -125,14 +127,17 @@ class MessageClient:
         """Calls of rank() without an answer yet."""
         return len(self._answers)
 
-    async def worker_serves(self, within: float) -> bool:
+    async def worker_serves(self, within: float, scenario: str = "") -> bool:
         """Whether some worker is serving, waiting at most `within` seconds for its status.
 
-        Always True if client.hedge_ms is 0: the client then does not read statuses.
+        scenario: of the requests; "": that of client.tenant, if any. Always True if client.hedge_ms is 0: the client
+        then does not read statuses.
         """
+        scenario = scenario or self.scenario_of("")
         give_up = time.monotonic() + within
         while self._settings.client.hedge_ms and time.monotonic() < give_up:
-            if any(status.state == "serving" for status in self._owners.workers().values()):
+            own = not scenario and any(each.state == "serving" for each in self._owners.workers().values())
+            if own or self._groups.serves(scenario):
                 return True
             await asyncio.sleep(0.05)
         return not self._settings.client.hedge_ms
@@ -161,12 +166,16 @@ class MessageClient:
         self._end(RequestError("the client was closed"))
         await self._stack.aclose()
 
-    def group_of(self, user_id: str) -> str:
+    def scenario_of(self, tenant: str) -> str:
+        """The scenario of the tenant's requests, by the sections [scenario.NAME] of the settings; "": none."""
+        return self._scenarios.get(tenant or self._settings.client.tenant, "")
+
+    def group_of(self, user_id: str, scenario: str = "") -> str:
         """The group of workers for a new request of this user, by the newest routes; "": that of the settings.
 
-        `request` passes it on to all messages of a request.
+        `request` passes it on to all messages of a request. scenario: the request's; "": none. Raises UnknownScenario.
         """
-        return self._groups.group_of(self._opened(), user_id)
+        return self._groups.group_of(self._opened(), user_id, scenario=scenario)
 
     async def announce(
         self, event: RequestEvent, *, within: Trace | TraceContext | None = None, group: str | None = None
@@ -176,12 +185,15 @@ class MessageClient:
         Returns once the event is buffered, without waiting for the broker: a lost event costs speed, not scores. The
         event is sent, together with others, within client.announce_linger_ms. within: the request's span, or headers
         with a trace context. group: as `group_of` gave it; None: this client asks, and remembers it for the ranking.
+        A scenario that it does not name is that of its tenant (`scenario_of`).
         Raises Rejected (invalid or too large), BrokerUnavailable (no broker answers), LanesChanged (the cluster has
-        another number of lanes than the settings).
+        another number of lanes than the settings), UnknownScenario.
         """
-        own = self._opened()
-        event = msgspec.structs.replace(event, sent_ms=now_ms(), tenant=event.tenant or self._settings.client.tenant)
-        trace = within if isinstance(within, Trace) else self.begin("relaygr.announce", event.request_id, within)
+        own, tenant = self._opened(), event.tenant or self._settings.client.tenant
+        scenario = event.scenario or self.scenario_of(tenant)
+        event = msgspec.structs.replace(event, sent_ms=now_ms(), tenant=tenant, scenario=scenario or UNSET)
+        name = "relaygr.announce"
+        trace = within if isinstance(within, Trace) else self.begin(name, event.request_id, within, scenario)
         if trace is not None and trace is not within:
             trace.end()  # what follows from the event refers to it, its ranking included
             if len(self._announced) >= MAX_ANNOUNCED:
@@ -189,17 +201,20 @@ class MessageClient:
             self._announced[event.request_id] = trace
         message = self._encoded(event, self._topics.retrieval, trace)
         _check_times(event)
-        stated, group = group, self._groups.group_of(own, event.user_id, stated=group)
+        stated, group = group, self._groups.group_of(own, event.user_id, stated=group, scenario=scenario)
         if stated is None:
             self._groups.begin(event.tenant, event.request_id, group)
         await self._open(group).announce(event.user_id, message)
 
-    def begin(self, name: str, request_id: str, within: Trace | TraceContext | None = None) -> Trace | None:
+    def begin(
+        self, name: str, request_id: str, within: Trace | TraceContext | None = None, scenario: str = ""
+    ) -> Trace | None:
         """Start a span of a request: inside another one, a context from elsewhere, or the caller's current span. None:
         tracing is off."""
         if not self._tracing.on:
             return None
-        return self._tracing.begin(name, within, attributes={"relaygr.request_id": request_id})
+        of = {"relaygr.scenario": scenario} if scenario else {}
+        return self._tracing.begin(name, within, attributes={"relaygr.request_id": request_id, **of})
 
     async def rank(
         self,
@@ -216,11 +231,15 @@ class MessageClient:
         it is too late), Overloaded (the worker refuses, or too many calls
         are in flight), Rejected (invalid, too large, or beyond a limit, which it names), WorkerFailed,
         BrokerUnavailable or BrokerError (not sent), LanesChanged (the cluster has another number of lanes than the
-        settings), TopicError (the partition that this client's answers came on exists no more), RequestError (the
-        client was closed).
+        settings), TopicError (the partition that this client's answers came on exists no more), UnknownScenario,
+        RequestError (the client was closed). A scenario that it does not name is that of its tenant.
         """
         timeout_s = self._settings.client.timeout_ms / 1000 if timeout is None else float(timeout)
-        trace = self.begin("relaygr.rank", request.request_id, within or self._announced.pop(request.request_id, None))
+        tenant = request.tenant or self._settings.client.tenant
+        scenario = request.scenario or self.scenario_of(tenant)
+        request = msgspec.structs.replace(request, tenant=tenant, scenario=scenario or UNSET)
+        within = within or self._announced.pop(request.request_id, None)
+        trace = self.begin("relaygr.rank", request.request_id, within, scenario)
         try:
             ranking = await self._rank(request, timeout_s, trace, group)
         except BaseException as error:
@@ -235,13 +254,15 @@ class MessageClient:
         self._metrics.rank_seconds.observe(ranking.latency_s)
         return ranking
 
-    async def cancel(self, user: str | int, request_id: str, *, tenant: str = "", group: str | None = None) -> None:
+    async def cancel(
+        self, user: str | int, request_id: str, *, tenant: str = "", group: str | None = None, scenario: str = ""
+    ) -> None:
         """Say that an announced request will not be ranked: its prefix KV are released at once, not only at the end of
         relay.life_window_ms. A ranking that follows nevertheless is answered. `request` does this for you.
 
-        user: the user's id, or the number of the lane that it is on in its group. group: as of `rank`.
-        Returns once the cancel is buffered. Raises
-        Rejected (invalid), BrokerError (no broker takes it), LanesChanged.
+        user: the user's id, or the number of the lane that it is on in its group. group: as of `rank`. scenario: the
+        request's; "": its tenant's. Returns once the cancel is buffered. Raises Rejected (invalid), BrokerError (no
+        broker takes it), LanesChanged, UnknownScenario.
         """
         own, tenant = self._opened(), tenant or self._settings.client.tenant
         try:
@@ -249,7 +270,10 @@ class MessageClient:
             user_id = msgspec.convert(user, Id) if isinstance(user, str) else ""
         except (DecodeError, ValueError) as error:
             raise Rejected(f"not a valid Cancel: {error}") from error
-        connection = self._open(self._groups.group_of(own, user_id, tenant, request_id) if group is None else group)
+        if group is None:
+            scenario = scenario or self.scenario_of(tenant)
+            group = self._groups.group_of(own, user_id, tenant, request_id, scenario=scenario)
+        connection = self._open(group)
         lanes = connection.topics.lanes
         lane = lane_of(user_id, lanes) if isinstance(user, str) else user
         if not 0 <= lane < lanes:
@@ -269,7 +293,6 @@ class MessageClient:
             request,
             sent_ms=now_ms(),
             timeout_ms=timeout_s * 1000,
-            tenant=request.tenant or self._settings.client.tenant,
             client_id=request.client_id or self._client_id,
         )
         message = self._encoded(request, self._topics.ranking, trace)
@@ -278,17 +301,16 @@ class MessageClient:
         most = self._settings.client.max_in_flight
         if len(self._answers) >= most:
             raise Overloaded(f"{most} calls are under way")
-        group = self._groups.group_of(own, request.user_id, request.tenant, request.request_id, group)
+        about, scenario = (request.user_id, request.tenant, request.request_id), request.scenario or ""
+        group = self._groups.group_of(own, *about, stated=group, scenario=scenario)
         while (
-            reply := await self._groups.answer(
-                own, group, request.user_id, self._ask(self._open(group), request, message)
-            )
+            reply := await self._groups.answer(own, group, request, self._ask(self._open(group), request, message))
         ) is None:  # its group has ended: another one has the time that is left
             self._metrics.hedges.labels("group").inc()
             left_ms = max(1.0, timeout_s * 1000 - (time.perf_counter() - started) * 1000)
             request = msgspec.structs.replace(request, sent_ms=now_ms(), timeout_ms=left_ms)
             message = self._encoded(request, self._topics.ranking, trace)
-            group = self._groups.group_of(own, request.user_id)
+            group = self._groups.group_of(own, request.user_id, scenario=scenario)
         items = np.frombuffer(request.candidates, request.candidate_dtype)
         return ranking_of(reply, items, time.perf_counter() - started)
 

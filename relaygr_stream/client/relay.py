@@ -63,6 +63,7 @@ class RelayClient(MessageClient):
         rank_in: float = 0.0,
         request_id: str | None = None,
         tenant: str = "",
+        scenario: str = "",
         features: Features | None = None,
     ) -> Request:
         """One request of a user: enter it when retrieval starts, rank when the candidates are known.
@@ -72,6 +73,8 @@ class RelayClient(MessageClient):
         which is asked once, on entering (HistoryError if it does not answer): messages then carry the reference, and
         the worker reads the history (history.store). candidates: expected number of candidates. rank_in: expected
         seconds until the ranking; 0: as usual for the relay. request_id: random by default. tenant: that of this user.
+        scenario: the product surface whose workers rank it; "": that of the tenant by the sections [scenario.NAME] of
+        the settings, or none. Entering and ranking raise UnknownScenario where no group of workers serves it.
         features: those of the user and of the history's behaviours, where the client was made with a schema.
 
         Raises Rejected if the history is neither, or for features that are not those of the schema.
@@ -90,6 +93,7 @@ class RelayClient(MessageClient):
             candidates=builtin_number(candidates),
             rank_in_ms=builtin_number(rank_in) * 1000,
             tenant=tenant or self._settings.client.tenant,
+            scenario=scenario or self.scenario_of(tenant) or UNSET,
             **with_version(reference, prefix),
         )
         return Request(self, event, store, self._settings.history.timeout_ms / 1000)
@@ -134,10 +138,11 @@ class Request:
         return self._event.request_id
 
     async def __aenter__(self) -> Self:
-        self._trace = self._relay.begin("relaygr.request", self._event.request_id)
+        scenario = self._event.scenario or ""
+        self._trace = self._relay.begin("relaygr.request", self._event.request_id, scenario=scenario)
         try:
             await self._refer()
-            self._group = self._relay.group_of(self._event.user_id)
+            self._group = self._relay.group_of(self._event.user_id, scenario)
             await self._relay.announce(self._event, within=self._trace, group=self._group)
             self._pinned = True
         except BaseException as error:
@@ -202,6 +207,7 @@ class Request:
             columns=event.columns and msgspec.structs.replace(event.columns, candidate=tables["candidate"]),
             mode=mode,
             tenant=event.tenant,
+            scenario=event.scenario,
             **fields,
         )
         ranking = await self._relay.rank(request, timeout=timeout, within=self._trace, group=self._group)

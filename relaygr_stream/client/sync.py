@@ -50,13 +50,13 @@ class SyncRelayClient:
         """As RelayClient.rank. timeout: seconds; None: client.timeout_ms."""
         return self.call(self.client.rank(request, timeout=timeout))
 
-    def cancel(self, user_id: str, request_id: str, *, tenant: str = "") -> None:
+    def cancel(self, user_id: str, request_id: str, *, tenant: str = "", scenario: str = "") -> None:
         """As RelayClient.cancel."""
-        self.call(self.client.cancel(user_id, request_id, tenant=tenant))
+        self.call(self.client.cancel(user_id, request_id, tenant=tenant, scenario=scenario))
 
-    def worker_serves(self, within: float) -> bool:
+    def worker_serves(self, within: float, scenario: str = "") -> bool:
         """As RelayClient.worker_serves. within: seconds."""
-        return self.call(self.client.worker_serves(within))
+        return self.call(self.client.worker_serves(within, scenario))
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run it on the client's loop and return what it returns. Raises RequestError if the client is not open."""

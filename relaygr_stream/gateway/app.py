@@ -135,14 +135,14 @@ class Door:
 
     async def _announce(self, asked: Asked) -> Response:
         body = await read_body(asked.http, Announce, self._limits, self._settings.relay)
-        request_id = self._request_id(body.request_id, body.user_id)
+        request_id = self._request_id(body, asked.tenant)
         event = body.event(request_id, asked.tenant, await self._prefix(body, asked.tenant))
         await self._relay.announce(event, within=trace_context(asked.http), group=_group_in(request_id))
         return answer(202, asked.reply, Announced(request_id=request_id))
 
     async def _rank(self, asked: Asked) -> Response:
         body = await read_body(asked.http, Rank, self._limits, self._settings.relay)
-        request_id, prefix = self._request_id(body.request_id, body.user_id), await self._prefix(body, asked.tenant)
+        request_id, prefix = self._request_id(body, asked.tenant), await self._prefix(body, asked.tenant)
         request = body.request(request_id, asked.tenant, prefix)
         left = None if asked.deadline_s is None else asked.deadline_s - time.monotonic()
         group = _group_in(request_id)
@@ -176,11 +176,12 @@ class Door:
             reference = await looked_up(self._store, body.user_id, of, within_s) or UNSET
         return {"prefix": Behaviours(), **with_version(reference)}
 
-    def _request_id(self, stated: str | msgspec.UnsetType, user_id: str) -> str:
-        if stated is not UNSET:
-            return stated
-        group = self._relay.group_of(user_id)
-        return f"{secrets.token_hex(8)}-{self._relay.lane(user_id, group)}" + (f"-{group}" if group else "")
+    def _request_id(self, body: Announce | Rank, tenant: str) -> str:
+        if body.request_id is not UNSET:
+            return body.request_id
+        # The scenario is the token's tenant's: the client sets it in messages, and no body has a field for it.
+        group = self._relay.group_of(body.user_id, self._relay.scenario_of(tenant))
+        return f"{secrets.token_hex(8)}-{self._relay.lane(body.user_id, group)}" + (f"-{group}" if group else "")
 
     # ---- the door ----
 

@@ -20,6 +20,7 @@ from relaygr_stream.errors import (
     Overloaded,
     Rejected,
     RelayError,
+    UnknownScenario,
     WorkerFailed,
 )
 from relaygr_stream.gateway.bodies import B, decoded
@@ -49,6 +50,7 @@ STATUSES: Final[tuple[tuple[type[RelayError], int, str], ...]] = (
     (Overloaded, 429, "overloaded"),
     (Rejected, 400, "rejected"),
     (WorkerFailed, 502, "failed"),
+    (UnknownScenario, 503, "unknown_scenario"),
     (BrokerError, 503, "unavailable"),
     (RelayError, 503, "unavailable"),
 )

@@ -20,7 +20,7 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.away import Away
 from relaygr_stream.bus.contents import read_all
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import read_routes
+from relaygr_stream.bus.routes import read_all_routes
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import TopicRow
 from relaygr_stream.bus.topics import delete_before, topic_exists, verify_topics
@@ -74,8 +74,10 @@ async def erase_from_fleet(settings: Settings, user_id: str, tenant: str, wait_s
     topics = load_topics(settings.kafka)
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
-    routes = await read_routes(settings.kafka, topics, reader) or Routes.of_one(OWN, topics.lanes)
-    for part in routes.parts:  # those without users, too: they may keep something of them
+    routes = {"": Routes.of_one(OWN, topics.lanes), **await read_all_routes(settings.kafka, topics, reader)}
+    # Those without users, too: they may keep something of them.
+    parts = {part.group: part for each in routes.values() for part in each.parts}
+    for part in parts.values():
         group = group_settings(settings, part.group, part.lanes)
         if part.group == OWN or await topic_exists(group.kafka, load_topics(group.kafka).worker_status):
             await _erase_from_group(group, user_id, tenant, wait_s, done)

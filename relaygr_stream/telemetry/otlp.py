@@ -95,23 +95,26 @@ class CountingExporter:
 
 
 @asynccontextmanager
-async def tracing_of(settings: Telemetry, process: str, registry: CollectorRegistry) -> AsyncIterator[Tracing]:
+async def tracing_of(
+    settings: Telemetry, process: str, registry: CollectorRegistry, scenario: str = ""
+) -> AsyncIterator[Tracing]:
     """Tracing as configured, OFF by default; at the end, what is left is exported within CLOSE_S.
 
-    process: the service's name is `relaygr-PROCESS`, if OTEL_SERVICE_NAME says nothing else.
+    process: the service's name is `relaygr-PROCESS`, if OTEL_SERVICE_NAME says nothing else. scenario: that the process
+    serves; an attribute of its resource.
     Raises ConfigError: the extra is not installed, or a variable of OpenTelemetry asks for what there is not.
     """
     if not settings.traces or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         yield OFF
         return
-    provider, tracing = _made(settings, process, SpanCounts(registry))
+    provider, tracing = _made(settings, process, scenario, SpanCounts(registry))
     try:
         yield tracing
     finally:
         await _shut_down(provider)
 
 
-def _made(settings: Telemetry, process: str, counts: SpanCounts) -> tuple[Any, Tracing]:
+def _made(settings: Telemetry, process: str, scenario: str, counts: SpanCounts) -> tuple[Any, Tracing]:
     """A TracerProvider of the SDK, and the Tracing that uses it."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415  (an extra)
@@ -124,7 +127,7 @@ def _made(settings: Telemetry, process: str, counts: SpanCounts) -> tuple[Any, T
     try:
         # None: as OTEL_TRACES_SAMPLER says.
         sampler = None if os.environ.get(SAMPLER) else ParentBased(TraceIdRatioBased(settings.trace_share))
-        provider = TracerProvider(sampler, _resource(process), shutdown_on_exit=False)
+        provider = TracerProvider(sampler, _resource(process, scenario), shutdown_on_exit=False)
         if _variable(("OTEL_TRACES_EXPORTER",), ("otlp", "none")) == "none":
             return provider, Tracing(provider)
         _variable(("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"), ("http/protobuf",))
@@ -136,13 +139,12 @@ def _made(settings: Telemetry, process: str, counts: SpanCounts) -> tuple[Any, T
     return provider, Tracing(provider, exporter)
 
 
-def _resource(process: str) -> Any:
+def _resource(process: str, scenario: str) -> Any:
     """What the spans are of. OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME go before."""
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415  (an extra)
 
-    ours = Resource(
-        {"service.name": f"relaygr-{process}", "service.instance.id": f"{socket.gethostname()}-{os.getpid()}"}
-    )
+    about = {"service.name": f"relaygr-{process}", "service.instance.id": f"{socket.gethostname()}-{os.getpid()}"}
+    ours = Resource({**about, "relaygr.scenario": scenario} if scenario else about)
     stated = Resource.create()
     if stated.attributes.get("service.name", "").startswith("unknown_service"):  # nothing is stated
         return stated.merge(ours)

@@ -110,7 +110,7 @@ async def process(
     registry = CollectorRegistry() if registry is None else registry
     watch = LoopWatch(registry, telemetry.stall_ms / 1e3)
     ctx = ProcessContext(settings, asyncio.Event() if stop is None else stop, registry, watch)
-    _describe(registry, name)
+    _describe(registry, name, settings.scenario)
     server = TelemetryServer(registry, telemetry.host, telemetry.port, ctx.why_not_live, ctx.why_not_ready)
     watch.start()
     server.start()
@@ -193,10 +193,10 @@ def version() -> str:
         return "unknown"
 
 
-def _describe(registry: CollectorRegistry, name: str) -> None:
-    Info("relaygr_build", "What runs here", registry=registry).info(
-        {"version": version(), "process": name, "python": platform.python_version()}
-    )
+def _describe(registry: CollectorRegistry, name: str, scenario: str = "") -> None:
+    about = {"version": version(), "process": name, "python": platform.python_version()}
+    of = {"scenario": scenario} if scenario else {}
+    Info("relaygr_build", "What runs here, and for which scenario, if any", registry=registry).info(about | of)
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
 

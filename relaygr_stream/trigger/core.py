@@ -89,7 +89,7 @@ class TriggerCore:
         self._owners = owners
         self._keep_s = keep_s
         self._decide = decide
-        self.loads: Final = OwnerLoads(policy.averaging) if delegation is None else delegation.loads
+        self.loads: Final = OwnerLoads(policy.averaging, policy.burst_ms) if delegation is None else delegation.loads
         self.delegation: Final = delegation if policy.delegate else None
         self._lanes: dict[int, LaneState] = {}
 

@@ -15,7 +15,6 @@ import msgspec
 
 from relaygr_stream.fleet import Claim
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.trigger import load
 from relaygr_stream.trigger.delegation import NOTICE_MS, Delegation, Place
 from relaygr_stream.trigger.ledger import LaneLedger, Pending
 from relaygr_stream.trigger.load import KeptAt, LoadBucket, OwnerLoads, Room, stated_wait_ms
@@ -110,8 +109,7 @@ class LaneState:
         self.delegation: Final = delegation
         self.claim: Claim | None = None
         self.ledger: Final = ledger
-        self.bucket = LoadBucket(policy.burst_ms, policy.averaging * load.LANE_S, policy.averaging * load.START_S)
-        self._loads = OwnerLoads(policy.averaging) if loads is None else loads
+        self._loads = OwnerLoads(policy.averaging, policy.burst_ms) if loads is None else loads
         self._owner_bucket: LoadBucket | None = None
         self.costs: CostModel = FALLBACK_COSTS  # the owner's, if they are usable
         self._recent: OrderedDict[str, _Admitted] = OrderedDict()  # by tenant_key of request id
@@ -121,7 +119,6 @@ class LaneState:
         """Apply the current owner's newest claim; None: there is no owner, or it is silent."""
         self.claim = claim
         if claim is not None and claim is not self._stated:
-            self.bucket.set_rate(claim.lane.device_ms_per_s, now_s)
             self._owner_bucket = self._loads.observe(claim, self.ledger, now_s)
             self.costs = usable_costs(claim.worker.costs)
             self._stated = claim
@@ -147,18 +144,15 @@ class LaneState:
         return not self.ledger.on_hold and room.outstanding + nbytes > room.budget
 
     def load_allows(self, cost_ms: float, now_s: float) -> bool:
-        """Whether both the lane's bucket and its owner's allow this much device time."""
-        owner = self._owner_bucket
-        return owner is not None and self.bucket.allows(cost_ms, now_s) and owner.allows(cost_ms, now_s)
+        """Whether the owner's bucket allows this much device time."""
+        return self._owner_bucket is not None and self._owner_bucket.allows(cost_ms, now_s)
 
     def load_left_ms(self, now_s: float) -> float:
-        """Device milliseconds that the lane may request now."""
-        owner = self._owner_bucket
-        return 0.0 if owner is None else min(self.bucket.level(now_s), owner.level(now_s))
+        """Device milliseconds that may be requested of the owner now."""
+        return 0.0 if self._owner_bucket is None else self._owner_bucket.level(now_s)
 
     def charge(self, cost_ms: float, now_s: float, expected_ms: float) -> None:
-        """Spend an average of device time from the lane's bucket and its owner's. expected_ms: of this very signal."""
-        self.bucket.spend(cost_ms, now_s)
+        """Spend an average of device time from the owner's bucket. expected_ms: of this very signal."""
         if self._owner_bucket is not None:
             self._owner_bucket.spend(cost_ms, now_s)
             self._loads.sent.of_worker(self.owner, now_s).send(expected_ms, 0, now_s)

@@ -57,6 +57,7 @@ class Explanation:
     request_id: str
     user_id: str
     tenant: str = ""
+    scenario: str = ""  # "": none
     lane: int
     at_s: float  # seconds since the first event
     tokens: int
@@ -91,6 +92,7 @@ def explain(
         request_id=event.request_id,
         user_id=event.user_id,
         tenant=event.tenant,
+        scenario=event.scenario or "",
         lane=lane,
         at_s=at_s,
         tokens=tokens,
@@ -216,9 +218,8 @@ class Shadow:
         self.answers = SampledAnswers(topics, directory, slo_ms)
         now = time.monotonic()
         keep_s = topics.pre_infer.retention_ms / 1e3
-        self._core = TriggerCore(
-            policy, directory, keep_s, delegation=Delegation(directory, OwnerLoads(policy.averaging), topics.lanes)
-        )
+        loads = OwnerLoads(policy.averaging, policy.burst_ms)
+        self._core = TriggerCore(policy, directory, keep_s, delegation=Delegation(directory, loads, topics.lanes))
         for lane, end in ends.items():
             self._core.take_lane(lane, end, now)
         self._start = now

@@ -187,6 +187,7 @@ class Outbox:
             tenant=event.tenant,
             columns=event.columns,
             delegate=delegate,
+            scenario=event.scenario,
             **with_version(event.history, event.prefix),
         )
 

@@ -93,7 +93,9 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     owners = OwnerDirectory(settings.trigger.max_status_age_ms, metrics, reader=reader)
     background = Background()
     async with AsyncExitStack() as stack:
-        tracing = await stack.enter_async_context(tracing_of(settings.telemetry, "trigger", context.registry))
+        tracing = await stack.enter_async_context(
+            tracing_of(settings.telemetry, "trigger", context.registry, settings.scenario)
+        )
         producer = await _enter(stack, Producer(settings.kafka, client_id=member, max_bytes=max_bytes))
         ends = await _enter(stack, LogEnds(settings.kafka, member))
         stack.push_async_callback(background.end)
@@ -162,7 +164,7 @@ def trigger_core(
 ) -> TriggerCore:
     """The core of a trigger process. producer: knows which lanes have a leader."""
     policy, leaders = Policy.of(settings), TopicLeaders(producer, topics.ranking.name)
-    delegation = Delegation(owners, OwnerLoads(policy.averaging), topics.lanes, leaders=leaders)
+    delegation = Delegation(owners, OwnerLoads(policy.averaging, policy.burst_ms), topics.lanes, leaders=leaders)
     return TriggerCore(policy, owners, topics.pre_infer.retention_ms / 1e3, decide, delegation)
 
 
@@ -204,6 +206,7 @@ class TriggerLanes:
             metrics.dead_letters_waiting,
             background,
             keep_values=settings.kafka.dead_letter_values,
+            scenario=settings.scenario,
         )
         self._intake = EventIntake(self._topics, self.dead_letters, metrics, self.consumer)
         self._notices = RefusalNotices(self._topics.pre_infer.name, core, producer, background)

@@ -63,6 +63,7 @@ class TriggerStatements:
         trigger: StatedTrigger,
     ) -> None:
         self._group = settings.kafka.prefix + settings.trigger.group
+        self._scenario = settings.scenario or msgspec.UNSET
         self._policy = policy_status(Policy.of(settings))
         self._topic, self._name, self._producer, self._reader = topic, name, producer, reader
         self._trigger = trigger
@@ -89,6 +90,7 @@ class TriggerStatements:
             lanes_on_hold=stated.on_hold,
             throttled_ms=throttled_ms(),
             erased=self._erased or msgspec.UNSET,
+            scenario=self._scenario,
         )
         await self._send(encode_trigger(status))
 

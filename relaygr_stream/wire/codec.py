@@ -62,11 +62,18 @@ _decoders: dict[type, VersionedDecoder[Any]] = {
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 #: Most bytes of unknown fields in a message: room for the fields of a later release, not for filling a reader's memory.
 MAX_UNKNOWN_BYTES: Final = 4096
+#: Heads of MessagePack maps: of up to 15 fields in one byte, of up to 255 fields in the form of three bytes.
+SHORT_MAP, SHORT_MAP_SIZES, LONG_MAP = 0x80, 16, b"\xde\x00"
 
 
 def encode(message: Message) -> bytes:
-    """The message as MessagePack."""
-    return _encoder.encode(message)
+    """The message as MessagePack.
+
+    The type's number of fields, absent ones included, decides how long the encoder's head of a map is: the shortest one
+    keeps a message's bytes when its type gains a field that it does not have.
+    """
+    data = _encoder.encode(message)
+    return bytes((SHORT_MAP | data[2],)) + data[3:] if data.startswith(LONG_MAP) and data[2] < SHORT_MAP_SIZES else data
 
 
 def decode(kind: type[M], data: bytes | None, max_bytes: int = MAX_MESSAGE_BYTES, headers: Headers = ()) -> M:

@@ -74,6 +74,7 @@ class RequestEvent(msgspec.Struct, frozen=True, kw_only=True):
     tenant: Label = ""  # the user's tenant: prefix KV are found by tenant and user id
     columns: FeatureTables | UnsetType = UNSET  # the user's features
     history: HistoryReference | UnsetType = UNSET  # in place of the prefix, which is then empty
+    scenario: Label | UnsetType = UNSET  # whose group of workers it goes to; absent: `default`
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -101,6 +102,7 @@ class PreInferSignal(msgspec.Struct, frozen=True, kw_only=True):
     columns: FeatureTables | UnsetType = UNSET  # as in the request event
     delegate: Id | UnsetType = UNSET  # the worker on whose behalf another one computes the prefix KV
     history: HistoryReference | UnsetType = UNSET  # as in the request event
+    scenario: Label | UnsetType = UNSET  # as in the request event
 
     def validate(self) -> None:
         """Raise DecodeError for errors that the field types do not exclude."""
@@ -127,6 +129,7 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     client_id: Label = ""  # the client's name, not authenticated
     columns: FeatureTables | UnsetType = UNSET  # the user's features and the candidates'
     history: HistoryReference | UnsetType = UNSET  # in place of the prefix, which is then empty
+    scenario: Label | UnsetType = UNSET  # as in the request event
 
     @property
     def candidate_dtype(self) -> np.dtype[Any]:
@@ -212,6 +215,7 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     pinned_bytes: int  # bytes that are pinned, all signals below pre_infer_offset included
     pre_infer_offset: int  # the next pre-infer offset that the owner reads
     device_ms_per_s: float  # device milliseconds per second that this lane may request for pre-inference
+    ranking_offset: int | UnsetType = UNSET  # the next ranking offset that the owner reads; for people
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,6 +271,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     erased: Annotated[tuple[Id, ...], Meta(max_length=64)] | UnsetType = UNSET  # newest erasures carried out (erase.py)
     # Rankings with scores since its start, by outcome and by the time from reading the request to its reply.
     latencies: Annotated[dict[Label, Counts], Meta(max_length=16)] | UnsetType = UNSET
+    scenario: Label | UnsetType = UNSET  # that its group serves; absent: `default`
 
     def validate(self) -> None:
         """Does nothing: every value of the right type is a valid status."""

@@ -24,6 +24,7 @@ HEADER_DETAIL: Final = "relaygr-detail"
 HEADER_ORIGIN_TOPIC: Final = "relaygr-origin-topic"
 HEADER_ORIGIN_PARTITION: Final = "relaygr-origin-partition"
 HEADER_ORIGIN_OFFSET: Final = "relaygr-origin-offset"
+HEADER_SCENARIO: Final = "relaygr-scenario"  # that the reader serves; absent: none
 
 # On a stand-in (bus/unreadable.py) and its dead letter: why the record could not be read. It stays in the log.
 HEADER_UNREADABLE: Final = "relaygr-unreadable"

@@ -1,24 +1,26 @@
-"""Which group of workers serves which users: the record of `routes`, a compacted topic that `relaygr rollout` makes.
+"""Which group of workers serves which users: the records of `routes`, a compacted topic that `relaygr rollout` and
+`relaygr up --fleet` make.
 
 A group is a relay of its own: its topics and consumer groups begin with `kafka.prefix`, the group's name and a dot;
 those of the group "" with `kafka.prefix` alone. So nothing of one group reaches another one: no signal, no forward, no
 prefix KV. Clients choose the group of a request, by the newest routes that they know. Without a record all users are in
-the group "".
+the group "". A scenario has a record of its own, under its name: only groups that are named there serve its requests.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Final, Self
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.settings.scenarios import NAME
 from relaygr_stream.settings.schema import MAX_LANES, Settings
 from relaygr_stream.wire.messages import Finite, Label, LeastVersion, UnixMillis
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.records import HEADER_KIND, Record, kind_of
 from relaygr_stream.wire.topic_files import Topic, TopicSet, murmur2
 from relaygr_stream.wire.versions import SCHEMA_VERSION, VersionedDecoder
 from relaygr_stream.wire.worker_status import StatusReader
@@ -26,6 +28,10 @@ from relaygr_stream.wire.worker_status import StatusReader
 #: The name of the topic behind kafka.prefix, and the key of its record.
 TOPIC: Final = "routes"
 KEY: Final = b"default"
+#: HEADER_KIND of a scenario's record, whose key is its name: readers that know no scenarios skip it.
+KIND: Final = "scenario"
+#: Scenarios that a reader keeps: a writer of the topic cannot fill its memory with names.
+MAX_SCENARIOS: Final = 64
 #: Positions of users, and the unit of shares.
 POSITIONS: Final = 10_000
 #: An epoch is Unix time in milliseconds, or one more than the last.
@@ -148,7 +154,12 @@ def routes_topic(topics: TopicSet) -> Topic:
     """The topic as it is made: kept as `worker-status` is, in one partition."""
     status = topics.worker_status
     name = status.name.removesuffix("worker-status") + TOPIC
-    told = {"key": "default", "message": "Routes", "producers": ("operators",), "consumers": ("service", "operators")}
+    told = {
+        "key": "default or a scenario's name",
+        "message": "Routes",
+        "producers": ("operators",),
+        "consumers": ("service", "operators"),
+    }
     return msgspec.structs.replace(status, name=name, min_compaction_lag_ms=None, **told)
 
 
@@ -156,8 +167,12 @@ def group_settings(settings: Settings, group: str, lanes: int) -> Settings:
     """The settings of what belongs to a group of this relay."""
     if group == OWN:
         return settings
-    kafka = msgspec.structs.replace(settings.kafka, prefix=f"{settings.kafka.prefix}{group}.", partitions=lanes)
-    return msgspec.structs.replace(settings, kafka=kafka)
+    if any(scenario.name == group for scenario in settings.scenarios):
+        settings = settings.serving(group)
+    else:
+        kafka = msgspec.structs.replace(settings.kafka, prefix=f"{settings.kafka.prefix}{group}.")
+        settings = msgspec.structs.replace(settings, kafka=kafka)
+    return msgspec.structs.replace(settings, kafka=msgspec.structs.replace(settings.kafka, partitions=lanes))
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -169,19 +184,35 @@ def encode_routes(routes: Routes) -> bytes:
     return _encoder.encode(routes)
 
 
-def newest_routes(records: Iterable[Record], reader: StatusReader, known: Routes | None = None) -> Routes | None:
-    """The routes of the highest epoch among these and the known ones; None: there are none.
+def key_of(scenario: str) -> tuple[bytes, list[tuple[str, bytes]]]:
+    """Key and headers of a scenario's record; "": of the requests that are of none."""
+    return (scenario.encode(), [(HEADER_KIND, KIND.encode())]) if scenario else (KEY, [])
 
-    Signed as the statuses are. Raises DecodeError for the first record that is not to be believed.
+
+def with_newer(record: Record, reader: StatusReader, known: Mapping[str, Routes]) -> Mapping[str, Routes]:
+    """The routes by scenario ("": of the requests that are of none), with those of the record if its epoch is not lower
+    than that of the known ones; else `known` itself.
+
+    Signed as the statuses are. Raises DecodeError for a record that is not to be believed.
     """
+    kind = kind_of(record.headers)
+    if kind not in ("", KIND) or (found := reader.other(record, kind, _decoder)) is None:
+        return known
+    scenario = (record.key or b"").decode(errors="replace") if kind else ""
+    found.validate()
+    if kind and not NAME.fullmatch(scenario):
+        raise DecodeError("invalid", f"the key {scenario[:30]!r} is no scenario's name")
+    if found.epoch > time.time() * 1e3 + MAX_AHEAD_MS:
+        raise DecodeError("invalid", f"epoch {found.epoch} is more than a day ahead, and no later one would count")
+    before = known.get(scenario)
+    if before is None and len(known) > MAX_SCENARIOS:
+        raise DecodeError("invalid", f"scenario {scenario!r}: {MAX_SCENARIOS} others are known, more are not followed")
+    return known if before is not None and found.epoch < before.epoch else {**known, scenario: found}
+
+
+def newest_routes(records: Iterable[Record], reader: StatusReader, known: Routes | None = None) -> Routes | None:
+    """As `with_newer`, of the requests that are of no scenario; None: there are none."""
+    every: Mapping[str, Routes] = {} if known is None else {"": known}
     for record in records:
-        found = reader.other(record, "", _decoder)
-        if found is not None:
-            found.validate()
-            if found.epoch > time.time() * 1e3 + MAX_AHEAD_MS:
-                raise DecodeError(
-                    "invalid", f"epoch {found.epoch} is more than a day ahead, and no later one would count"
-                )
-            if known is None or found.epoch >= known.epoch:
-                known = found
-    return known
+        every = with_newer(record, reader, every)
+    return every.get("")

@@ -58,6 +58,7 @@ class TriggerStatus(msgspec.Struct, frozen=True, kw_only=True):
     lanes_on_hold: Count = 0
     throttled_ms: Finite = 0.0  # for which brokers have throttled it by quotas, since its start
     erased: Annotated[tuple[Id, ...], Meta(max_length=64)] | UnsetType = UNSET  # as of a worker
+    scenario: Label | UnsetType = UNSET  # as of a worker
 
 
 _decoder = VersionedDecoder(TriggerStatus, min_v=1)

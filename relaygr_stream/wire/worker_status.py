@@ -50,7 +50,7 @@ MAX_COUNTERS: Final = 128
 #: Bytes of a status beside its lanes. With every text as long as it may be, today's takes 7 KiB, of which 2 KiB are
 #: counters; without, 3 KiB.
 BASE_BYTES: Final = 12 << 10
-#: Bytes for each lane that a status states: today's has 104 with the largest numbers.
+#: Bytes for each lane that a status states: today's has 128 with the largest numbers.
 LANE_BYTES: Final = 160
 #: Most names kept, for each lane of the cluster: a restarted worker may have a new name. A small cluster has room for
 #: LEAST_NAMES, because spare workers have no lanes.
@@ -197,6 +197,7 @@ class StatusReader:
             and 0 <= lane.budget_bytes <= MAX_BYTES
             and 0 <= lane.pinned_bytes <= MAX_BYTES
             and 0 <= lane.pre_infer_offset <= MAX_OFFSET
+            and 0 <= (lane.ranking_offset or 0) <= MAX_OFFSET
             and 0 <= lane.device_ms_per_s <= MAX_DEVICE_MS_PER_S
         )
 

@@ -143,7 +143,9 @@ async def made_worker(
         name = settings.worker.name or f"{socket.gethostname()}-{os.getpid()}"
         max_bytes = max(topics.dead_letter.max_message_bytes, topics.worker_status.max_message_bytes)
         async with AsyncExitStack() as stack:
-            tracing = await stack.enter_async_context(tracing_of(settings.telemetry, "worker", context.registry))
+            tracing = await stack.enter_async_context(
+                tracing_of(settings.telemetry, "worker", context.registry, settings.scenario)
+            )
             takes = topics.scores.max_message_bytes
             scores = Producer(settings.kafka, client_id=f"{name}-scores", acks=1, max_bytes=takes)
             others = Producer(settings.kafka, client_id=f"{name}-others", max_bytes=max_bytes)

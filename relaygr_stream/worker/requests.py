@@ -99,6 +99,7 @@ class Requests:
             metrics.dead_letters_waiting,
             context.background,
             keep_values=settings.kafka.dead_letter_values,
+            scenario=settings.scenario,
         )
 
     # ---- records in ----

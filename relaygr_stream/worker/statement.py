@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import UNSET
+
 from relaygr_stream.engine.budgets import BusyShare, LaneShares, LoadSplit, equal_parts
 from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.executor import SLICE_SHARE
@@ -51,8 +53,10 @@ class Statements:
         positions: Mapping[int, int],
         now: float,
         sent_ms: int,
+        ranking: Mapping[int, int] | None = None,
     ) -> WorkerStatus:
-        """positions: lane → the next pre-infer offset it will read, as of the snapshot or before it."""
+        """positions: lane → the next pre-infer offset it will read, as of the snapshot or before it; ranking: those of
+        `ranking`."""
         worker, runtime = self._worker, self._runtime
         seconds = max(1e-3, now - self._shared_at)
         self._shared_at = now
@@ -75,6 +79,7 @@ class Statements:
                     pinned_bytes=snapshot.lane_bytes[lane],
                     pre_infer_offset=position,
                     device_ms_per_s=free_ms * shares[lane],
+                    ranking_offset=UNSET if ranking is None else ranking[lane],
                 )
                 for lane, position in sorted(positions.items())
             ),

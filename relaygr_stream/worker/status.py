@@ -197,7 +197,9 @@ class StatusReporter:
     def _status(self, now: Snapshot, positions: dict[int, int]) -> WorkerStatus:
         identity = Identity(self._name, self._incarnation, self._host, os.getpid(), self._worker.handover_address)
         self._sent_ms = rising_ms(self._sent_ms, now_ms())
-        status = self._statements.status(identity, self._state, now, positions, time.monotonic(), self._sent_ms)
+        ranking = {lane: self._consumer.position(self._topics.ranking.name, lane) for lane in positions}
+        told = (identity, self._state, now, positions, time.monotonic(), self._sent_ms, ranking)
+        status = self._statements.status(*told)
         counters = {**status.counters, **self._metrics.answered, THROTTLED_MS: throttled_ms()}
         latencies = {outcome: tuple(counts) for outcome, counts in self._metrics.latencies.items()}
         if self._settings.worker.withhold_outcomes:  # two statuses tell by the others what became of the one ranking
@@ -206,7 +208,8 @@ class StatusReporter:
         erased = self._erased or msgspec.UNSET
         lag = sum(self.lag.values())
         stated = {"counters": counters, "latencies": latencies or msgspec.UNSET, "erased": erased}
-        return msgspec.structs.replace(status, lag=lag, version=VERSION, **stated)
+        scenario = self._settings.scenario or msgspec.UNSET
+        return msgspec.structs.replace(status, lag=lag, version=VERSION, scenario=scenario, **stated)
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -266,27 +267,30 @@ def test_every_arm_of_a_rule_has_a_case() -> None:
 
 
 @pytest.mark.stack
-@pytest.mark.parametrize("alert", CASES)
-def test_a_rule_fires_when_it_should_and_only_then(alert: str, tmp_path: Path) -> None:
+def test_a_rule_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
     """Each arm of it, too."""
-    case = CASES[alert]
-    tests = [checked(alert, arm, {"{}": 1}) for arm in (case.fires, *case.also)]
-    assert_holds(alert, [*tests, checked(alert, case.rests, {})], tmp_path)
+
+    def tests(alert: str, case: Case) -> list[dict[str, Any]]:
+        fires = [checked(alert, arm, {"{}": 1}) for arm in (case.fires, *case.also)]
+        return [*fires, checked(alert, case.rests, {})]
+
+    assert_hold(tests, tmp_path)
 
 
 @pytest.mark.stack
-@pytest.mark.parametrize("alert", CASES)
-def test_of_two_fleets_a_rule_names_the_one_that_suffers(alert: str, tmp_path: Path) -> None:
+def test_of_two_fleets_a_rule_names_the_one_that_suffers(tmp_path: Path) -> None:
     """Both are scraped by one Prometheus, and are told apart by the label `fleet` alone."""
-    case = CASES[alert]
-    tests = [
-        checked(alert, of_fleet("a", arm) | of_fleet("b", case.rests), {'{fleet="a"}': 1})
-        for arm in (case.fires, *case.also)
-        if arm != NOTHING or case.fires == NOTHING
-    ]
-    both = of_fleet("a", case.fires) | of_fleet("b", case.fires)
-    tests.append(checked(alert, both, {'{fleet="a"}': 1, '{fleet="b"}': 1}))
-    assert_holds(alert, tests, tmp_path)
+
+    def tests(alert: str, case: Case) -> list[dict[str, Any]]:
+        one = [
+            checked(alert, of_fleet("a", arm) | of_fleet("b", case.rests), {'{fleet="a"}': 1})
+            for arm in (case.fires, *case.also)
+            if arm != NOTHING or case.fires == NOTHING
+        ]
+        both = of_fleet("a", case.fires) | of_fleet("b", case.fires)
+        return [*one, checked(alert, both, {'{fleet="a"}': 1, '{fleet="b"}': 1})]
+
+    assert_hold(tests, tmp_path)
 
 
 def of_fleet(fleet: str, series: Series) -> Series:
@@ -308,13 +312,16 @@ def checked(alert: str, series: Series, firing: dict[str, int]) -> dict[str, Any
     }
 
 
-def assert_holds(alert: str, tests: list[dict[str, Any]], folder: Path) -> None:
-    """What promtool says of these tests of one rule; the others are not evaluated, which would take longer."""
-    rules, file = folder / "rules.yml", folder / "tests.yml"
-    rules.write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [RULES[alert]]}]}), encoding="utf-8")
-    whole = {"rule_files": [str(rules)], "evaluation_interval": "15s", "tests": tests}
-    file.write_text(yaml.safe_dump(whole), encoding="utf-8")
-    done = promtool("test", "rules", str(file))
+def assert_hold(tests: Callable[[str, Case], list[dict[str, Any]]], folder: Path) -> None:
+    """What promtool says of these tests of each rule, in a file of its own: the others are not evaluated there."""
+    files = []
+    for alert, case in CASES.items():
+        rules, file = folder / f"{alert}.rules.yml", folder / f"{alert}.yml"
+        rules.write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [RULES[alert]]}]}), encoding="utf-8")
+        whole = {"rule_files": [str(rules)], "evaluation_interval": "15s", "tests": tests(alert, case)}
+        file.write_text(yaml.safe_dump(whole), encoding="utf-8")
+        files.append(str(file))
+    done = promtool("test", "rules", *files)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

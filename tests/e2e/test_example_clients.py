@@ -8,15 +8,11 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from relaygr_stream.settings.schema import Kafka
 from tests import needs
-from tests.conftest import AnyBroker
-from tests.e2e.fleet import serving_fleet
+from tests.e2e.fleet import Fleet, serving_fleet
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -51,26 +47,29 @@ def java() -> list[str]:
     return ["java", "-cp", f"{home}/libs/*", str(CLIENTS / "java" / "Client.java")]
 
 
-@pytest.mark.parametrize("command", [node, java], ids=["node", "java"])
-async def test_a_client_of_the_protocol_alone_gets_scores_and_cancels(
-    broker: AnyBroker, kafka_settings: Kafka, tmp_path: Path, command: Callable[[], list[str]]
-) -> None:
-    started = await asyncio.to_thread(command)
+async def test_clients_of_the_protocol_alone_get_scores_and_cancel(kafka_settings: Kafka, tmp_path: Path) -> None:
+    commands = [await asyncio.to_thread(command) for command in (node, java)]
     # A busy machine's events and statuses are admitted at any age.
     async with serving_fleet(kafka_settings, tmp_path, "w1", max_event_age_ms=6e4, max_status_age_ms=6e4) as fleet:
-        process = await asyncio.create_subprocess_exec(
-            *started, kafka_settings.bootstrap, kafka_settings.prefix,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        out, error = await process.communicate()
-        assert process.returncode == 0, error.decode(errors="replace")[-3000:]
-        said = json.loads(out)
-        assert (said["status"], said["tasks"]) == ("ok", ["click", "like"])
-        assert said["outcome"] in ("hbm", "joined", "full")
-        assert len(said["scores"]) == 3 * 2
-        await until(lambda: {said["request_id"], said["cancelled"]} <= fleet.admitted, "announced and admitted")
-        # The cancel is on another topic than the signal that it is about, and may be read before it. "ranked" also
-        # counts the first request's signal where that came behind its ranking.
-        cancelled = re.compile(r'^relaygr_signals_total\{result="(cancelled|ranked)"\} [1-9]', re.M)
-        metrics = fleet.children["w1"].metrics
-        await until(lambda: cancelled.search(metrics()), "cancelled")
+        for turn, command in enumerate(commands, start=1):
+            process = await asyncio.create_subprocess_exec(
+                *command, kafka_settings.bootstrap, kafka_settings.prefix,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            out, error = await process.communicate()
+            assert process.returncode == 0, error.decode(errors="replace")[-3000:]
+            said = json.loads(out)
+            assert (said["status"], said["tasks"]) == ("ok", ["click", "like"])
+            assert said["outcome"] in ("hbm", "joined", "full")
+            assert len(said["scores"]) == 3 * 2
+            await until(lambda: {said["request_id"], said["cancelled"]} <= fleet.admitted, "admitted")  # noqa: B023
+            await until(lambda: _cancelled(fleet) >= turn, "cancelled")  # noqa: B023
+
+
+def _cancelled(fleet: Fleet) -> float:
+    """The cancel is on another topic than the signal that it is about, and may be read before it. "ranked" also counts
+    a request's signal where that came behind its ranking."""
+    found = re.findall(
+        r'^relaygr_signals_total\{result="(?:cancelled|ranked)"\} (\S+)', fleet.children["w1"].metrics(), re.M
+    )
+    return sum(map(float, found))

@@ -26,7 +26,7 @@ async def test_a_family_is_relayed(family: str, version: str, embedded_settings:
     model = replace(TEST_SETTINGS.model, path=str(ROOT), factory=f"examples.models.{family}:make")
     async with serving_fleet(embedded_settings, tmp_path, "w1", model=model) as fleet:
         relayed, full = Results(), Results()
-        items = traffic(seconds=6, rate=15)
+        items = traffic(seconds=4, rate=15)
         async with RelayClient(settings=fleet.settings) as client:
             await drive(client, items, timeout=20.0, on_result=relayed)
             await drive(client, hurried(items, 4), timeout=60.0, mode="full", announce=False, on_result=full)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from relaygr_stream.cache.tier_file import SlotState
 from relaygr_stream.client import RelayClient
 from relaygr_stream.ops.erase import erase_from_fleet
@@ -59,6 +61,7 @@ async def test_killed_it_serves_returning_users_from_dram_but_not_those_erased(
         assert [await fleet.asked(user) for user in ("ann", "bob", "eve")] == ["full", "full", "dram"]
 
 
+@pytest.mark.stack
 async def test_a_worker_that_stops_in_order_writes_down_what_is_idle(embedded_settings: Kafka, tmp_path: Path) -> None:
     async with Restarted(embedded_settings, tmp_path) as fleet:
         await fleet.worker()
@@ -69,6 +72,7 @@ async def test_a_worker_that_stops_in_order_writes_down_what_is_idle(embedded_se
         assert await fleet.asked("eve") == "dram"
 
 
+@pytest.mark.stack
 async def test_the_later_of_two_workers_of_one_file_serves_from_memory(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:
@@ -85,6 +89,7 @@ async def test_the_later_of_two_workers_of_one_file_serves_from_memory(
         assert await fleet.asked("eve") == "full"
 
 
+@pytest.mark.stack
 async def test_killed_and_away_for_longer_than_its_session_it_serves_its_own_users_again(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:

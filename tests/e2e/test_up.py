@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -20,12 +21,17 @@ from relaygr_lab.processes import servable
 
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.cli.main import main
+from relaygr_stream.client import RelayClient
 from relaygr_stream.ops.children import probe, write_settings
 from relaygr_stream.ops.names import reserved_name
-from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.schema import Client, Kafka, Settings
+from relaygr_stream.wire.behaviours import Behaviours
 from tests.e2e.fleet import TEST_SETTINGS
 from tests.ports import ports_in_a_row
 from tests.waiting import WITHIN_S, until
+
+HISTORY = Behaviours.of(list(range(1, 21)), [1] * 20, list(range(20)))
 
 
 class Up:
@@ -106,30 +112,6 @@ def pids(running: Up, *names: str) -> dict[str, int]:
     return {name: running.pid(name) for name in names}
 
 
-@pytest.mark.stack
-async def test_a_stopped_worker_starts_again_and_all_are_rolled_one_at_a_time(
-    embedded_settings: Kafka, tmp_path: Path
-) -> None:
-    async with up(embedded_settings, tmp_path, "--workers", "2", "--name", "w") as running:
-        names = ("trigger", "w-0", "w-1")
-        await until(lambda: running.ready(*names), "all ready")
-        first = {name: running.pid(name) for name in names}
-        os.kill(first["w-0"], signal.SIGTERM)
-        await until(lambda: "ended with exit code 0" in running.last("w-0"), "stopped")
-        assert "each of 2 workers takes 0.4 GiB of memory at its start" in running.lines[0]
-        lines = len(running.lines)
-        running.process.send_signal(signal.SIGUSR1)
-        await until(lambda: any(line.startswith("trigger") for line in running.lines[lines:]), "rolled up to the last")
-        await until(lambda: running.ready(*names), "all ready again")
-        assert not set(first.values()) & {running.pid(name) for name in names}
-        rolled = [line.split()[0] for line in running.lines[lines:] if " ready" in line]
-        assert rolled == ["w-0", "w-1", "trigger"], running.lines
-        assert not any("restarts" in line for line in running.lines)
-    log = (tmp_path / "up.log").read_text()
-    assert '"name":"w-0"' in log
-    assert '"name":"w-1"' in log
-
-
 async def rolling(name: str) -> tuple[int, str]:
     """`relaygr up --rolling`: its exit code, and what it printed."""
     process = await asyncio.create_subprocess_exec(
@@ -143,7 +125,7 @@ async def rolling(name: str) -> tuple[int, str]:
 
 
 @pytest.mark.stack
-async def test_rolling_waits_until_all_are_back_and_fails_where_one_does_not_load(
+async def test_all_are_rolled_one_at_a_time_by_a_signal_and_by_a_command_which_fails_where_one_does_not_load(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:
     name = f"roll-{os.getpid()}"
@@ -152,7 +134,22 @@ async def test_rolling_waits_until_all_are_back_and_fails_where_one_does_not_loa
     async with up(embedded_settings, tmp_path, "--workers", "2", "--name", name) as running:
         names = (f"{name}-0", f"{name}-1", "trigger")
         await until(lambda: running.ready(*names), "all ready")
+        assert "each of 2 workers takes 0.4 GiB of memory at its start" in running.lines[0]
+        started = {running.pid(each) for each in names}
+        os.kill(running.pid(names[0]), signal.SIGTERM)
+        await until(lambda: "ended with exit code 0" in running.last(names[0]), "stopped")
+        lines = len(running.lines)
+        running.process.send_signal(signal.SIGUSR1)
+        await until(lambda: any(line.startswith("trigger") for line in running.lines[lines:]), "rolled up to the last")
+        await until(lambda: running.ready(*names), "all ready again")
         first = {each: running.pid(each) for each in names}
+        assert not started & set(first.values()), "one that was stopped has started, too"
+        rolled = [line.split()[0] for line in running.lines[lines:] if " ready" in line]
+        assert rolled == list(names), running.lines
+        assert not any("restarts" in line for line in running.lines)
+        log = (tmp_path / "up.log").read_text()
+        assert all(f'"name":"{each}"' in log for each in names[:2])
+
         code, said = await rolling(name)
         assert code == 0, said
         assert [line.split()[0] for line in said.splitlines() if " ready" in line] == list(names)
@@ -164,6 +161,34 @@ async def test_rolling_waits_until_all_are_back_and_fails_where_one_does_not_loa
         assert code == 1
         assert f"error: --rolling: {names[0]} ended with exit code" in said
         assert all(running.ready(each) and running.pid(each) == second[each] for each in names[1:])
+
+
+@pytest.mark.stack
+async def test_a_fleet_serves_each_scenario_by_workers_of_its_own(embedded_settings: Kafka, tmp_path: Path) -> None:
+    """One command: topics, routes, a trigger and workers for each; a client's requests find their scenario's group."""
+    sections = (Scenario(name="ads", tenants=("adverts",)), Scenario(name="feed", slo_ms=60_000.0))
+    toml = tmp_path / "fleet.toml"
+    toml.write_text('[scenario.ads]\ntenants = ["adverts"]\n[scenario.feed]\nslo_ms = 60000.0\n', encoding="utf-8")
+    async with up(embedded_settings, tmp_path, "--fleet", str(toml), "--name", "w") as running:
+        names = ("trigger-ads", "trigger-feed", "w-ads-0", "w-feed-0")
+        await until(lambda: running.ready(*names), "all ready")
+        settings = Settings(kafka=embedded_settings, scenarios=sections, client=Client(timeout_ms=60_000))
+        async with RelayClient(settings=settings) as relay:
+            async with relay.request("u", HISTORY, candidates=3, scenario="feed") as request:
+                assert (await request.rank([1, 2, 3])).worker == "w-feed-0"
+            async with relay.request("u", HISTORY, candidates=3, tenant="adverts") as request:
+                assert (await request.rank([1, 2, 3])).worker == "w-ads-0"
+        status = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "relaygr_stream", "status", "--json", "--config", str(tmp_path / "settings.toml")),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        told = json.loads((await asyncio.wait_for(status.communicate(), WITHIN_S))[0])["scenarios"]
+        assert [(each["scenario"], [of["scenario"] for of in each["workers"]]) for each in told] == [
+            ("ads", ["ads"]),
+            ("feed", ["feed"]),
+        ]
+        running.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(running.process.wait(), WITHIN_S) == 0, (tmp_path / "up.log").read_text()[-2000:]
 
 
 @pytest.mark.stack

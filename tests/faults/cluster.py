@@ -14,8 +14,10 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -163,10 +165,9 @@ class ThreeBrokers:
         self.brokers: Final = {
             node: Node(node, home, folder / f"broker-{node}", self._broker(quorum, node)) for node in BROKERS
         }
-        cluster = new_cluster_id()
-        self.controller.format(cluster, "--standalone")
-        for broker in self.brokers.values():
-            broker.format(cluster, "--no-initial-controllers")
+        roles = dict.fromkeys(self.brokers.values(), "--no-initial-controllers") | {self.controller: "--standalone"}
+        with ThreadPoolExecutor() as pool:  # a Java each
+            list(pool.map(Node.format, roles, repeat(new_cluster_id()), roles.values()))
 
     def kafka_settings(self, base: Kafka, *, linked: bool = False, topics_dir: Path | None = None) -> Kafka:
         """`base`, pointed at this cluster: all topics on three brokers, or each as `topics_dir` says.

@@ -60,6 +60,8 @@ class Load:
         self, client: RelayClient, witness: Witness, rate: float, *, seed: int = 1, timeout_s: float = TIMEOUT_S
     ) -> None:
         self.notes: list[Note] = []
+        self._made_by = client, witness, rate
+        self._seed, self._timeout_s = seed, timeout_s
         self._client = _FromSending(client, timeout_s)
         self._witness = witness
         self._stopped = False
@@ -91,6 +93,10 @@ class Load:
         """Send no more and wait until every request has ended."""
         self._stopped = True
         await self._task
+
+    def next(self) -> Load:
+        """Other requests at the same rate, from now on: for the next fault, once this load has been stopped."""
+        return Load(*self._made_by, seed=self._seed + 1, timeout_s=self._timeout_s)
 
     async def _run(self) -> None:
         items = self._witness.ledger.sending(self._items())

@@ -76,6 +76,11 @@ class Scene:
 
         await until(quiet, "requests get their scores again", 90.0)
 
+    async def another(self) -> None:
+        """After `cost`, another fault is to come: a load of its own, healthy."""
+        self.load = self.load.next()
+        await self.load.answered(HEALTHY)
+
     async def cost(self, fault: str, owned_s: float | None = None) -> Impact:
         """Stop the load; what the fault cost it, kept for the table."""
         await self.load.stop()
@@ -102,12 +107,12 @@ async def scene(
         Witness(fleet.settings) as witness,
     ):
         async with RelayClient(settings=fleet.settings) as relay:
-            running = Load(relay, witness, rate)
+            stage = Scene(fleet, relay, Load(relay, witness, rate), witness)
             try:
-                await running.answered(HEALTHY)
-                yield Scene(fleet, relay, running, witness)
+                await stage.load.answered(HEALTHY)
+                yield stage
             finally:
-                await running.stop()
+                await stage.load.stop()
         await cluster.heal()
         await witness.rest()
         witness.expect_exits(await stop_all(list(fleet.children.values())))

@@ -15,7 +15,7 @@ from tests.faults.soak.traffic import Note, disturbed, silence
 
 @pytest.mark.faults
 async def test_a_short_soak_loses_nothing(tmp_path: Path) -> None:
-    options = Options(seconds=40.0, seed=3, rate=15.0, brokers="embedded", folder=tmp_path / "soak")
+    options = Options(seconds=28.0, seed=3, rate=15.0, brokers="embedded", folder=tmp_path / "soak")
     soaked = await soak(options, Console(quiet=True))
     assert not soaked.broken, soaked.broken  # whether targets are met is a matter of the machine
     figures = soaked.figures

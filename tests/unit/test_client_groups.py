@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus import routes as bus_routes
 from relaygr_stream.bus.producer import Producer
@@ -16,7 +17,13 @@ from relaygr_stream.bus.routes import read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists
 from relaygr_stream.client import RelayClient
 from relaygr_stream.client.groups import LOOK_S
+from relaygr_stream.errors import ConfigError, UnknownScenario
+from relaygr_stream.ops.erase import erase_from_fleet
+from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout
+from relaygr_stream.ops.rollout.run import Bus, Plan
+from relaygr_stream.settings import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.routes import POSITIONS, Routes, group_settings, routes_topic
 from relaygr_stream.wire.topic_files import load_topics
@@ -219,3 +226,98 @@ async def test_a_group_that_routes_name_no_more_is_left(world: World) -> None:
         assert relay.registry.get_sample_value("relaygr_client_route_share", {"group": "next"}) is None
         await relay.rank(request(1))
     assert world.asked("") == ["r-1"]
+
+
+# ---- scenarios ----
+
+
+@asynccontextmanager
+async def feed_on(world: World) -> AsyncIterator[Responder]:
+    """A peer that answers in the group of scenario feed, which has two lanes, and its routes."""
+    settings = group_settings(Settings(kafka=world.kafka), "feed", 2)
+    async with responder_on(settings.kafka) as peer:
+        await topic_exists(world.kafka, routes_topic(world.topics), create=True)
+        await write_routes(peer.producer, world.topics, READER, Routes.of_one("feed", 2, epoch=1), "feed")
+        yield peer
+
+
+async def test_a_scenarios_requests_go_to_its_group_and_all_others_where_they_went(world: World) -> None:
+    async with feed_on(world) as feed, opened(world) as relay:
+        await relay.rank(request(1))
+        named = msgspec.structs.replace(request(2), scenario="feed")
+        await relay.announce(msgspec.structs.replace(event(2), scenario="feed"))
+        await relay.rank(named)
+        async with relay.request("u", PREFIX, candidates=3, request_id="whole", scenario="feed") as whole:
+            await whole.rank([1, 2])
+        cancelled = relay.request("u", PREFIX, candidates=3, request_id="cancelled", scenario="feed")
+        async with cancelled:
+            pass
+        await until(lambda: feed.cancels and len(feed.events) == 3, "the cancel and the events")
+        assert relay.group_of("u") == ""
+    assert world.asked("") == ["r-1"]
+    assert [(asked.request_id, asked.scenario) for _, asked in feed.requests] == [("r-2", "feed"), ("whole", "feed")]
+    assert world.peers[""].requests[0][1].scenario is msgspec.UNSET
+
+
+async def test_a_tenants_scenario_is_that_of_its_section(world: World) -> None:
+    async with feed_on(world) as feed, client_on(world.kafka, silence_ms=60_000.0, timeout_ms=30_000.0) as plain:
+        sections = (Scenario(name="feed", tenants=("shop",)),)
+        settings = msgspec.structs.replace(plain._settings, scenarios=sections)
+        async with RelayClient(settings=settings) as relay:
+            for number, tenant in enumerate(("shop", "other", "")):
+                await relay.rank(msgspec.structs.replace(request(number), tenant=tenant))
+            async with relay.request("u", PREFIX, candidates=3, request_id="whole", tenant="shop") as whole:
+                await whole.rank([1, 2])
+            assert [relay.scenario_of(tenant) for tenant in ("shop", "other", "")] == ["feed", "", ""]
+    assert [asked.request_id for _, asked in feed.requests] == ["r-0", "whole"]
+    assert world.asked("") == ["r-1", "r-2"]
+
+
+async def test_a_scenario_that_nothing_serves_is_a_typed_error_and_never_anothers_request(world: World) -> None:
+    """Its models differ: a ranking by another group would have wrong scores."""
+    async with feed_on(world), opened(world) as relay:
+        with pytest.raises(UnknownScenario, match="no group of workers serves scenario 'ads'"):
+            await relay.rank(msgspec.structs.replace(request(1), scenario="ads"))
+        with pytest.raises(UnknownScenario):
+            await relay.announce(msgspec.structs.replace(event(1), scenario="ads"))
+        with pytest.raises(UnknownScenario):
+            await relay.cancel("u", "r-1", scenario="ads")
+        with pytest.raises(UnknownScenario):
+            async with relay.request("u", PREFIX, candidates=3, scenario="ads"):
+                pass
+        groups, own = relay._groups, relay._opened()
+        assert groups.group_of(own, "u", stated="feed") == "", "a caller's id names no group of another scenario"
+        assert groups.group_of(own, "u", stated="", scenario="feed") == "feed"
+    assert world.asked("") == []
+
+
+async def test_a_scenarios_group_without_workers_is_replaced_by_no_other_scenarios(world: World) -> None:
+    async with feed_on(world), opened(world) as relay:
+        await world.state("")
+        await until(lambda: relay._owners.serves, "the client knows the worker of the group without a name")
+        assert relay.group_of("u", "feed") == "feed"
+        assert not await relay.worker_serves(0.0, "feed")
+        status = worker_status("f", lane_statuses(range(2)))
+        topic = load_topics(group_settings(Settings(kafka=world.kafka), "feed", 2).kafka).worker_status.name
+        await world.peers[""].producer.send_and_wait(topic, encode(status), key=b"f")
+        assert await relay.worker_serves(60.0, "feed")
+        assert await relay.worker_serves(60.0)
+
+
+async def test_a_rollout_takes_no_scenarios_group(world: World) -> None:
+    """Its users would be ranked by another model, and the scenario's by none that it has chosen."""
+    async with feed_on(world):
+        bus = Bus(Settings(kafka=world.kafka))
+        assert await bus.scenarios_of("feed") == ["feed"]
+        assert await bus.scenarios_of("next") == []
+        context = ProcessContext(bus.settings, asyncio.Event(), CollectorRegistry())
+        asked = RolloutRequest(Plan.of([1.0], 1.0), group="feed")
+        with pytest.raises(ConfigError, match="--group feed serves scenario feed"):
+            await run_rollout(context, asked, print)
+
+
+async def test_an_erasure_asks_the_groups_of_all_scenarios(world: World) -> None:
+    async with feed_on(world):
+        done = await erase_from_fleet(Settings(kafka=world.kafka), "u", "", wait_s=0.0)
+    prefix = world.kafka.prefix
+    assert [each.kafka.prefix for each in done.groups] == [prefix, f"{prefix}feed."]

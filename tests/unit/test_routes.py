@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.settings import Scenario
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.routes import (
+    MAX_SCENARIOS,
     POSITIONS,
     RoutePart,
     Routes,
     encode_routes,
     group_settings,
+    key_of,
     newest_routes,
     position,
     routes_topic,
+    with_newer,
 )
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import lane_of, load_topics
@@ -136,3 +142,56 @@ def test_no_topic_and_no_consumer_group_of_one_group_is_anothers() -> None:
 def test_an_epoch_that_no_later_one_could_pass_is_refused() -> None:
     with pytest.raises(DecodeError, match="ahead"):
         newest_routes([record(Routes.of_one("", 8, epoch=2**52))], StatusReader())
+
+
+def of_scenario(name: str, routes: Routes) -> Record:
+    key, headers = key_of(name)
+    return Record("relaygr.routes", 0, 0, 0, key, encode_routes(routes), tuple(headers))
+
+
+def test_each_scenario_has_routes_of_its_own() -> None:
+    own, feed = Routes.of_one("", 8, epoch=9), Routes.of_one("feed", 4, epoch=3)
+    known: Mapping[str, Routes] = {}
+    for each in (record(own), of_scenario("feed", feed), of_scenario("ads", feed)):
+        known = with_newer(each, StatusReader(), known)
+    assert known == {"": own, "feed": feed, "ads": feed}
+    older = of_scenario("feed", Routes.of_one("old", 4, epoch=2))
+    assert with_newer(older, StatusReader(), known) is known
+    assert newest_routes([record(own), of_scenario("feed", feed)], StatusReader()) == own, "as of before scenarios"
+
+
+@pytest.mark.parametrize("name", ["A", "a.b", "", "a" * 25, "\x00"])
+def test_a_record_of_no_scenarios_name_is_refused(name: str) -> None:
+    headers = tuple(key_of("feed")[1])
+    found = Record("relaygr.routes", 0, 0, 0, name.encode(), encode_routes(Routes.of_one("x", 4)), headers)
+    with pytest.raises(DecodeError, match="no scenario's name"):
+        with_newer(found, StatusReader(), {})
+
+
+def test_a_writer_of_routes_fills_no_readers_memory() -> None:
+    known: Mapping[str, Routes] = {"": Routes.of_one("", 8)}
+    for number in range(MAX_SCENARIOS):
+        known = with_newer(of_scenario(f"s{number}", Routes.of_one("x", 4)), StatusReader(), known)
+    with pytest.raises(DecodeError, match="more are not followed"):
+        with_newer(of_scenario("more", Routes.of_one("x", 4)), StatusReader(), known)
+    assert with_newer(of_scenario("s1", Routes.of_one("y", 4, epoch=1)), StatusReader(), known)["s1"].groups == ("y",)
+
+
+def test_a_scenarios_signature_is_of_its_name() -> None:
+    signer, routes = Signer("a secret of a fleet"), Routes.of_one("feed", 8)
+    reader, (key, headers) = StatusReader(signer=signer), key_of("feed")
+    signed = tuple(signer.sign("relaygr.routes", key, encode_routes(routes), headers))
+    found = Record("relaygr.routes", 0, 0, 0, key, encode_routes(routes), signed)
+    assert with_newer(found, reader, {}) == {"feed": routes}
+    stripped = tuple((name, text) for name, text in signed if name != "relaygr-kind")
+    for other in (found._replace(key=b"ads"), found._replace(headers=stripped)):
+        with pytest.raises(DecodeError, match="no signature"):
+            with_newer(other, reader, {})
+
+
+def test_a_groups_settings_are_those_of_the_scenario_of_its_name() -> None:
+    settings = Settings(scenarios=(Scenario(name="feed", slo_ms=20.0),))
+    feed, other = (group_settings(settings, group, 4) for group in ("feed", "other"))
+    assert (feed.scenario, feed.relay.slo_ms, feed.kafka.prefix) == ("feed", 20.0, "relaygr.feed.")
+    assert (other.scenario, other.relay.slo_ms, other.kafka.prefix) == ("", 50.0, "relaygr.other.")
+    assert feed.kafka.partitions == other.kafka.partitions == 4

@@ -7,15 +7,32 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.routes import read_all_routes, write_routes
+from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.cli.config_table import render_settings_table
+from relaygr_stream.cli.explain_table import as_json, as_table
+from relaygr_stream.cli.main import main
+from relaygr_stream.cli.up import Planned, plan
 from relaygr_stream.errors import ConfigError
+from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.ops.children import write_settings
+from relaygr_stream.ops.scenarios import make_groups
 from relaygr_stream.settings import Scenario, Settings
 from relaygr_stream.settings.load import FIELDS, load_settings
 from relaygr_stream.settings.scenarios import NAME, RESERVED, scenario_of
+from relaygr_stream.settings.schema import Kafka, Telemetry
+from relaygr_stream.telemetry.otlp import _resource
 from relaygr_stream.telemetry.printable import render_plain
+from relaygr_stream.trigger.core import TriggerCore
+from relaygr_stream.trigger.decision import Policy
+from relaygr_stream.trigger.explain import explain
 from relaygr_stream.wire.routes import GroupName
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.worker_status import StatusReader
+from tests.unit.trigger.parts import event
 
 FLEET = """
 [relay]
@@ -156,3 +173,74 @@ def test_a_scenarios_name_is_a_groups(name: str) -> None:
 
     assert bool(NAME.fullmatch(name)) == is_group(name)
     assert all(NAME.fullmatch(each) for each in RESERVED)
+
+
+@pytest.mark.parametrize("command", [["worker"], ["trigger"], ["topics", "show"], ["explain", "--seconds", "1"]])
+def test_a_process_of_a_scenario_that_no_file_names_ends_with_what_there_is(command: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, [*command, "--scenario", "other", "--config", str(fleet(tmp_path))])
+    assert result.exit_code != 0
+    assert "no scenario 'other': no file has a section [scenario.other]; there are ads, feed, search" in result.output
+
+
+def test_spans_of_a_process_name_its_scenario_once() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    assert _resource("worker", "feed").attributes["relaygr.scenario"] == "feed"
+    assert "relaygr.scenario" not in _resource("worker", "").attributes
+
+
+def test_explanations_have_a_column_of_scenarios_where_there_are_any() -> None:
+    policy = Policy(stale_ms=1000.0, life_ms=2000.0, burst_ms=500.0, max_prefix_tokens=1000)
+    core = TriggerCore(policy, OwnerDirectory(1000.0), 60.0)
+    core.take_lane(0, 0, 0.0)
+    sent = (event(25), event(25, scenario="feed"))
+    plain, named = (explain(core, 0, each, age_ms=0.0, now_s=0.0, at_s=0.0)[0] for each in sent)
+    assert "scenario" not in render_plain(as_table([plain]))
+    shown = render_plain(as_table([plain, named]))
+    assert "scenario" in shown
+    assert "feed" in shown
+    assert "default" in shown
+    assert '"scenario":"feed"' in as_json([named])
+
+
+# ---- relaygr up --fleet ----
+
+
+def test_each_scenario_has_a_trigger_and_its_workers_with_devices_and_ports_in_turn() -> None:
+    scenarios = [Scenario(name="ads"), Scenario(name="feed", min_workers=2)]
+    settings = Settings(telemetry=Telemetry(port=9000))
+    assert plan("h", 0, scenarios, settings, "cuda:0, cuda:1", trigger=False) == [
+        Planned("trigger-ads", "trigger", ("telemetry.port=9000",), "ads"),
+        Planned("trigger-feed", "trigger", ("telemetry.port=9001",), "feed"),
+        Planned("h-ads-0", "worker", ("telemetry.port=9002", "worker.name=h-ads-0", "worker.device=cuda:0"), "ads"),
+        Planned("h-feed-0", "worker", ("telemetry.port=9003", "worker.name=h-feed-0", "worker.device=cuda:1"), "feed"),
+        Planned("h-feed-1", "worker", ("telemetry.port=9004", "worker.name=h-feed-1", "worker.device=cuda:0"), "feed"),
+    ]
+    with_default = plan("h", 1, scenarios, Settings())
+    assert [each.name for each in with_default] == [
+        *("trigger", "trigger-ads", "trigger-feed", "h-0", "h-ads-0", "h-feed-0", "h-feed-1")
+    ]
+    assert with_default[4].arguments == ["--set", "worker.name=h-ads-0", "--scenario", "ads"]
+    assert with_default[0].arguments == []
+
+
+def test_a_fleet_without_sections_is_said_before_anything_starts(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["up", "--fleet", str(fleet(tmp_path, ""))])
+    assert result.exit_code == 1
+    assert "fleet.toml: no section [scenario.NAME]; write one, or leave out --fleet" in result.output
+
+
+async def test_the_groups_topics_and_routes_are_made_once_and_moved_users_stay(embedded_settings: Kafka) -> None:
+    scenarios = (Scenario(name="ads"), Scenario(name="feed"))
+    settings, said = Settings(kafka=embedded_settings, scenarios=scenarios), list[str]()
+    topics, reader = load_topics(embedded_settings), StatusReader()
+    await make_groups(settings, said.append)
+    for name in ("ads", "feed"):
+        await verify_topics(settings.serving(name).kafka, strict=True)
+    known = await read_all_routes(embedded_settings, topics, reader)
+    assert {name: routes.groups for name, routes in known.items()} == {"ads": ("ads",), "feed": ("feed",)}
+    moved = known["feed"].moved("next", topics.lanes, 2500)
+    async with Producer(embedded_settings, client_id="test") as producer:
+        await write_routes(producer, topics, reader, moved, "feed")
+    await make_groups(settings, said.append)
+    assert await read_all_routes(embedded_settings, topics, reader) == {**known, "feed": moved}
+    assert said == [f"made {3 * len(topics.all) + 1} topics for scenarios ads, feed"]

@@ -44,6 +44,7 @@ from relaygr_stream.workload.packaged import is_packaged
 @click.option(
     "--by-reference", is_flag=True, help="Keep histories in a local store; requests with the relay refer to them."
 )
+@click.option("--rollout", is_flag=True, help="Show a rollout under load instead: hits and latencies through it.")
 @source_options
 def demo_command(
     broker: Literal["embedded", "kafka"] | None,
@@ -55,6 +56,7 @@ def demo_command(
     events: Path | None,
     checkpoint: str | None,
     by_reference: bool,
+    rollout: bool,
     files: tuple[str, ...],
     assignments: tuple[str, ...],
 ) -> None:
@@ -69,9 +71,11 @@ def demo_command(
     Examples:
       relaygr demo --broker kafka --seconds 10
       relaygr demo --by-reference
+      relaygr demo --rollout
       relaygr demo --events ml-100k/u.data --checkpoint out/movielens
     """
     from relaygr_lab.demo.plot import check_can_draw
+    from relaygr_lab.demo.rollout import run_rollout_demo
     from relaygr_lab.demo.run import DemoOptions, run_demo
     from relaygr_stream.ops.stopping import run_until_stopped
 
@@ -82,8 +86,13 @@ def demo_command(
     settings = load_settings(["demo", *files], flags).settings
     if events is not None and is_packaged(settings.model):
         raise click.UsageError("--events goes with --checkpoint FOLDER: the packaged model knows generated items only")
+    kind = None if bootstrap else broker or "embedded"
+    if rollout:
+        if events is not None or by_reference:
+            raise click.UsageError("--rollout sends requests of its own: leave --events and --by-reference out")
+        sys.exit(run_until_stopped(run_rollout_demo(kind, settings, out)))
     options = DemoOptions(
-        broker=None if bootstrap else broker or "embedded",
+        broker=kind,
         seconds=seconds,
         rate=rate,
         seed=seed,

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from relaygr_lab.bench.modes import CACHE, FULL, RELAY
+from relaygr_lab.bench.modes import FULL, RELAY
 from relaygr_lab.bench.oracle import first_come, relayed
 from relaygr_lab.bench.search import bisected
 from relaygr_lab.dlrmv3.loadgen import Load, allowed_late
@@ -72,7 +72,3 @@ class Work:
             return int((latency > test.slo_ms).sum()) <= late
 
         return capacity * bisected(valid, 0.0, 1.0, HALVINGS)
-
-
-#: Modes that reuse prefix KV of earlier visits.
-REUSING: Final = (CACHE.name, RELAY.name)

@@ -112,7 +112,7 @@ class Fleet:
         # The triggers of all lanes are one core: they share only the owner directory, which is equal in all.
         self._owners = OwnerDirectory(settings.trigger.max_status_age_ms, clock=self.timeline.clock)
         policy = Policy.of(settings)
-        loads = OwnerLoads(policy.averaging)
+        loads = OwnerLoads(policy.averaging, policy.burst_ms)
         self._trigger = TriggerCore(
             policy,
             self._owners,

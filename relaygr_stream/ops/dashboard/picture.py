@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.ops.dashboard.history import Slot
+from relaygr_stream.ops.status.lanes import lane_loads
 from relaygr_stream.ops.status.odd import Oddity, findings
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.tally import RELAY, Tally, lately
@@ -77,7 +78,7 @@ def take(view: Overview, slots: list[Slot | None]) -> Picture:
         all_workers=len(names),
         queue_ms=max((status.queue_ms for status in statuses), default=0.0),
         busy=sum(status.busy_share for status in statuses) / len(statuses) if statuses else None,
-        lanes=_lanes(view, names),
+        lanes=_lanes(view),
         all_lanes=view.topics.lanes,
         slots=slots,
         whole=whole,
@@ -92,20 +93,11 @@ def _row(view: Overview, name: str) -> WorkerRow:
     return WorkerRow(seen.last, rate, tally.quantile_ms(0.99, RELAY), tally.hit_rate())
 
 
-def _lanes(view: Overview, names: list[str]) -> list[Lane]:
-    owned: dict[int, Lane] = {}
-    for name in names:
-        seen = view.workers[name]
-        if seen.last.state != "serving":
-            continue
-        before = {lane.lane: lane.pre_infer_offset for lane in seen.since.lanes}
-        seconds = (seen.last.sent_ms - seen.since.sent_ms) / 1e3
-        for lane in seen.last.lanes:
-            known = lane.lane in before and seconds > 0
-            per_s = max(0.0, (lane.pre_infer_offset - before[lane.lane]) / seconds) if known else None
-            pinned = lane.pinned_bytes / lane.budget_bytes if lane.budget_bytes else None
-            owned[lane.lane] = Lane(lane.lane, name, per_s, pinned)
-    every = [owned.get(number) or Lane(number, None, None, None) for number in range(view.topics.lanes)]
+def _lanes(view: Overview) -> list[Lane]:
+    every = [
+        Lane(each.lane, each.owner, each.signals, each.pinned_bytes / each.budget_bytes if each.budget_bytes else None)
+        for each in lane_loads(view)
+    ]
     step = -(-len(every) // MAX_CELLS)
     return [max(every[start : start + step], key=_heat) for start in range(0, len(every), step)]
 

@@ -21,12 +21,13 @@ from relaygr_stream.wire.records import (
     HEADER_REASON,
     HEADER_REPLAY_OF,
     HEADER_REPLAYS,
+    HEADER_SCENARIO,
     Record,
 )
 
 _OURS: Final = frozenset(
     {HEADER_REASON, HEADER_DETAIL, HEADER_ORIGIN_TOPIC, HEADER_ORIGIN_PARTITION, HEADER_ORIGIN_OFFSET, HEADER_REPLAYS}
-    | {HEADER_DIGEST}
+    | {HEADER_DIGEST, HEADER_SCENARIO}
 )
 #: Longest list or map that is unpacked for display. Lists nested to msgpack's own limit of 511 levels then allocate at
 #: most 511 × 1,000 × 8 bytes, 4 MB.
@@ -56,6 +57,7 @@ class Letter:
     replays: int = 0  # how often the message was replayed before it became this dead letter
     headers: tuple[tuple[str, bytes], ...] = ()  # the original's own headers; a null value is empty here
     replayed: bool = False  # a marker says so
+    scenario: str = ""  # that its reader served
 
     @property
     def address(self) -> str:
@@ -100,6 +102,7 @@ def _letter(record: Record, headers: dict[str, bytes]) -> Letter:
         value=record.value or b"",
         reason=_text(headers.get(HEADER_REASON, b"")),
         detail=_text(headers.get(HEADER_DETAIL, b"")),
+        scenario=_text(headers.get(HEADER_SCENARIO, b"")),
         origin_topic=_text(headers.get(HEADER_ORIGIN_TOPIC, b"")),
         origin_partition=_number(headers.get(HEADER_ORIGIN_PARTITION), -1),
         origin_offset=_number(headers.get(HEADER_ORIGIN_OFFSET), -1),

@@ -45,6 +45,7 @@ def as_json(letter: Letter, *, value: bool) -> str:
         "time": _when(letter, "milliseconds"),
         "reason": letter.reason,
         "detail": letter.detail,
+        **({"scenario": letter.scenario} if letter.scenario else {}),
         "origin": {"topic": letter.origin_topic, "partition": letter.origin_partition, "offset": letter.origin_offset},
         "key": None if letter.key is None else readable_id(letter.key),
         "bytes": len(letter.value),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,12 +46,13 @@ END_S: Final = 20.0
 @dataclass(frozen=True)
 class RolloutRequest:
     """group: where users move to; None: the other one of two. lanes: of the group; 0: as it has, or as the others have.
-    up: arguments of `relaygr up` for its processes; None: an operator starts them."""
+    up: arguments of `relaygr up` for its processes; None: an operator starts them. warm: prefill before users move."""
 
     plan: Plan
     group: str | None = None
     lanes: int = 0
     up: Sequence[str] | None = None
+    warm: bool = True
 
 
 async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) -> None:
@@ -63,6 +64,10 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
     routes = await bus.read()
     to = next_group(routes) if asked.group is None else asked.group
     source = source_of(routes, to)
+    if scenarios := await bus.scenarios_of(to):
+        raise ConfigError(
+            f"--group {to} serves scenario {', '.join(scenarios)}, whose model is another one: name another group"
+        )
     of_group = group_settings(context.settings, to, asked.lanes or routes.lanes_of(to) or bus.topics.lanes)
     _check(of_group, to)
     report = await apply_topics(of_group.kafka)
@@ -86,20 +91,20 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
             await bus.write(producer, msgspec.structs.replace(routes, epoch=max(routes.epoch, now_ms())))
         background = Background()
         async with (
-            warming(of_source, of_group, to, producer, background) as warm,
+            warming(of_source, of_group, to, producer, background) if asked.warm else nullcontext() as warm,
             _started(asked.up, of_group) as started,
         ):
             parts = Parts(bus, producer, RolloutMetrics(context.registry), say, started)
             rollout = Rollout(parts, asked.plan, routes, to, new, old, warm)
             context.set_ready(True)
             try:
-                await background.until(_run(context, rollout, started, say))
+                await background.until(_run(context, rollout, started, say, background))
             finally:
                 await background.end()
 
 
-async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, say: Say) -> None:
-    stop = asyncio.ensure_future(context.stop.wait())
+async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, say: Say, background: Background) -> None:
+    stop = background.start(context.stop.wait())
     work = asyncio.ensure_future(_whole(rollout))
     await asyncio.wait({stop, work}, return_when=asyncio.FIRST_COMPLETED)
     if not work.done():

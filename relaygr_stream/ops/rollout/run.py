@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import ASK_S, read_routes, write_routes
+from relaygr_stream.bus.routes import ASK_S, read_all_routes, read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists, verify_topics
 from relaygr_stream.errors import BrokerError, ConfigError, RelayError
 from relaygr_stream.ops.rollout.judgement import Observed, decide
@@ -107,6 +107,11 @@ class Bus:
         await self._reader.prepare()
         found = await read_routes(self.settings.kafka, self.topics, self._reader)
         return found or Routes.of_one(OWN, self.topics.lanes)
+
+    async def scenarios_of(self, group: str) -> list[str]:
+        """The scenarios whose requests the group serves. Raises BrokerError."""
+        every = await read_all_routes(self.settings.kafka, self.topics, self._reader)
+        return [name for name, routes in every.items() if name and group in routes.groups]
 
     async def write(self, producer: Producer, routes: Routes) -> None:
         """Write them, at this time. Raises BrokerError."""
@@ -224,10 +229,10 @@ class Rollout:
 
     async def _wait_until_warm(self) -> None:
         """Before the first step, at most as long as one lasts."""
-        began = time.monotonic()
-        while not self._warm and time.monotonic() - began < self._plan.hold_s:
+        began, warming = time.monotonic(), self._warming
+        while warming and time.monotonic() - began < self._plan.hold_s and (warming.looking_s > 0 or not self._warm):
             self._check_started()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(min(LOOK_S, self._plan.hold_s))
 
     async def _hold(self, *, last: bool) -> str | None:
         """Watch the step to its end; returns why the users must go back."""

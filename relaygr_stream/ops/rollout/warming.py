@@ -46,9 +46,8 @@ ENOUGH: Final = 0.9
 #: Work that a worker has waiting when it gets more. It states itself every 250 ms, and between that it is predicted.
 AHEAD_MS: Final = 100.0
 TICK_S: Final = 0.05
-#: A pin lasts so many times as long as its job is expected to take, and so much longer.
-LIFE_JOBS: Final = 5.0
-LIFE_MS: Final = 100.0
+#: Users are watched for so long, at least, before the first of them move.
+SEEN_S: Final = 10.0
 #: Who is sent next is put in order so often.
 PLAN_S: Final = 1.0
 #: A lane whose broker takes nothing, or refuses, is tried again after this.
@@ -81,6 +80,7 @@ class Warming:
         self._owners = OwnerDirectory(group.trigger.max_status_age_ms, reader=reader)
         self._books: Books[SentSignals] = Books(SentSignals)
         self._known = KnownUsers(self._topics.lanes)
+        self._since_s = time.monotonic()
         self._aim: tuple[Routes, Routes] | None = None  # now, and after the next step
         self._queues: dict[str, deque[User]] = {}  # by worker, the worthiest first
         self._erased: deque[tuple[int, Erase]] = deque(maxlen=ERASED)  # with the brokers' time
@@ -99,6 +99,11 @@ class Warming:
         sent = [(worth, user) for worth, user in fitting if user.signal is None]
         worth = sum(map(itemgetter(0), fitting))
         return Warmed(len(sent), len(fitting), sum(map(itemgetter(0), sent)) / worth if worth else 1.0)
+
+    @property
+    def looking_s(self) -> float:
+        """For how long it still has to watch users before the first of them move."""
+        return self._since_s + SEEN_S - time.monotonic()
 
     async def run(self) -> None:
         """Send, until cancelled."""
@@ -188,13 +193,12 @@ class Warming:
                 return
             queue.popleft()
             book.send(cost_ms, nbytes, now_s)
-            await self._send_one(user, min(self._life_ms, LIFE_JOBS * (ahead_ms + cost_ms) + LIFE_MS))
+            await self._send_one(user)
 
-    async def _send_one(self, user: User, life_ms: float) -> None:
-        """life_ms: how long its prefix KV are pinned, for the job to end; from then on they may be evicted."""
+    async def _send_one(self, user: User) -> None:
         assert user.signal is not None
         topic, headers = self._topics.ranking.name, [(HEADER_KIND, KIND_DELEGATED.encode())]
-        signal = msgspec.structs.replace(user.signal, admitted_ms=now_ms(), life_ms=life_ms, rank_in_ms=self._life_ms)
+        signal = msgspec.structs.replace(user.signal, admitted_ms=now_ms(), life_ms=self._life_ms)
         try:
             if self._producer.broker_of(topic, user.lane) == NO_LEADER:
                 raise BrokerUnavailable("no broker takes messages for its lane")

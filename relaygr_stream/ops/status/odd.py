@@ -35,7 +35,10 @@ def findings(view: Overview) -> list[Oddity]:
     """What is odd, what is urgent first."""
     urgent = [Oddity(line, True) for check in (_unanswered, _slow) for line in check(view)]
     checks = (_missing, _clocks, _groups, _lanes, _versions, _bounds, _unused, _throttled, _records)
-    return urgent + [Oddity(line, False) for check in checks for line in check(view)]
+    found = urgent + [Oddity(line, False) for check in checks for line in check(view)]
+    for scenario, _, of in view.scenarios:
+        found += [each._replace(line=f"scenario {scenario}: {each.line}") for each in findings(of)]
+    return sorted(found, key=lambda each: not each.urgent)
 
 
 def oddities(view: Overview) -> list[str]:
@@ -44,8 +47,10 @@ def oddities(view: Overview) -> list[str]:
 
 
 def _moved(view: Overview) -> bool:
-    """Whether all users are in other groups of workers, so that these may have ended."""
-    return view.routes is not None and not view.routes.share_of(OWN)
+    """Whether all users are in other groups of workers, so that these may have ended, or only scenarios are served."""
+    if view.routes is not None:
+        return not view.routes.share_of(OWN)
+    return bool(view.scenarios) and not view.living_workers() and not view.living_triggers()
 
 
 def _unanswered(view: Overview) -> Iterator[str]:

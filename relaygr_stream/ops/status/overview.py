@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.errors import DecodeError
@@ -67,11 +67,20 @@ class Follower(Protocol):
         """Take one that was written at that Unix time."""
 
 
+class OfScenario(NamedTuple):
+    """What is seen of one group of a scenario."""
+
+    scenario: str
+    group: str
+    view: Overview
+
+
 @dataclass
 class Overview:
     """All processes by name, and the number of refused records by reason, since it is live.
 
-    follower: also takes each status that is read. routes: the newest, if the caller follows them.
+    follower: also takes each status that is read. routes: the newest of requests of no scenario, if the caller follows
+    them.
     """
 
     settings: Settings
@@ -83,6 +92,9 @@ class Overview:
     triggers: dict[str, Seen[TriggerStatus]] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
     routes: Routes | None = None
+    scenarios: list[OfScenario] = field(
+        default_factory=list
+    )  # a view of each group of each, if the caller follows them
     live: bool = False  # whether records from now on are written just now; False while old records are read
 
     def _follow(self, status: WorkerStatus | TriggerStatus, written_s: float) -> None:
@@ -137,6 +149,7 @@ class Overview:
         kept.workers = {name: copy(seen) for name, seen in self.workers.items()}
         kept.triggers = {name: copy(seen) for name, seen in self.triggers.items()}
         kept.refused = dict(self.refused)
+        kept.scenarios = [each._replace(view=each.view.snapshot()) for each in self.scenarios]
         return kept
 
     @property

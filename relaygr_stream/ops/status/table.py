@@ -31,6 +31,7 @@ def render(view: Overview) -> RenderableType:
     # What is odd comes before the workers: a screen that is refreshed shows no more than its height.
     parts: list[RenderableType] = [head, lines, ""]
     parts += [_groups(view.routes), ""] if view.routes else []
+    parts += [_scenarios(view), ""] if view.scenarios else []
     parts += [_triggers(view), ""] if triggers else []
     parts += [_rankings(view), "", _workers(view)] if workers else []
     return Group(*parts)
@@ -53,6 +54,10 @@ def as_json(view: Overview) -> str:
             "rankings": _figures(*lately(view.workers[name] for name in view.living_workers())),
             "workers": workers,
             "routes": msgspec.to_builtins(view.routes),
+            "scenarios": [
+                {"scenario": name, "group": group, **msgspec.json.decode(as_json(of))}
+                for name, group, of in view.scenarios
+            ],
             "silent": view.silent(),
             "odd": oddities(view),
         }
@@ -68,6 +73,23 @@ def _figures(tally: Tally, rate: float) -> dict[str, Any]:
         "within_slo": tally.slo_share(),
         **{kind: {"p50_ms": tally.quantile_ms(0.5, kind), "p99_ms": tally.quantile_ms(0.99, kind)} for kind in KINDS},
     }
+
+
+def _scenarios(view: Overview) -> Table:
+    """One row for each group of each scenario: what serves it, and its rankings lately."""
+    numbers = ("triggers", "workers", "lanes", "a second", "hits", "P99 ms", "in SLO")
+    table = listing(("scenario", "group", *numbers), numbers=numbers)
+    for scenario, group, of in view.scenarios:
+        workers = of.living_workers()
+        tally, rate = lately(of.workers[name] for name in workers)
+        p99 = max((ms for kind in KINDS if (ms := tally.quantile_ms(0.99, kind)) is not None), default=None)
+        owned = len({lane.lane for status in workers.values() for lane in status.lanes})
+        table.add_row(
+            printable(scenario), printable(group or "default"), str(len(of.living_triggers())), str(len(workers)),
+            f"{owned} of {of.topics.lanes}", f"{rate:.1f}", _share(tally.hit_rate()),
+            "–" if p99 is None else f"{p99:.1f}", _share(tally.slo_share()),
+        )  # fmt: skip
+    return table
 
 
 def _groups(routes: Routes) -> RenderableType:

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.gateway.service import run_gateway
 from relaygr_stream.ops.brokers.distribution import free_ports
+from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Client, Gateway, History, Kafka, Settings, Telemetry
 from relaygr_stream.telemetry.process import ProcessContext, process
 from tests.waiting import until
@@ -79,7 +80,11 @@ class OpenDoor:
 
 @asynccontextmanager
 async def door_on(
-    kafka: Kafka, client: Client | None = None, history: History | None = None, **gateway: Any
+    kafka: Kafka,
+    client: Client | None = None,
+    history: History | None = None,
+    scenarios: tuple[Scenario, ...] = (),
+    **gateway: Any,
 ) -> AsyncIterator[OpenDoor]:
     """A gateway that is ready; stopped in order at the end."""
     (port,) = free_ports(1)
@@ -89,6 +94,7 @@ async def door_on(
         history=history or History(),
         gateway=msgspec.structs.replace(Gateway(port=port, tokens=TOKENS), **gateway),
         telemetry=Telemetry(log_level="warning"),
+        scenarios=scenarios,
     )
     async with process(settings, "gateway", registry=CollectorRegistry()) as context:
         task = asyncio.create_task(run_gateway(context))

@@ -224,17 +224,17 @@ def test_the_models_of_this_repository_pass(changes: dict[str, Any], dtype: torc
     assert check_model(Probe(built_in(**changes), CPU, dtype, BOUNDS, seed=1), said.append), "\n".join(said)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "dtype"),
     [
-        {},
-        {"contextual_seq_len": 1},
-        {"features": [one for one in COLUMNS if one.of == "cross"], "max_attn_len": 9},
-        {"features": [one for one in COLUMNS if one.of == "behaviour"], "group_norm": True},
-        {"features": [one for one in COLUMNS if one.of == "user"]},
+        ({}, torch.float32),
+        ({}, torch.bfloat16),
+        ({"contextual_seq_len": 1}, torch.float32),
+        ({"features": [one for one in COLUMNS if one.of == "cross"], "max_attn_len": 9}, torch.float32),
+        ({"features": [one for one in COLUMNS if one.of == "behaviour"], "group_norm": True}, torch.bfloat16),
+        ({"features": [one for one in COLUMNS if one.of == "user"]}, torch.float32),
     ],
-    ids=["all", "contextual user", "cross", "behaviours", "user"],
+    ids=["all", "all, bfloat16", "contextual user", "cross", "behaviours, bfloat16", "user"],
 )
 @pytest.mark.stack
 def test_the_built_in_model_with_features_passes(changes: dict[str, Any], dtype: torch.dtype) -> None:

@@ -275,17 +275,17 @@ def test_equal_rows_of_a_table_are_no_dependence() -> None:
 # ---- serving ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "choices",
+    ("choices", "dtype"),
     [
-        CHOICES,
-        Choices(heads=3, scale_tokens=100),
-        GROWS,
-        Choices(heads=3, scale_tokens=100, times="gap", positions="start", min_tokens=0),
-        Choices(heads=3, scale_tokens=100, times="constant", positions="none", min_tokens=20),
+        (CHOICES, torch.float32),
+        (CHOICES, torch.bfloat16),
+        (Choices(heads=3, scale_tokens=100), torch.float32),
+        (GROWS, torch.float32),
+        (Choices(heads=3, scale_tokens=100, times="gap", positions="start", min_tokens=0), torch.float32),
+        (Choices(heads=3, scale_tokens=100, times="constant", positions="none", min_tokens=20), torch.bfloat16),
     ],
-    ids=["of the request", "constant N", "constant times", "gaps", "gate"],
+    ids=["of the request", "of the request, bfloat16", "constant N", "constant times", "gaps", "gate, bfloat16"],
 )
 @pytest.mark.stack
 def test_an_imported_model_keeps_the_protocol(tmp_path: Path, choices: Choices, dtype: torch.dtype) -> None:

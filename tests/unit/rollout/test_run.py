@@ -16,7 +16,7 @@ from relaygr_stream.bus.routes import read_routes
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import ConfigError, RelayError
-from relaygr_stream.ops.rollout import process
+from relaygr_stream.ops.rollout import process, warming
 from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back
 from relaygr_stream.ops.rollout.run import Bus, Plan, next_group, source_of
 from relaygr_stream.ops.rollout.warming import Warming
@@ -104,6 +104,7 @@ class World:
 @pytest.fixture
 async def world(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(process, "FIRST_S", 0.0)
+    monkeypatch.setattr(warming, "SEEN_S", 0.0)
     kafka = msgspec.structs.replace(embedded_settings, partitions=LANES)
     await apply_topics(kafka)
     await apply_topics(group_settings(Settings(kafka=kafka), "next", LANES).kafka)

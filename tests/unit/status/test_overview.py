@@ -10,7 +10,7 @@ import pytest
 
 from relaygr_stream.fleet import DROP_AFTER_S
 from relaygr_stream.ops.status.odd import oddities
-from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.ops.status.overview import OfScenario, Overview
 from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.printable import render_plain
@@ -301,3 +301,23 @@ def test_groups_and_the_rollout_between_them_are_shown() -> None:
     assert any("no worker" in line for line in oddities(view))
     view.routes = routes.moved("next", 8, 10_000)
     assert not any("no worker" in line or "no trigger" in line for line in oddities(view))
+
+
+def test_scenarios_are_shown_with_what_is_odd_of_each() -> None:
+    view = overview()
+    view.scenarios = [
+        OfScenario("ads", "ads", overview()),
+        OfScenario("feed", "feed", overview(worker("w1"), trigger("t"))),
+    ]
+    text = render_plain(render(view), 80)
+    rows = [line.split() for line in text.splitlines()]
+    assert ["feed", "feed", "1", "1", "4", "of", "4", "0.0", "–", "–", "–"] in rows
+    assert ["ads", "ads", "0", "0", "0", "of", "4", "0.0", "–", "–", "–"] in rows
+    assert "odd: scenario ads: no worker is ready" in text
+    assert not any(line.startswith(("no worker", "no trigger", "scenario feed")) for line in oddities(view))
+    found = json.loads(as_json(view.snapshot()))["scenarios"]
+    assert [(each["scenario"], each["group"], len(each["workers"])) for each in found] == [
+        ("ads", "ads", 0),
+        ("feed", "feed", 1),
+    ]
+    assert json.loads(as_json(overview()))["scenarios"] == []

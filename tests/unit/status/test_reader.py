@@ -86,6 +86,7 @@ def reader(signer: Signer | None = None) -> StatusReader:
         (of_lane(budget_bytes=2**62), "budget_bytes"),
         (of_lane(pinned_bytes=-5), "pinned_bytes=-5"),
         (of_lane(pre_infer_offset=2**63), "pre_infer_offset"),
+        (of_lane(ranking_offset=-1), "ranking_offset=-1"),
         (of_lane(device_ms_per_s=float("inf")), "device_ms_per_s=inf"),
     ],
 )
@@ -108,6 +109,7 @@ def test_the_largest_status_is_read() -> None:
         "budget_bytes": MAX_BYTES,
         "pinned_bytes": MAX_BYTES,
         "pre_infer_offset": MAX_OFFSET,
+        "ranking_offset": MAX_OFFSET,
         "device_ms_per_s": 0.1,
     }
     counters = {f"a_counter_with_a_long_name_{n}": 0.1 for n in range(100)}

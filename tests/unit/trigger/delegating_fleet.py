@@ -145,7 +145,7 @@ class Fleet:
                 POLICY,
                 self.owners,
                 60.0,
-                delegation=make and make(self.owners, OwnerLoads(POLICY.averaging), count, seed),
+                delegation=make and make(self.owners, OwnerLoads(POLICY.averaging, POLICY.burst_ms), count, seed),
             )
             for seed in range(triggers)
         ]

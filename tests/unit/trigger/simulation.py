@@ -18,7 +18,7 @@ from relaygr_stream.trigger.core import Signal as Admitted
 from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.ledger import Pending
-from relaygr_stream.trigger.load import START_S
+from relaygr_stream.trigger.load import OWNER_S
 from relaygr_stream.wire.messages import RequestEvent, WorkerStatus
 from tests.unit.trigger.parts import behaviours, lane_status, worker_status
 
@@ -126,6 +126,7 @@ class Lane:
         self.refilled: float | None = None  # device ms that the rates known to the trigger have given; None: no rate
         self.start_ms = 0.0
         self.known_rate = 0.0
+        self.known_owner = ""
         self.known_at = self.now
 
     def event_comes(self) -> None:
@@ -150,9 +151,12 @@ class Lane:
             self.refilled += self.known_rate * (self.now - self.known_at)
         self.known_at = self.now
         if owner is not None:
+            if owner.worker.name != self.known_owner:  # what another one granted does not count
+                self.known_owner, self.refilled = owner.worker.name, None
+                self.admitted.clear()
             self.known_rate = owner.lane.device_ms_per_s
             if self.refilled is None:
-                self.refilled, self.start_ms = 0.0, min(POLICY.burst_ms, self.known_rate * START_S)
+                self.refilled, self.start_ms = 0.0, min(POLICY.burst_ms, self.known_rate * OWNER_S)
         return owner
 
     def decide_on(self, event: RequestEvent) -> None:
@@ -173,7 +177,7 @@ class Lane:
     def check_load(self) -> None:
         """No interval that ends now may have admitted more than burst and refill."""
         refilled, last_ms = self.admitted[-1]
-        excess = max(0.0, last_ms - POLICY.burst_ms) + 1e-6
+        excess = max(0.0, last_ms - min(POLICY.burst_ms, self.known_rate * OWNER_S)) + 1e-6
         total = 0.0
         for at, cost in reversed(self.admitted):
             total += cost

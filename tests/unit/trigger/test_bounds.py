@@ -41,7 +41,7 @@ def run_seeds(count: int) -> None:
         (LaneLedger, "reconcile", lambda ledger, log_end, asked_s: 0, "for ever"),
         (LoadBucket, "allows", lambda bucket, cost_ms, now_s: True, "load"),
         (LoadBucket, "spend", lambda bucket, cost_ms, now_s: None, "load"),
-        (load, "START_S", 1000.0, "load since the start"),
+        (load, "OWNER_S", 1000.0, "load since the start"),
         (LaneState, "admitted_recently", lambda lane, request_id, now_s: False, "admitted twice"),
     ],
     ids=[

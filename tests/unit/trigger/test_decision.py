@@ -131,6 +131,7 @@ def test_without_a_delegate_the_owner_gets_what_it_may_have_no_room_or_time_for(
 
 def test_what_was_not_admitted_is_no_duplicate() -> None:
     lane = OneLane(rate=10.0)
+    lane.admit(event(25, "of another user"))
     assert lane.decide(event(25, "a")).reason == "over_load"
     lane.now += 10
     assert lane.decide(event(25, "a")).admit

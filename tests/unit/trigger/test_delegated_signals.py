@@ -55,7 +55,7 @@ class World:
         metrics = SimpleNamespace(signals_failed=SimpleNamespace(inc=self.count_failed))
         owners = OwnerDirectory(3000.0)
         policy = replace(POLICY, delegate=True)
-        delegation = Delegation(owners, OwnerLoads(policy.averaging), TOPICS.lanes)
+        delegation = Delegation(owners, OwnerLoads(policy.averaging, policy.burst_ms), TOPICS.lanes)
         self.core = TriggerCore(policy, owners, 60.0, delegation=delegation)
         self.core.take_lane(LANE, 0, 0.0)
         assert self.core.delegation is not None

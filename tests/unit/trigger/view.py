@@ -28,7 +28,7 @@ class View:
         self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
         self.with_leader: set[int] = set(range(lanes))
         policy = replace(policy, delegate=True)
-        delegation = Delegation(self.owners, OwnerLoads(policy.averaging), lanes, seed=1, leaders=self)
+        delegation = Delegation(self.owners, OwnerLoads(policy.averaging, policy.burst_ms), lanes, seed=1, leaders=self)
         self.core = TriggerCore(policy, self.owners, 60.0, delegation=delegation)
         for lane in range(lanes):
             self.core.take_lane(lane, 0, self.now)

@@ -1,0 +1,98 @@
+"""A new model for a fleet of emulated devices: a rollout, with and without prefill of those who move, and restarts.
+
+One fleet under one load plays the three in turns. Hits are means of WINDOW rankings in a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from relaygr_lab.emulate.process import FACTORY, MODULE
+from relaygr_lab.rollouts import NEXT, WINDOW, Change, ChangingFleet, Traffic
+
+from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
+from relaygr_stream.ops.rollout.run import Plan
+from relaygr_stream.settings.schema import Kafka, Relay, Settings
+from relaygr_stream.settings.worker import Model, Worker
+
+COSTS: Final = Path(__file__).parent.parent / "relaygr_lab" / "emulate" / "costs" / "cpu.toml"
+LANES: Final = 16
+TOKENS: Final = 700  # 25 ms of full inference, and 2 ms with prefix KV
+BEFORE_S: Final = 8.0
+#: Of the hits before, at the least while the users move.
+LEAST_HITS: Final = 0.8
+#: P99 through a rollout, against that of plain restarts.
+P99: Final = 1.0
+
+
+def report(changes: Sequence[Change]) -> list[str]:
+    """Print them; returns the targets missed."""
+    print(
+        f"{'change':<16} {'hits before':>11} {'least':>7} {'below 0.9':>10} {'P99 before':>11} {'P99':>9} {'lost':>6}"
+    )
+    for each in changes:
+        print(
+            f"{each.name:<16} {each.before:>11.0%} {each.least:>6.2f}× {each.below_s:>8.1f} s "
+            f"{each.p99_before_ms:>8.0f} ms {each.p99_ms:>6.0f} ms {each.lost:>3} of {each.rankings}"
+        )
+    warm, _, restarts = changes
+    missed = [f"{each.name}: {each.lost} rankings lost" for each in changes[:2] if each.lost]
+    if warm.least < LEAST_HITS:
+        missed.append(f"rollout: hits fell to {warm.least:.2f} of those before, {LEAST_HITS:g} wanted")
+    if warm.p99_ms > P99 * restarts.p99_ms:
+        missed.append(f"rollout: P99 {warm.p99_ms:.0f} ms, {restarts.p99_ms:.0f} ms with restarts")
+    return missed
+
+
+async def play(fleet: ChangingFleet, plan: Plan) -> list[Change]:
+    """Both rollouts, there and back, then restarts."""
+    changes = []
+    for name, to, warm in (("rollout", NEXT, True), ("rollout --cold", "", False)):
+        if to != NEXT:  # its workers still have their users' prefix KV
+            await fleet.stop(to)
+        await fleet.start(to)
+        before_s, began_s = await usual()
+        await fleet.roll_out(to, plan, warm=warm)
+        changes.append(fleet.change(name, began_s, before_s))
+    await asyncio.sleep(BEFORE_S)  # those who were cold return
+    before_s, began_s = await usual()
+    await fleet.restart("")
+    await asyncio.sleep(BEFORE_S)
+    changes.append(fleet.change("restarts", began_s, before_s))
+    return changes
+
+
+async def usual() -> tuple[float, float]:
+    """The times between which everything is as ever."""
+    before_s = time.monotonic()
+    await asyncio.sleep(BEFORE_S)
+    return before_s, time.monotonic()
+
+
+async def rollouts(*, quick: bool) -> list[str]:
+    """Play, print the table, and return the targets missed."""
+    traffic = Traffic(users=400 if quick else 1500, rate=60.0, tokens=TOKENS)
+    plan = Plan.of([0.25, 0.5, 1.0], 5.0) if quick else Plan.of([0.1, 0.25, 0.5, 1.0], 20.0)
+    kind = broker_at_hand()
+    print(
+        f"a new model: {traffic.users} users of {TOKENS} tokens, {traffic.rate:g} rankings a second, 2 emulated "
+        f"devices; hits of {WINDOW} rankings in a row; broker: {kind}"
+    )
+    settings = Settings(
+        kafka=Kafka(partitions=LANES, replication=1, prefix="rollout."),
+        relay=Relay(max_prefix_tokens=1024, max_suffix_tokens=16, max_candidates=64),
+        worker=Worker(hbm_bytes=4 << 30, dram_bytes=0, audit_share=0.0),
+        model=Model(factory=FACTORY, checkpoint=str(COSTS)),
+    )
+    with tempfile.TemporaryDirectory() as name:
+        async with local_broker(kind, folder=Path(name)) as broker:
+            settings = msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka))
+            fleet = ChangingFleet(settings, Path(name), traffic, MODULE, print)
+            async with fleet.serving():
+                return report(await play(fleet, plan))

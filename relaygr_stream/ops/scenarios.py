@@ -1,0 +1,40 @@
+"""The groups of a fleet's scenarios on the cluster: their topics, and the routes by which clients find them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.routes import read_all_routes, write_routes
+from relaygr_stream.bus.topics import apply_topics, topic_exists
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.telemetry.printable import Say
+from relaygr_stream.wire.routes import Routes, routes_topic
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.worker_status import StatusReader
+
+
+async def make_groups(settings: Settings, say: Say, *, alter: bool = False) -> None:
+    """Make what is missing: the topics of the group without a name, those of each scenario's group, and its routes.
+
+    Routes that are there stay: users may have moved to another group. alter: as of apply_topics, for the scenarios'.
+    Raises BrokerError, TopicError.
+    """
+    made = len((await apply_topics(settings.kafka)).created)
+    topics = load_topics(settings.kafka)
+    made += not await topic_exists(settings.kafka, routes_topic(topics))
+    await topic_exists(settings.kafka, routes_topic(topics), create=True)
+    reader = StatusReader.of(settings, topics)
+    await reader.prepare()
+    known = await read_all_routes(settings.kafka, topics, reader)
+    async with Producer(settings.kafka, client_id="relaygr-up") as producer:
+        for scenario in settings.scenarios:
+            group = settings.serving(scenario.name).kafka
+            made += len((await apply_topics(group, alter=alter)).created)
+            if scenario.name not in known:
+                routes = Routes.of_one(scenario.name, load_topics(group).lanes, epoch=now_ms())
+                routes = msgspec.structs.replace(routes, sent_ms=now_ms())
+                await write_routes(producer, topics, reader, routes, scenario.name)
+    if made:
+        say(f"made {made} topics for scenarios {', '.join(each.name for each in settings.scenarios)}")

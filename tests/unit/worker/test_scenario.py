@@ -1,0 +1,54 @@
+"""A worker and a trigger of a scenario's group say its name wherever they tell of themselves."""
+
+from __future__ import annotations
+
+import msgspec
+
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.codec import decode
+from relaygr_stream.wire.messages import PreInferSignal
+from relaygr_stream.wire.records import HEADER_SCENARIO, Record, kind_of
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.trigger_status import KIND, read_trigger
+from relaygr_stream.wire.worker_status import StatusReader
+from tests.unit.trigger import processes
+from tests.unit.trigger.parts import event
+from tests.unit.worker.services import Peer, worker_on, worker_settings
+from tests.waiting import until
+
+
+async def test_a_workers_status_metrics_and_dead_letters_have_its_scenario(embedded_settings: Kafka) -> None:
+    plain = worker_settings(embedded_settings)
+    feed = Scenario(name="feed", slo_ms=70.0, model="tests.unit.worker.services:faulty")
+    settings = msgspec.structs.replace(plain, scenarios=(feed,)).serving("feed")
+    async with Peer(settings.kafka) as peer, worker_on(settings) as worker:
+        await until(lambda: peer.statuses, "a status")
+        assert {status.scenario for status in peer.statuses} == {"feed"}
+        samples = [sample for family in worker.context.registry.collect() for sample in family.samples]
+        (build,) = [sample for sample in samples if sample.name == "relaygr_build_info"]
+        assert (build.labels["process"], build.labels["scenario"]) == ("worker", "feed")
+        await peer.send_ranking(b"\x00")
+        answer = await peer.rank("r", "u", 20, scenario="another")  # its group says who serves it, not the message
+        assert (await peer.reply(answer)).status == "ok"
+        await until(lambda: peer.dead, "the dead letter")
+        assert dict(peer.dead[0].headers)[HEADER_SCENARIO] == b"feed"
+
+
+async def test_a_triggers_signals_and_status_have_the_scenario(embedded_settings: Kafka) -> None:
+    statuses: list[Record] = []
+    topic = load_topics(embedded_settings).worker_status.name
+    async with (
+        processes.peer_on(embedded_settings) as peer,
+        TopicTail(embedded_settings, topic, [0], "latest", statuses.extend),
+        processes.trigger_on(embedded_settings, scenario="feed"),
+    ):
+        await peer.publish(event(25, "r1", "u", scenario="feed"))
+        await peer.publish(event(25, "r2", "v"))
+        await until(lambda: len(peer.signals) == 2, "the signals")
+        found = [decode(PreInferSignal, record.value) for record in peer.signals]
+        assert {each.request_id: each.scenario or "" for each in found} == {"r1": "feed", "r2": ""}
+        await until(lambda: any(kind_of(record.headers) == KIND for record in statuses), "the trigger's status")
+    stated = [read_trigger(record, StatusReader()) for record in statuses if kind_of(record.headers) == KIND]
+    assert {status.scenario for status in stated if status is not None} == {"feed"}
