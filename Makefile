@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := true
 
 .PHONY: help setup demo test test-stack test-repeat test-kafka test-faults test-long test-device mutants trace-hit recoveries check docs docs-serve format lock clean soak fuzz example-dlrmv3 example-movielens demo-checkpoint
-.PHONY: bench-cache bench-change bench-delegation bench-dlrmv3 bench-engine bench-features bench-forwarding bench-gateway bench-hand-set bench-handover bench-history bench-lean bench-models bench-paper bench-peers bench-scheduler bench-simulate bench-slo bench-tables bench-tracing bench-trigger bench-vllm
+.PHONY: bench-cache bench-change bench-delegation bench-dlrmv3 bench-engine bench-features bench-forwarding bench-gateway bench-hand-set bench-handover bench-history bench-lean bench-models bench-paper bench-peers bench-scenarios bench-scheduler bench-simulate bench-slo bench-tables bench-tracing bench-trigger bench-vllm
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -44,8 +44,11 @@ $(STAMP): pyproject.toml relaygr_lab/pyproject.toml constraints.txt docker/setup
 	@echo 'make: installs into $(VENV), a few minutes: first the tools, then torch and the project'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --require-hashes --requirement docker/setup.lock --requirement docker/build.lock
-	@echo 'make: torch and the project; without a CPU build among its indexes pip takes one for CUDA, of several GB (PIP_EXTRA_INDEX_URL)'
-	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]' --editable relaygr_lab  # torch, triton, the project
+	@echo 'make: torch, for the devices of this machine (TORCH_INDEX_URL names another index)'
+	@grep '^torch==' constraints.txt > $(VENV)/torch.txt
+	sh docker/torch.sh $(BIN)/python auto $(VENV)/torch.txt
+	@echo 'make: the project'
+	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]' --editable relaygr_lab  # triton too
 	@touch $@
 
 demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER"; ARGS=--rollout)
@@ -156,6 +159,9 @@ bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and withou
 bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (5 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/simulate.py $(ARGS)
 
+bench-scenarios: $(STAMP) ## two scenarios with opposite tides, simulated: a mixed pool, fixed groups, groups that the planner moves, an oracle (half an hour of a core, ARGS=--quick 5 minutes; CHECK=1 judges)
+	$(BIN)/python relaygr_lab/benchmarks/scenarios.py $(ARGS)
+
 bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and without chunks, at rising load (2 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/scheduler.py $(ARGS)
 
@@ -199,10 +205,11 @@ demo-checkpoint: $(STAMP) ## train checkpoints/demo, the model of make demo, ane
 include docker/testbed.mk
 
 lock: $(STAMP) ## docker/*.lock anew, after a change of dependencies: what images and make setup install, with hashes (torch excepted)
-	@for what in requirements setup build; do \
-	  { echo "# Made by make lock: what is installed by hash ($$what). torch comes from an index of its choice."; \
+	@$(BIN)/uv pip compile pyproject.toml --extra dev --constraint constraints.txt --universal --python-version 3.11 --quiet --output-file /dev/null  # torch of any index fits
+	@for what in requirements setup build uv; do \
+	  { echo "# Made by make lock: what is installed by hash ($$what). torch comes by docker/torch.sh."; \
 	    $(BIN)/python docker/locked.py $$what | $(BIN)/uv pip compile - --constraint constraints.txt --generate-hashes --universal \
-	      --python-version 3.11.5 --no-header --no-annotate --no-emit-index-url --quiet; } > docker/$$what.lock || exit 1; \
+	      --python-version 3.11 --no-header --no-annotate --no-emit-index-url --quiet; } > docker/$$what.lock || exit 1; \
 	done
 
 clean: ## remove what make made

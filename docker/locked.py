@@ -1,6 +1,6 @@
 """What `make lock` locks: what images, `make setup` and the build of the wheel install, less torch and triton.
 
-usage: locked.py requirements|setup|build
+usage: locked.py requirements|setup|build|uv
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ def wanted(what: str) -> list[str]:
     """Requirements as pyproject.toml has them."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     lines: list[str] = project["build-system"]["requires"]
+    extras: dict[str, list[str]] = project["project"]["optional-dependencies"]
+    if what == "uv":  # installs torch in images (torch.sh)
+        return [line for line in extras["dev"] if line.startswith("uv>")]
     if what != "build":
-        extras: dict[str, list[str]] = project["project"]["optional-dependencies"]
         lines = project["project"]["dependencies"] + [
             line for extra in (EXTRAS if what == "requirements" else ("dev",)) for line in _of(extras, extra)
         ]

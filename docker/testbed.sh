@@ -5,7 +5,7 @@
 #   testbed.sh engine   say whether a Docker engine and compose answer
 #   testbed.sh compose ARGUMENTS…   whichever compose is there, on the testbed: logs --follow client, up prometheus, …
 # Environment: TESTBED_PROJECT (name, default relaygr-testbed), TESTBED_KAFKA_PORT and the other ports in compose.yaml,
-# TORCH_INDEX_URL (where the image's torch comes from), COMPOSE_PROFILES=observability (Prometheus and Grafana too).
+# TORCH_INDEX_URL (an index that has the image's torch: torch.sh), COMPOSE_PROFILES=observability (Prometheus and Grafana too).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -52,11 +52,16 @@ class User(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Of all users' candidates: AUC and normalised entropy; NDCG@10 of each user, (users,)."""
+    """Of all users' candidates: AUC and normalised entropy; of each user, (users,): NDCG@10 and normalised entropy."""
 
     auc: float
-    entropy: float
     ndcg: Floats
+    entropies: Floats
+
+    @property
+    def entropy(self) -> float:
+        """Cross entropy over the entropy of the mean rate: 1 for who knows only that."""
+        return float(self.entropies.mean())
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ def figures(predicted: npt.NDArray[np.float64], users: list[User]) -> Figures:
     """How good predictions (users, candidates) are."""
     ratings = np.stack([user.candidates.ratings for user in users])
     liked = ratings >= LIKED
-    return Figures(auc(predicted.ravel(), liked.ravel()), normalised_entropy(predicted, liked), ndcg(predicted, liked))
+    return Figures(auc(predicted.ravel(), liked.ravel()), ndcg(predicted, liked), entropies(predicted, liked))
 
 
 def auc(predicted: Floats, liked: npt.NDArray[np.bool_]) -> float:
@@ -191,11 +196,11 @@ def auc(predicted: Floats, liked: npt.NDArray[np.bool_]) -> float:
     return float((ranks[liked].sum() - positive * (positive + 1) / 2) / (positive * (len(liked) - positive)))
 
 
-def normalised_entropy(predicted: Floats, liked: npt.NDArray[np.bool_]) -> float:
-    """Cross entropy over the entropy of the mean rate: 1 for who knows only that."""
+def entropies(predicted: Floats, liked: npt.NDArray[np.bool_]) -> Floats:
+    """Normalised entropy of each user (users,): mean cross entropy over the entropy of the mean rate of all."""
     p, rate = np.clip(predicted, 1e-6, 1 - 1e-6), liked.mean()
-    cross = -(np.log(p[liked]).sum() + np.log(1 - p[~liked]).sum()) / liked.size
-    return float(cross / -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)))
+    cross = -np.where(liked, np.log(p), np.log(1 - p)).mean(1)
+    return np.asarray(cross / -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)))
 
 
 def ndcg(predicted: Floats, liked: npt.NDArray[np.bool_]) -> Floats:
@@ -207,17 +212,25 @@ def ndcg(predicted: Floats, liked: npt.NDArray[np.bool_]) -> Floats:
 
 
 def report(by_length: dict[int, Figures], possible: Figures, users: int) -> Iterator[str]:
-    """The table, and in one sentence whether length pays: the longest against SHORT."""
+    """The table, and in one sentence up to which length more behaviours predict better."""
     yield f"{users:,} users, {CANDIDATES} candidates each"
-    yield f"{'newest behaviours':>18}  {'AUC':>6}  {'NE':>6}  {'NDCG@10':>7}  difference in NDCG@10 to {SHORT}, 95 %"
+    yield f"{'newest behaviours':>18}  {'AUC':>6}  {'NE':>6}  {'NDCG@10':>7}  NE less than with {SHORT}, 95 %"
     for length, one in by_length.items():
-        beside = "" if length == SHORT else str(paired_gain(one.ndcg, by_length[SHORT].ndcg))
+        beside = "" if length == SHORT else str(paired_gain(by_length[SHORT].entropies, one.entropies))
         yield f"{length:18,}  {one.auc:.4f}  {one.entropy:.4f}  {one.ndcg.mean():7.4f}  {beside}"
     yield f"{'all is known':>18}  {possible.auc:.4f}  {possible.entropy:.4f}  {possible.ndcg.mean():7.4f}"
-    longest = max(by_length)
-    gain = paired_gain(by_length[longest].ndcg, by_length[SHORT].ndcg)
-    verdict = "rank better than" if gain.low > 0 else "rank worse than" if gain.high < 0 else "rank no better than"
-    yield f"{longest:,} behaviours {verdict} {SHORT}: NDCG@10 {gain}"
+    enough = enough_of(by_length)
+    yield f"more behaviours predict better up to {enough:,}, of {', '.join(f'{length:,}' for length in by_length)}"
+
+
+def enough_of(by_length: dict[int, Figures]) -> int:
+    """The shortest length that no longer one is better than, by the 95 % interval of entropies."""
+    lengths = sorted(by_length)
+    for index, length in enumerate(lengths):
+        gains = (paired_gain(by_length[length].entropies, by_length[each].entropies) for each in lengths[index + 1 :])
+        if all(gain.low <= 0 for gain in gains):
+            return length
+    return lengths[-1]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,7 +3,7 @@
     python -m examples.movielens.overload --data FILE --checkpoint FOLDER [--load 2.0] [--requests 300]
 
 The same requests arrive at the same random times, more than one worker can infer in full, three times: with all the
-time there is, with a deadline, and with a deadline and `worker.truncate_min_tokens`. Nothing is announced, as after a
+time there is, with a deadline, and with a deadline and `worker.truncate_to`. Nothing is announced, as after a
 lost cache. NDCG@10 is that of the test item among the request's candidates: `answered` over all answers, late ones too;
 `of all` over all requests, 0 without an answer in time.
 """
@@ -38,9 +38,9 @@ CANDIDATES: Final = 200
 ALONE: Final = 30
 #: The deadline, in times of a request that is alone.
 DEADLINE: Final = 3.0
-#: worker.truncate_min_tokens of the third way.
-LEAST: Final = 25
-WAYS: Final = ("full, late or not", "deadline, refused", f"deadline, newest n ≥ {LEAST}")
+#: worker.truncate_to of the third way.
+NEWEST: Final = 50
+WAYS: Final = ("full, late or not", "deadline, refused", f"deadline, newest {NEWEST}")
 
 
 @dataclass
@@ -139,7 +139,8 @@ async def compare(options: argparse.Namespace) -> list[str]:
     if not users:
         raise DataError(f"{options.data} has no user with {options.least} behaviours; name another --least")
     settings = settings_for(options.checkpoint, items, longest, threads=1)
-    cutting = replace(settings, worker=replace(settings.worker, truncate_min_tokens=LEAST))
+    settings = replace(settings, worker=replace(settings.worker, truncate_to=0))
+    cutting = replace(settings, worker=replace(settings.worker, truncate_to=NEWEST))
     with tempfile.TemporaryDirectory() as folder:
         taken = await alone(settings, users, items, longest, Path(folder))
         deadline, rate = DEADLINE * taken, options.load / taken

@@ -16,6 +16,7 @@ import msgspec
 from relaygr_lab.emulate.process import FACTORY, MODULE
 from relaygr_lab.rollouts import NEXT, WINDOW, Change, ChangingFleet, Traffic
 
+from relaygr_stream.errors import RelayError
 from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
 from relaygr_stream.ops.rollout.run import Plan
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
@@ -86,7 +87,8 @@ async def rollouts(*, quick: bool) -> list[str]:
     )
     settings = Settings(
         kafka=Kafka(partitions=LANES, replication=1, prefix="rollout."),
-        relay=Relay(max_prefix_tokens=1024, max_suffix_tokens=16, max_candidates=64),
+        # Nothing is refused: what is judged is hits, P99 and what is lost.
+        relay=Relay(slo_ms=traffic.timeout_s * 1e3, max_prefix_tokens=1024, max_suffix_tokens=16, max_candidates=64),
         worker=Worker(hbm_bytes=4 << 30, dram_bytes=0, audit_share=0.0),
         model=Model(factory=FACTORY, checkpoint=str(COSTS)),
     )
@@ -95,4 +97,7 @@ async def rollouts(*, quick: bool) -> list[str]:
             settings = msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka))
             fleet = ChangingFleet(settings, Path(name), traffic, MODULE, print)
             async with fleet.serving():
-                return report(await play(fleet, plan))
+                try:
+                    return report(await play(fleet, plan))
+                except RelayError as error:  # the users came back
+                    return [str(error)]

@@ -104,6 +104,7 @@ def settings(kafka: Kafka, delegate: bool, status_ms: float) -> Settings:
             hbm_bytes=16 << 20,
             dram_bytes=0,
             audit_share=0.0,
+            truncate_to=0,
             max_stale_tokens=0,  # the model reads no suffix, with which a stale prefix would be completed
             status_interval_ms=round(DILATION * status_ms),
         ),

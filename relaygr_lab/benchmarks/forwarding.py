@@ -117,7 +117,7 @@ def settings(kafka: Kafka, forward: bool) -> Settings:
     return Settings(
         kafka=kafka,
         relay=Relay(max_prefix_tokens=256, max_suffix_tokens=0, max_candidates=64),
-        worker=Worker(hbm_bytes=16 << 20, dram_bytes=0, audit_share=0.0, forward=forward),
+        worker=Worker(hbm_bytes=16 << 20, dram_bytes=0, audit_share=0.0, forward=forward, truncate_to=0),
         model=Model(factory="forwarding_model:sleeper"),
         client=Client(hedge_ms=0.0),
     )

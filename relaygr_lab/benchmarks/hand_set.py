@@ -89,7 +89,7 @@ class Ground:
         hbm, dram = TIERS[cell.costs]
         given = {
             "relay.max_prefix_tokens": "8192", "relay.max_suffix_tokens": "16", "worker.audit_share": "0",
-            "worker.hbm_bytes": hbm, "worker.dram_bytes": dram,
+            "worker.truncate_to": "0", "worker.hbm_bytes": hbm, "worker.dram_bytes": dram,
         }  # fmt: skip
         settings = load_settings([], {**given, **dict(cell.values)}).settings
         revisit, then = RETURNING[cell.returning]

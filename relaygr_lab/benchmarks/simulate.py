@@ -56,7 +56,7 @@ RATE = 2.0
 SETTINGS = {
     "relay.slo_ms": "40", "relay.max_prefix_tokens": "2048", "relay.max_suffix_tokens": "16",
     "worker.hbm_bytes": "128MiB", "worker.dram_bytes": "1GiB", "worker.max_ranking_delay_ms": "4",
-    "worker.audit_share": "0",
+    "worker.audit_share": "0", "worker.truncate_to": "0",
 }  # fmt: skip
 
 

@@ -47,6 +47,7 @@ class Regime:
             "relay.max_prefix_tokens": str(MOST_TOKENS),
             "worker.hbm_bytes": str(self.hbm),
             "worker.dram_bytes": str(32 * GIB),
+            "worker.truncate_to": "0",
             "trigger.delegate": "false",
         }
         traffic = Traffic(

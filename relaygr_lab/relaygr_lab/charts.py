@@ -158,7 +158,7 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], colours: dict[str, str], unit: st
     axes.set_xlim(0, longest * (1 + ROOM_FOR_WORDS))
     axes.set_yticks(rows, [bar.name for bar in bars])
     axes.invert_yaxis()
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}{unit}")
+    axes.xaxis.set_major_formatter(lambda value, _: "" if unit == " %" and value > 100 else f"{value:g}{unit}")
     axes.locator_params(axis="x", nbins=6)
     axes.grid(axis="x", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)

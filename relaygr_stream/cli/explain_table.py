@@ -12,6 +12,7 @@ from rich.table import Table
 
 from relaygr_stream.telemetry.printable import printable, printable_json
 from relaygr_stream.trigger.explain import Explanation
+from relaygr_stream.trigger.explain_answers import TRUNCATED
 
 
 def as_json(rows: Sequence[Explanation]) -> str:
@@ -62,13 +63,15 @@ def as_table(rows: Sequence[Explanation]) -> Table:
 
 
 def summary(rows: Sequence[Explanation]) -> str:
-    """The number of requests by reason, most frequent first, and how many overload refused or made late."""
+    """The number of requests by reason, most frequent first, and how many overload refused, cut or made late."""
     counts = Counter(row.reason for row in rows)
     parts = [f"{reason} {count} ({count / len(rows):.0%})" for reason, count in counts.most_common()]
     found = f"{len(rows)} requests: {', '.join(parts)}" if rows else "no requests"
     overload, answered = sum(row.overload for row in rows), sum(row.answer is not None for row in rows)
     if overload:
-        found += f"\noverload: busy devices refused {overload} of {answered} rankings, or were late with them"
+        cut = sum(row.overload and row.answer == TRUNCATED for row in rows)
+        found += f"\noverload: busy devices refused {overload - cut} of {answered} rankings, or were late with them"
+        found += f", and cut {cut} to their newest behaviours" if cut else ""
     return found
 
 

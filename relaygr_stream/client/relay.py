@@ -187,8 +187,9 @@ class Request:
     ) -> Ranking:
         """Score candidates (m item ids, m ≥ 1) after the history and the suffix.
 
-        suffix: behaviours since the history, in the same form. timeout: seconds; None: client.timeout_ms. mode: "full"
-        ignores cached prefix KV. features: those of candidates, of candidate × user, and of the suffix's behaviours.
+        suffix: behaviours since the history, in the same form. timeout: seconds; None: client.timeout_ms. mode: "whole"
+        is never cut to its newest behaviours (worker.truncate_to), "full" nor scored from prefix KV. features: those of
+        candidates, of candidate × user, and of the suffix's behaviours.
         Raises as `RelayClient.rank` does; if the request was not entered, HistoryUnavailable, too.
         """
         await self._refer()

@@ -8,7 +8,6 @@ places, bytes and time left? ─► admit
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from itertools import count
 from operator import attrgetter
 from typing import Final
@@ -46,7 +45,7 @@ TRY_S: Final = 2.0
 class Admission:
     """The admitted rankings without an answer. places, nbytes: how many rankings and bytes may wait.
 
-    truncate_min_tokens: fewest behaviours that `truncate` leaves a ranking; 0: it cuts none.
+    truncate_to: behaviours that `truncate` leaves a ranking; 0: it cuts none.
     """
 
     def __init__(
@@ -56,14 +55,14 @@ class Admission:
         clients: Clients,
         places: int,
         nbytes: int,
-        truncate_min_tokens: int = 0,
+        truncate_to: int = 0,
     ) -> None:
         self._executor = executor
         self._takes_suffix = takes_suffix(executor.model)
         self._jobs = jobs
         self._places = places
         self._nbytes = nbytes
-        self._least = truncate_min_tokens
+        self._truncate_to = truncate_to
         self.clients = clients
         self.waiting: SortedKeyList[Ranking] = SortedKeyList(key=attrgetter("booking.number"))  # in the order they came
         self._numbers = count()
@@ -90,26 +89,25 @@ class Admission:
             guest=bool(task.hops) and found[1] is Coverage.NONE,
         )
 
-    def truncate(self, ranking: Ranking, found: Found, now: float) -> bool:
-        """Cut a booked ranking, which finds no prefix KV and would be late, to its newest behaviours that are in time.
+    def truncate(self, ranking: Ranking, now: float) -> bool:
+        """Cut a booked ranking, which needs inference and no worker has in time, to its newest behaviours.
 
-        Their number is the largest multiple of truncate_min_tokens that fits. They are a history of their own:
-        positions count from 0, and the first gap is 0. False, nothing changed: it is in time, or no such number is.
+        They are a history of their own: positions count from 0, and the first gap is 0. True: it is in time, perhaps in
+        full by now. False, nothing changed: it must not be cut, or is not in time even so.
         """
-        least = self._least
-        misses = found[0] is None or found[1] is Coverage.NONE
-        if not (least and misses and not ranking.full and self._executor.model.incremental):
+        size, booking, barred = self._truncate_to, ranking.booking, ranking.full or ranking.rank.whole
+        if barred or not (size and booking.infers and booking.expected_ms and self._executor.model.incremental):
             return False
-        if self._in_time(ranking, ranking.booking.expected_ms, now):
-            return False
-        sizes = range(least, len(ranking.tokens) - ranking.tokens.context + len(ranking.suffix), least)
-        fitting = bisect_left(
-            sizes, True, key=lambda size: not self._in_time(ranking, self._newest_ms(ranking, size), now)
+        if self._in_time(ranking, booking.expected_ms, now):
+            return True
+        behaviours, ms = (
+            len(ranking.tokens) - ranking.tokens.context + len(ranking.suffix),
+            self._newest_ms(ranking, size),
         )
-        if not fitting:
+        if behaviours <= size or not self._in_time(ranking, ms, now):
             return False
-        ranking.keep_newest(sizes[fitting - 1])
-        ranking.booking.cost_ms = ranking.booking.expected_ms = self._newest_ms(ranking, ranking.measured.truncated_to)
+        ranking.keep_newest(size)
+        booking.cost_ms = booking.expected_ms = ms
         return True
 
     def _newest_ms(self, ranking: Ranking, size: int) -> float:

@@ -144,7 +144,7 @@ def assemble(
             batch=worker.max_batch,
             queue_limit=worker.max_queue,
             waiting_bytes=int(SCHEDULER_SHARE * worker.max_waiting_bytes),
-            truncate_min_tokens=worker.truncate_min_tokens,
+            truncate_to=worker.truncate_to,
         ),
         Auditor(worker.audit_share, report_audit, audit_seed, half=worker.dtype != "float32"),
     )

@@ -155,7 +155,7 @@ class Measured:
     device_ms: float = 0.0
     score_ms: float = 0.0  # of that, the batch that scored it
     computed_tokens: int = 0
-    truncated_to: int = 0  # behaviours that it was cut to, since all would be late; 0: it was not
+    truncated_to: int = 0  # behaviours that it was cut to, since no worker had all in time; 0: it was not
 
 
 @dataclass(slots=True)
@@ -195,7 +195,8 @@ class Rank(NamedTuple):
     waited_s: float = 0.0  # seconds since its arrival spent on reading its history, or on a forward that failed
     leaves_nothing: bool = False  # its user was erased meanwhile: it is inferred in scratch
     referred: Referred | None = None  # until its tokens are there
-    late: bool = False  # no worker has it done by its due time: it gets idle time, or is refused
+    late: bool = False  # no worker has it done by its due time: it is cut, gets idle time, or is refused
+    whole: bool = False  # it is never cut
 
 
 class Prefill(NamedTuple):

@@ -60,8 +60,6 @@ class Rankings:
     def enqueue(self, rank: Rank, now: float) -> None:
         """A ranking request came; it gets exactly one answer."""
         ranking = Ranking.of(rank)
-        if rank.late:
-            ranking.is_late()
         if ranking.deadline <= now:
             self._answer(ranking, "deadline_exceeded", "the deadline passed before the worker read the request")
             return
@@ -71,7 +69,8 @@ class Rankings:
             self._answer(ranking, "overloaded", "its prefix KV are with another worker")  # and go there (replies.py)
             return
         self._admission.book(ranking, found)
-        self._admission.truncate(ranking, found, now)
+        if rank.late and not self._admission.truncate(ranking, now) and ranking.due < ranking.deadline:
+            ranking.is_late()
         lost: list[tuple[Ranking, Full]] = []
         while (full := self._admission.full(ranking, now)) is not None:
             loser = self._admission.loser(ranking, full)

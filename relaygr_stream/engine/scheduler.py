@@ -69,7 +69,7 @@ class Limits:
     queue_limit: int
     waiting_bytes: int = 1 << 62  # of rankings that wait for an answer
     delegated_bytes: int = 0  # pinned on other workers' behalf, beside pinned_bytes
-    truncate_min_tokens: int = 0  # fewest newest behaviours that a ranking may be cut to; 0: none is cut
+    truncate_to: int = 0  # newest behaviours that a ranking is cut to which no worker has in time; 0: none is cut
     delay_by_costs: bool = False  # max_ranking_delay_ms is only a bound
 
 
@@ -132,7 +132,7 @@ class Scheduler:
         self.pins = residents.pins
         self.signals = Signals(residents, answered, self._placed, limits.pinned_bytes, limits.delegated_bytes)
         self.admission = Admission(
-            executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_min_tokens
+            executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_to
         )
         self.rankings = Rankings(
             residents, self.admission, answered, most=limits.batch, max_delay_ms=limits.max_ranking_delay_ms

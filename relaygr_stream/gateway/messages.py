@@ -97,7 +97,9 @@ class Rank(Asking, frozen=True, kw_only=True, forbid_unknown_fields=True):
     candidates: Annotated[Packed, Meta(description="item ids to score, at least one; 0 to 2^63 - 1")]
     suffix: Annotated[History, Meta(description="behaviours since the history")] | UnsetType = UNSET
     request_id: Annotated[Id, Meta(description="that of the announcement; absent: not announced")] | UnsetType = UNSET
-    mode: Annotated[Mode, Meta(description="full: ignore cached prefix KV")] = "auto"
+    mode: Annotated[
+        Mode, Meta(description="whole: never rank with the newest behaviours alone; full: nor with cached prefix KV")
+    ] = "auto"
     columns: Annotated[FeatureTables, Meta(description="features of the user and the candidates")] | UnsetType = UNSET
 
     def request(self, request_id: str, tenant: str, prefix: dict[str, Any]) -> RankingRequest:

@@ -77,8 +77,8 @@ class Explanation:
     reason: Reason
     delegate: str | None = None  # the worker that would compute the prefix KV for the owner
     signalled: bool | None = None  # whether the running trigger sent a signal; None: not a live sample
-    answer: str | None = None  # its ranking's status; `late`: scores after relay.slo_ms; None: none was seen
-    overload: bool = False  # it was refused or late at a worker whose device has no time to spare
+    answer: str | None = None  # its ranking's status, `late` (by relay.slo_ms) or `truncated`; None: none was seen
+    overload: bool = False  # it was refused, cut or late at a worker whose device has no time to spare
 
 
 def explain(

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.ops.status.overload import REFUSED, is_busy
 from relaygr_stream.wire.codec import decode
-from relaygr_stream.wire.messages import ScoreReply
+from relaygr_stream.wire.messages import Outcome, ScoreReply
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet
 
-#: The answer to a ranking whose scores came after the SLO.
+#: The answer to a ranking whose scores came after the SLO, and to one that was cut to its newest behaviours.
 LATE = "late"
+TRUNCATED: Final[Outcome] = "truncated"
 
 
 class SampledAnswer(NamedTuple):
-    """answer: a ranking's status, or LATE. busy: the worker's device had no time to spare; None: not known whose."""
+    """answer: a ranking's status, LATE or TRUNCATED. busy: its worker's device has no time; None: not known whose."""
 
     answer: str
     busy: bool | None
 
     @property
     def missed(self) -> bool:
-        """There was no time for it, or no place."""
-        return self.answer == LATE or self.answer in REFUSED
+        """There was no time for it, or for all of it, or no place."""
+        return self.answer in (LATE, TRUNCATED, *REFUSED)
 
 
 class SampledAnswers:
@@ -48,9 +49,8 @@ class SampledAnswers:
             except DecodeError:
                 continue
             known = self._found.get(reply.request_id)
-            if known is None or known.answer not in ("ok", LATE):
-                late = reply.status == "ok" and reply.timings.worker_ms > self._slo_ms
-                self._found[reply.request_id] = SampledAnswer(LATE if late else reply.status, self._busy(reply.worker))
+            if known is None or known.answer not in ("ok", LATE, TRUNCATED):
+                self._found[reply.request_id] = SampledAnswer(self._answer(reply), self._busy(reply.worker))
 
     def of(self, request_id: str, owner: str | None) -> tuple[str | None, bool]:
         """The answer to a request, None if none was seen, and whether it is overload's doing.
@@ -62,6 +62,11 @@ class SampledAnswers:
             return None, False
         busy = self._busy(owner or "") if found.busy is None else found.busy
         return found.answer, found.missed and bool(busy)
+
+    def _answer(self, reply: ScoreReply) -> str:
+        if reply.status == "ok" and reply.timings.worker_ms > self._slo_ms:
+            return LATE
+        return TRUNCATED if reply.outcome == TRUNCATED else reply.status
 
     def _busy(self, worker: str) -> bool | None:
         known = self._directory.lanes_of(worker)

@@ -43,7 +43,7 @@ Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 #: Where a ranking found the prefix KV: ready in HBM, in DRAM (or being reloaded), in a prefill job, nowhere (full).
-#: truncated: nowhere, and it was ranked with the newest behaviours alone (worker.truncate_min_tokens). withheld: the
+#: truncated: nowhere, and it was ranked with the newest behaviours alone (worker.truncate_to). withheld: the
 #: worker does not tell its clients (worker.withhold_outcomes).
 Outcome = Literal["hbm", "dram", "joined", "full", "truncated", "withheld"]
 #: What a worker knows of its rankings; of these, outcomes without prefix KV, and those with. WITHHELD is neither.
@@ -52,7 +52,7 @@ FOUND: Final[tuple[Outcome, ...]] = tuple(outcome for outcome in get_args(Outcom
 MISSES: Final[frozenset[str | None]] = frozenset({"full", "truncated"})
 HITS: Final[tuple[Outcome, ...]] = tuple(outcome for outcome in FOUND if outcome not in MISSES)
 Status = Literal["ok", "deadline_exceeded", "overloaded", "rejected", "failed"]
-Mode = Literal["auto", "full"]
+Mode = Literal["auto", "whole", "full"]
 State = Literal["starting", "serving", "draining", "stopped"]
 #: The type of candidates, by whether they are wide.
 CANDIDATE_DTYPES: Final = (ITEM_DTYPE, WIDE_ITEM_DTYPE)
@@ -123,7 +123,7 @@ class RankingRequest(msgspec.Struct, frozen=True, kw_only=True):
     candidates: bytes  # m × uint32, from WIDE_VERSION on m × int64: item ids to score, m ≥ 1
     sent_ms: UnixMillis = 0  # the sender's clock when it published; 0: unknown, counts as just now
     timeout_ms: Millis = 0.0  # the answer's use ends so long after the log has it; 0: the worker's client.timeout_ms
-    mode: Mode = "auto"  # "full": infer prefix and suffix together, ignoring cached prefix KV
+    mode: Mode = "auto"  # "whole": never cut to the newest behaviours; "full": nor use cached prefix KV
     hops: Annotated[int, Meta(ge=0, le=2)] = 0  # times this request was forwarded to another lane
     tenant: Label = ""  # as in the request event
     client_id: Label = ""  # the client's name, not authenticated

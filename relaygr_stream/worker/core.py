@@ -49,6 +49,7 @@ class WorkerPolicy:
     life_ms: float  # the life window: what the trigger told counts for so long
     longest_s: float  # the longest timeout granted
     held_bytes: int  # of rankings without an answer, and signals not taken
+    truncates: bool = False  # what no worker has in time may be cut to its newest behaviours
     averaging: float = 1.0
 
     @classmethod
@@ -56,8 +57,9 @@ class WorkerPolicy:
         """As configured."""
         worker, relay = settings.worker, settings.relay
         return cls(
-            worker.forward, relay.life_window_ms, worker.max_timeout_ms / 1e3, worker.max_waiting_bytes, relay.averaging
-        )
+            worker.forward, relay.life_window_ms, worker.max_timeout_ms / 1e3, worker.max_waiting_bytes,
+            bool(worker.truncate_to), relay.averaging,
+        )  # fmt: skip
 
 
 class WorkerCore:
@@ -200,13 +202,14 @@ class WorkerCore:
         if rank.pass_to is not None:
             return [Forward(answer, rank.pass_to)]
         effects, why = Effects(), ""
-        # What is left of one that was truncated does not say how long another worker would take.
+        # One that was cut has been refused everywhere in full.
         if self._policy.forward and not answer.measured.truncated_to:
             lane = self._elsewhere(task, task.due - now, now)
             if isinstance(lane, int):
                 return [Forward(answer, lane)]
             effects, why = [CountForward(lane)], f"; {WHY[lane]}"
-        if not rank.late and task.due < task.deadline:
+        cut = self._policy.truncates and not rank.whole
+        if not rank.late and (cut or task.due < task.deadline):
             return [*effects, self._take(rank._replace(late=True))]
         return [*effects, self._reply(replace(answer, detail=answer.detail + why))]
 

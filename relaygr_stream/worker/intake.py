@@ -236,7 +236,8 @@ class Intake:
             origin=origin,
             features=self._features.values("candidate", columns.candidate) if columns.candidate else {},
         )
-        return Rank(task, referred=Referred(request.history, columns.user, request.suffix) if request.history else None)
+        referred = Referred(request.history, columns.user, request.suffix) if request.history else None
+        return Rank(task, referred=referred, whole=request.mode != "auto")
 
     def cancelled(self, record: Record) -> str:
         """The request (Keys.request_key) that a cancel record names. Raises DecodeError."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
+import tomllib
 from itertools import chain
 from pathlib import Path
 
@@ -86,7 +88,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.parametrize("what", ["requirements", "setup", "build"])
+@pytest.mark.parametrize("what", ["requirements", "setup", "build", "uv"])
 def test_what_the_program_depends_on_is_locked_by_hash(what: str) -> None:
     locked = _lock(what)
     wanted = {_normal(re.split(r"[<>=!~;\[ ]", line)[0]) for line in locked_py.wanted(what)}
@@ -102,6 +104,53 @@ def test_make_setup_installs_by_hash_all_but_torch() -> None:
     hashed, free = re.findall(r"pip install (.*)", makefile.partition("$(STAMP):")[2].partition("@touch")[0])
     assert "--require-hashes" in hashed and {"docker/setup.lock", "docker/build.lock"} <= set(hashed.split())
     assert "--no-build-isolation" in free and "--constraint constraints.txt" in free
+
+
+def test_what_is_locked_installs_on_the_oldest_python_that_the_project_names() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(re.findall(r"--python-version (\S+)", makefile)) == {project["requires-python"].removeprefix(">=")}
+
+
+@pytest.mark.parametrize(
+    ("backend", "index", "config", "uv", "installs"),
+    [
+        ("cpu", "", "", 0, ["uv pip install --python ./python --torch-backend=cpu --requirement torch.txt"]),
+        ("pip", "", "", 0, ["pip install --requirement torch.txt"]),
+        ("cpu", "mirror", "", 0, ["pip install --index-url mirror --requirement torch.txt"]),
+        ("auto", "", "global.extra-index-url='mirror'", 0, ["pip install --requirement torch.txt"]),
+        ("auto", "", "global.timeout='9'", 1, ["uv pip install --python", "pip install --requirement torch.txt"]),
+    ],
+    ids=["of the backend", "as pip finds it", "named index", "pip has an index", "uv reaches none"],
+)
+def test_where_torch_comes_from(
+    tmp_path: Path, backend: str, index: str, config: str, uv: int, installs: list[str]
+) -> None:
+    """A python that notes what it is asked to install; torch itself is of a gigabyte."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'''#!/bin/sh
+[ "$3" = config ] && echo "{config}" && exit
+shift; echo "$@" >> steps; [ "$1" = pip ] || exit {uv}'''
+    )
+    python.chmod(0o755)
+    subprocess.run(
+        ["sh", DOCKER / "torch.sh", "./python", backend, "torch.txt"],
+        cwd=tmp_path,
+        env={**os.environ, "TORCH_INDEX_URL": index},
+        check=True,
+    )
+    steps = (tmp_path / "steps").read_text().splitlines()
+    assert len(steps) == len(installs) and all(map(str.startswith, steps, installs)), steps
+
+
+def test_each_target_has_the_torch_of_its_device() -> None:
+    of_targets = {}
+    for target in ("cpu", "cuda", "npu"):
+        stage = DOCKERFILE.partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
+        (of_targets[target],) = re.findall(r"torch\.sh \S+ (\w+) ", stage)
+    assert of_targets == {"cpu": "cpu", "cuda": "pip", "npu": "cpu"}
+    assert "torch.sh $(BIN)/python auto" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_redis_checks_host_names() -> None:
@@ -279,7 +328,7 @@ def test_compose_accepts_the_file(compose: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("linter", "files"),
-    [("hadolint", ["Dockerfile"]), ("shellcheck", ["testbed.sh", "ready.sh", "npu.sh"])],
+    [("hadolint", ["Dockerfile"]), ("shellcheck", ["testbed.sh", "ready.sh", "npu.sh", "torch.sh"])],
     ids=["hadolint", "shellcheck"],
 )
 def test_the_linter_finds_nothing(linter: str, files: list[str]) -> None:

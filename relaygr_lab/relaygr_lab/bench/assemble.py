@@ -98,6 +98,7 @@ def _conditions(bench: Bench, command: str) -> dict[str, Any]:
         f"latencies count from the scheduled send time; values to within {options.tolerance - 1:.0%}; "
         f"{options.repeats} repeat(s)",
         "disturbance": _disturbance(bench),
+        **({"overload": "; ".join(bench.overloaded)} if bench.overloaded else {}),
         "command": command,
     }
     return {

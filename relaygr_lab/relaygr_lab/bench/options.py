@@ -64,6 +64,7 @@ class SloOptions:
     most_probes: int = 12  # of a search
     timeout_slos: float = TIMEOUT_SLOS  # of a ranking
     most_rate: float = math.inf  # no probe exceeds it
+    overload: tuple[float, ...] = ()  # of the largest rate that the relay carries, offered to callers who wait a second
     whole: bool = False  # probes run to their end, whatever the verdict: their P99 is then no lower bound
     shared_broker: bool = False  # the cluster at kafka.bootstrap is this run's own, on this machine
 

@@ -44,7 +44,7 @@ figure,.box{background:var(--panel);border:1px solid var(--line);border-radius:1
 .key i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin:0 .3em 0 .9em;background:var(--part)}
 .key .near{background:var(--near)}.key .far{background:var(--far)}.key u{display:inline-block;width:3px;height:1em;
 vertical-align:-.15em;margin:0 .4em 0 .9em;background:var(--ink)}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:18px}
+.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(440px,1fr));gap:18px}
 figure{margin:0;padding:16px 18px 12px;overflow-x:auto}figcaption{font-weight:600;margin-bottom:2px}
 figcaption span{display:block;font-weight:400;color:var(--soft);font-size:13px;margin-bottom:8px}
 svg{width:100%;height:auto;display:block}svg text{fill:currentColor}
@@ -55,7 +55,7 @@ thead th{border-top:0;color:var(--soft);font-weight:600;font-size:13px}th:first-
 text-align:left;min-width:340px;color:var(--soft);font-size:13.5px}
 ul{padding-left:20px}li{margin:6px 0;max-width:110ch}dl{display:grid;grid-template-columns:110px 1fr;gap:6px 16px}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}.none{color:var(--soft)}
-@media(max-width:560px){.grid,.bar{grid-template-columns:minmax(0,1fr)}main{padding:20px 14px}
+@media(max-width:560px){svg{min-width:440px}.grid,.bar{grid-template-columns:minmax(0,1fr)}main{padding:20px 14px}
 h1{font-size:22px}th,td{padding:8px 9px}td:first-child{white-space:normal}
 .wide td:last-child{min-width:560px}}
 """

@@ -23,6 +23,8 @@ TIERS: Final = {
     "dram": ("DRAM used", SKY, False),
 }
 MIB: Final = 1 << 20
+#: Beside the empty bar of a probe whose requests all failed.
+UNANSWERED: Final = "no answers"
 
 
 def p99(report: SloReport) -> list[Chart]:
@@ -87,13 +89,13 @@ def tiers(report: SloReport) -> list[Chart]:
     for one in report.found:
         probe = _best(report, one)
         if probe is not None and probe.mode != "full":
-            total = sum(probe.outcomes.values()) or 1
+            total = sum(probe.outcomes.values())
             shares = [
-                (words, 100 * probe.outcomes.get(name, 0) / total)
+                (words, 100 * probe.outcomes.get(name, 0) / max(1, total))
                 for name, words in OUTCOMES.items()
                 if name in OUTCOME_COLOURS
             ]
-            hits.append(Bar(_name(one), shares, f"{100 - shares[-1][1]:.1f} % hit"))
+            hits.append(Bar(_name(one), shares, f"{100 - shares[-1][1]:.1f} % hit" if total else UNANSWERED))
     charts = [
         (
             "Where rankings found their prefix KV",
@@ -130,7 +132,9 @@ def _ratios(report: SloReport) -> Chart:
 
 
 def _stages(one: Found, ms: Mapping[str, float]) -> Bar:
-    return Bar(_name(one), [(words, ms.get(name, 0.0)) for name, words in STAGES.items()], f"{sum(ms.values()):.1f} ms")
+    total = sum(ms.values())
+    parts = [(words, ms.get(name, 0.0)) for name, words in STAGES.items()]
+    return Bar(_name(one), parts, f"{total:.1f} ms" if total else UNANSWERED)
 
 
 def _series(probes: Sequence[Probe], xs: Sequence[float]) -> list[Series]:

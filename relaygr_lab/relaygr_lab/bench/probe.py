@@ -146,6 +146,9 @@ async def run_probe(
         device_late=late_ms / busy_ms if busy_ms else None,
         workers=pipeline.workers,
         sent=_sent(results, judgement.warm_up_s),
+        cut=sum(one.outcome == "truncated" and one.latency_ms <= judgement.slo_ms for one in results)
+        / max(1, len(results)),
+        refused_p99=_p99([one.latency_ms for one in results if one.ranking is None]),
         device_ms_per_s={name: (after.get(name, 0.0) - totals.get(name, 0.0)) / seconds for name in DEVICE_WORK},
     )
     bus = _stages(direct(answered))
@@ -245,8 +248,8 @@ class _Tally:
         return self.decided.is_set() and self._accepted is None
 
     def is_bad(self, result: Result) -> bool:
-        """Whether the request got no scores within the SLO."""
-        return result.ranking is None or result.latency_ms > self._judgement.slo_ms
+        """Whether the request got no scores of its whole history within the SLO."""
+        return result.outcome in (None, "truncated") or result.latency_ms > self._judgement.slo_ms
 
     def judged(self) -> list[Result]:
         """The results of the stages that decided the verdict."""

@@ -80,12 +80,19 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     device_ms_per_s: dict[str, float]  # by DEVICE_WORK, all workers together; warm-up included
     workers: int = 1
     sent: float | None = None  # judged requests per second that came: of a log's stretch, which has its own rate
+    cut: float = 0.0  # share of them with scores of their newest behaviours alone within the SLO
+    refused_p99: float | None = None  # of those without scores, from the scheduled send time; None: all had some
     device_late: float | None = None  # lateness of emulated devices, as a share of their busy time; None: real devices
 
     @property
     def passed(self) -> bool:
         """Whether its P99 is within the SLO."""
         return not self.cut_short and passes(self.requests, self.bad)
+
+    @property
+    def within(self) -> float:
+        """Share with scores of the whole history within the SLO."""
+        return 1 - self.bad / self.requests if self.requests else 0.0
 
     @property
     def stalled(self) -> bool:

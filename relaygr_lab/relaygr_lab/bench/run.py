@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from relaygr_lab.bench import overload
 from relaygr_lab.bench.broker_warm_up import compile_broker
 from relaygr_lab.bench.capacity import most_rate
 from relaygr_lab.bench.cells import LENGTH_STEP, Cell, World
@@ -85,7 +86,10 @@ class Bench:
         self.budgets: dict[str, dict[str, int]] = {}
         self.about: dict[str, str] = {}
         self._started = time.monotonic()
-        self._deadline = self._started + options.budget_s
+        offered = options.repeats * sum(cell.mode is RELAY and cell.kind == "rate" for cell in self.cells)
+        kept_s = offered * overload.seconds(options.overload, options.warm_up_s)
+        self._deadline = self._started + options.budget_s - kept_s
+        self.overloaded: list[str] = []  # what became of it, a line each
         self._check()
 
     async def run(self) -> None:
@@ -169,7 +173,26 @@ class Bench:
                 ]
                 if not any(cell.mode is FULL for cell in open_cells):
                     open_cells += self._now_given(cells)
+            for cell in cells if self.options.overload else ():
+                if cell.mode is RELAY and cell.kind == "rate" and cell.searches and cell.searches[-1].passed:
+                    await self._overload(cell, pipeline, populations, repeat)
             self._keep_history(pipeline, settings)
+
+    async def _overload(self, cell: Cell, pipeline: Pipeline, populations: Populations, repeat: int) -> None:
+        """Offer more than the rate that the cell's search has found."""
+        world, carried = self.world, cell.searches[-1].passed
+        assert world is not None and carried is not None
+        slo_ms, base = self.settings.relay.slo_ms, None
+        judgement = overload.judgement(slo_ms, self.options.warm_up_s)
+        for load in (1.0, *self.options.overload):
+            rate = load * carried
+            population = await populations.get(self.length, cell.revisit, RELAY, world)
+            found = await run_probe(pipeline, RELAY, population, rate, judgement, repeat=repeat, clock=self.clock)
+            pipeline.check_children()
+            base = base or found.probe
+            self.overloaded.append(overload.line(load, found.probe, base, slo_ms))
+            self.progress.say(f"{self.clock():5.0f} s  {self.overloaded[-1]}")
+        self._deadline += overload.seconds(self.options.overload, self.options.warm_up_s)
 
     def _opened(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells whose given value is known, each with a new search."""

@@ -29,7 +29,10 @@ def render_table(report: SloReport) -> RenderableType:
 def result(report: SloReport) -> str:
     """What the run found, in a sentence."""
     p99 = f"a P99 of {report.conditions['slo_ms']:g} ms"
-    if not any(one.mode == FULL.name and one.value for one in report.found):
+    full = [one for one in report.found if one.mode == FULL.name]
+    if not any(one.values for one in full):
+        return "Full inference was not measured, for lack of time: there is nothing to compare the relay with."
+    if not any(one.value for one in full):
         return f"Full inference kept {p99} nowhere, so there is nothing to compare the relay with."
     said = []
     for kind, words in (
@@ -95,6 +98,8 @@ def value_text(one: Found) -> str:
     spread = ""
     if len(one.values) > 1 and any(one.values):
         spread = f" ({min(one.values):,.{digits}f}…{max(one.values):,.{digits}f})"
+    if not one.values:
+        return "not probed"
     if one.value is None:
         return f"{'none' if one.settled else '≥ 0'}{spread}"
     return f"{'' if one.settled else '≥ '}{one.value:,.{digits}f}{unit}{spread}"

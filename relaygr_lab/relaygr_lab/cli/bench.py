@@ -75,6 +75,11 @@ bench_command.add_command(dlrmv3_command)
 )
 @click.option("--revisits", metavar="R,…", help="Shares of returning users. [0,0.5,0.9]")
 @click.option("--length-revisits", metavar="R,…", help="Shares of returning users in searches of lengths. [0.5,0.9]")
+@click.option(
+    "--overload",
+    metavar="F,…",
+    help="Then offer so many times the largest rate of `relay`, to callers who wait a second, 12 s each. [none]",
+)
 @click.option("--samples", type=int, help="Requests judged in a probe.")
 @click.option("--repeats", type=int, help="Repeats of every search.")
 @click.option("--budget", type=float, metavar="SECONDS", help="Time of the run; no probe starts that would end later.")
@@ -223,7 +228,7 @@ def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:
     broker = given.pop("broker", broker_at_hand())
     if "modes" in given:
         given["modes"] = modes_named(given["modes"])
-    for name in ("revisits", "length_revisits"):
+    for name in ("revisits", "length_revisits", "overload"):
         if name in given:
             given[name] = _ratios(f"--{name.replace('_', '-')}", given[name])
     log = given.get("arrivals")

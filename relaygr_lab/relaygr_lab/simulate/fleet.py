@@ -153,6 +153,13 @@ class Fleet:
 
     def run(self) -> None:
         """Run until every client has its answer or has timed out."""
+        timeline, until = self.timeline, self.begin()
+        timeline.run(until)
+        last = max((request.rank_at for request in self.requests), default=until)
+        timeline.run(max(until, last) + self._settings.client.timeout_ms / 1e3)
+
+    def begin(self) -> float:
+        """Schedule what happens; returns when the last request begins."""
         scenario, timeline = self._scenario, self.timeline
         until = self.start + scenario.warm_s + scenario.seconds
         for worker in self.workers:
@@ -161,9 +168,7 @@ class Fleet:
         self._next_event(until)
         if scenario.failure is not None and self._dying:
             timeline.at(self.start + scenario.warm_s + scenario.failure.at, self._fail)
-        timeline.run(until)
-        last = max((request.rank_at for request in self.requests), default=until)
-        timeline.run(max(until, last) + self._settings.client.timeout_ms / 1e3)
+        return until
 
     # ---- requests ----
 
@@ -282,7 +287,7 @@ class Fleet:
             self._tokens(request.prefix),
             self._suffix,
             self._candidates,
-            Times.of(now, sent.timeout_ms, self._settings.relay.slo_ms, self._settings.worker.reply_ms, age_ms),
+            Times.of(now, sent.timeout_ms, self._slo_ms(request), self._settings.worker.reply_ms, age_ms),
             full=self._scenario.mode == "full",
             hops=sent.hops,
             origin=sent,
@@ -290,6 +295,11 @@ class Fleet:
         self._home[request.user_id] = request.lane
         self.lanes[sent.lane].ranking[sent] = worker
         self._carry(worker, worker.core.on_ranking(Rank(task), now), now)
+
+    def _slo_ms(self, request: Request) -> float:
+        """The SLO of the request's ranking."""
+        del request
+        return self._settings.relay.slo_ms
 
     def _tokens(self, length: int) -> Tokens:
         """A history of that length. All are views of one array, which compare in a microsecond: only sequences of one
@@ -383,11 +393,15 @@ class Fleet:
     def _rebalance(self, now: float) -> None:
         """Assign the lanes to the live workers, which read on from the committed offsets."""
         self.taken_over_at = now
-        former = {worker.name: self._owned[worker.name] for worker in self.workers if worker.alive}
+        self._assign([worker.name for worker in self.workers if worker.alive], now)
+
+    def _assign(self, members: Iterable[str], now: float) -> None:
+        """Assign the lanes to these workers; what others own they lose."""
+        former = {name: self._owned.get(name, frozenset()) for name in members}
         claims = {name: MemberClaim(tuple(sorted(owned)), 1) for name, owned in former.items()}
-        self._owned = assign_lanes(len(self.lanes), claims)
-        for name, numbers in self._owned.items():
-            for number in sorted(numbers - former[name]):
+        self._owned = {**dict.fromkeys(self._owned, frozenset()), **assign_lanes(len(self.lanes), claims)}
+        for name, before in former.items():
+            for number in sorted(self._owned[name] - before):
                 self._hand_over(number, self._by_name[name], now)
 
     def _hand_over(self, number: int, worker: SimulatedWorker, now: float) -> None:

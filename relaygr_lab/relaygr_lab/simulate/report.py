@@ -19,6 +19,7 @@ from relaygr_lab.simulate.story import (
     Story,
     Window,
     counts,
+    cut_share,
     hit_share,
     late_share,
     latencies,
@@ -52,6 +53,7 @@ def summary(scenario: Scenario, story: Story) -> dict[str, Any]:
         "p99_ms_long": _estimate(p99(story, long=True)),
         "late": _estimate(late_share(story, slo_ms)),
         "goodput": _plain(scenario.traffic.rate * (1.0 - late_share(story, slo_ms).value)),
+        "goodput_cut": _plain(scenario.traffic.rate * cut_share(story, slo_ms)),
         "refused_ms": _plain(refused_ms(story)),
         "hits": _estimate(hit_share(story)),
         "hits_returning": _estimate(hit_share(story, returning=True)),
@@ -225,10 +227,12 @@ def render_ms(value: float) -> str:
 
 def _goodput(scenario: Scenario, story: Story) -> list[Row]:
     """Scores within the SLO in a second, and how early the others know that they get none."""
-    good = scenario.traffic.rate * (1.0 - late_share(story, scenario.settings.relay.slo_ms).value)
+    rate, slo_ms = scenario.traffic.rate, scenario.settings.relay.slo_ms
+    good, cut = rate * (1.0 - late_share(story, slo_ms).value), rate * cut_share(story, slo_ms)
     refused = refused_ms(story)
+    more = f", and {cut:,.1f} with the newest behaviours alone" if cut else ""
     return [
-        *([] if math.isnan(good) else [("goodput", f"{good:,.1f} requests/s within the SLO")]),
+        *([] if math.isnan(good) else [("goodput", f"{good:,.1f} requests/s within the SLO{more}")]),
         *([] if math.isnan(refused) else [("without scores", f"99 of 100 know it within {render_ms(refused)}")]),
     ]
 

@@ -173,9 +173,18 @@ def p99(story: Story, *, long: bool | None = None) -> Estimate:
 
 
 def late_share(story: Story, slo_ms: float) -> Estimate:
-    """The share of requests without scores within the SLO."""
-    late = latencies(story) > slo_ms
+    """The share of requests without scores of their whole history within the SLO."""
+    late = (latencies(story) > slo_ms) | _cut(story)
     return _estimate(story, _mean(late), lambda chosen: _mean(late[chosen]))
+
+
+def cut_share(story: Story, slo_ms: float) -> float:
+    """The share of requests that have scores of their newest behaviours alone (worker.truncate_to) within the SLO."""
+    return _mean((latencies(story) <= slo_ms) & _cut(story))
+
+
+def _cut(story: Story) -> npt.NDArray[np.bool_]:
+    return np.equal(story.outcome, OUTCOMES.index("truncated"))
 
 
 def refused_ms(story: Story) -> float:

@@ -34,8 +34,9 @@ MOST_USE: Final = 0.8
 LEAST_USE: Final = 0.1
 #: Longest part of the SLO that a ranking waits for a slice of pre-inference (worker.max_ranking_delay_ms).
 SLICE: Final = 0.2
-#: Squared coefficient of variation of service times that the bound assumes: 1 is that of exponential ones.
-VARIATION: Final = 1.0
+#: Squared coefficient of variation of service times that the bound assumes, which are gamma distributed: candidates are
+#: about as many each time, lengths are not.
+VARIATION: Final = 0.25
 #: A group is below its floor where it lacks more than this part of a worker, and gives one where its demand leaves this
 #: share of the rest free. Between the two lies what an average over minutes still wanders.
 LACK: Final = 0.05
@@ -43,9 +44,12 @@ SPARE: Final = 0.05
 #: Wanted workers fall where their use is below this share of the wanted use.
 DOWN: Final = 0.7
 DOWN_SPARE: Final = 0.1
-#: Where all workers are late though the demand fits, it is corrected by up to this factor, which fades within days.
-MOST_FACTOR: Final = 2.0
+#: What workers show corrects the bound, by this factor at most, which fades within days: all are late though the demand
+#: fits, or none is though it does not.
+MOST_FACTOR: Final = 3.0
 FADE_S: Final = 86_400.0
+#: Answers of a group in a window below which it does not show that it keeps its SLO.
+ENOUGH: Final = 200
 #: Late workers whose devices are used less than this share of the wanted use are not late for lack of workers.
 IDLE: Final = 0.5
 
@@ -92,6 +96,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     factor: dict[str, float] = {}
     below_s: dict[str, float] = {}  # below its floor since
     late_s: dict[str, float] = {}  # all its workers late since
+    kept_s: dict[str, float] = {}  # its SLO kept since
     workers: dict[str, int] = {}
     changed_s: float = 0.0
 
@@ -112,15 +117,16 @@ DAY: Final = Damping()
 def utilisation(service_ms: float, within_ms: float) -> float:
     """The largest utilisation at which 99 of 100 of M/G/1's customers are through within_ms after they came.
 
-    A wait longer than t has about the probability ρ·exp(−2·(1−ρ)·t / (s·(1+VARIATION))) (Kingman's bound).
+    A wait longer than t has about the probability ρ·exp(−y·t / s), where ρ = y / (m(y) − 1) and m is the moment
+    generating function of a service time of mean 1 (Cramér and Lundberg's bound): both fall with y.
     """
-    room = within_ms - service_ms
-    low, high = LEAST_USE, MOST_USE
-    for _ in range(20):
-        use = (low + high) / 2
-        wait_ms = math.log(use / ALLOWED_LATE) * service_ms * (1 + VARIATION) / 2 / (1 - use)
-        low, high = (use, high) if wait_ms <= room else (low, use)
-    return low
+    room = max(0.0, within_ms - service_ms) / max(service_ms, 1e-9)
+    low, high = 0.0, 1 / VARIATION
+    for _ in range(30):
+        y = (low + high) / 2
+        use = y / (math.pow(1 - VARIATION * y, -1 / VARIATION) - 1)
+        low, high = (low, y) if use * math.exp(-y * room) <= ALLOWED_LATE else (y, high)
+    return min(MOST_USE, max(LEAST_USE, use))
 
 
 def demand_of(group: GroupSeen, scenario: Scenario) -> float:
@@ -133,12 +139,12 @@ def demand_of(group: GroupSeen, scenario: Scenario) -> float:
 
 @dataclass(frozen=True)
 class _Need:
-    """One scenario now. demand: averaged and corrected. floor: the fewest workers that carry it."""
+    """One scenario now. demand: averaged, and corrected by `factor`. floor: the fewest workers that carry it."""
 
     scenario: Scenario
     seen: GroupSeen
     demand: float
-    corrected: bool
+    factor: float
 
     @property
     def workers(self) -> int:
@@ -173,8 +179,9 @@ class _Need:
         found = f"{seen.per_second:.1f} rankings/s, {per_request}, need {self.demand:.2f} workers"
         if not self.workers:
             found = "no worker serves it"
-        if self.corrected:
-            found += ", corrected, because all its workers were late with fewer"
+        if abs(self.factor - 1) > LACK:
+            why = "all its workers were late with fewer" if self.factor > 1 else "as few kept the SLO"
+            found += f", corrected by {self.factor:.2f}, because {why}"
         if self.floor == self.scenario.min_workers > self.demand:
             found += f"; min_workers is {self.scenario.min_workers}"
         return found
@@ -196,15 +203,18 @@ def decide(
     settled = at_s - changed_s >= damping.settle_s
     demand = {each.name: _averaged(memory, groups[each.name], each, at_s, damping) for each in scenarios}
     late_s = _since(memory.late_s, (name for name, group in groups.items() if settled and _all_late(group)), at_s)
-    kept = math.exp(-(at_s - memory.at_s) / FADE_S)
+    kept_s = _since(memory.kept_s, (name for name, group in groups.items() if _keeps_slo(group)), at_s)
+    left = math.exp(-(at_s - memory.at_s) / FADE_S)
     factor, needs = {}, {}
     for scenario in scenarios:
         name = scenario.name
-        by = 1 + (memory.factor.get(name, 1.0) - 1) * kept
+        by = 1 + (memory.factor.get(name, 1.0) - 1) * left
+        if at_s - kept_s.get(name, at_s) >= damping.patience_s and demand[name] * by > workers[name]:
+            by = max(1 / MOST_FACTOR, workers[name] / demand[name])
         if at_s - late_s.get(name, at_s) >= damping.patience_s and _lacks_workers(groups[name], scenario):
             by = max(by, _enough(demand[name], workers[name] + 1))
         factor[name] = by
-        needs[name] = _Need(scenario, groups[name], demand[name] * by, by > 1 + LACK)
+        needs[name] = _Need(scenario, groups[name], demand[name] * by, by)
     below_s = _since(memory.below_s, (name for name, need in needs.items() if need.is_below), at_s)
     for name in below_s.keys() & late_s.keys():  # it has been late before the correction
         below_s[name] = min(below_s[name], late_s[name])
@@ -227,6 +237,7 @@ def decide(
         factor=factor,
         below_s=below_s,
         late_s=late_s,
+        kept_s=kept_s,
         workers=workers,
         changed_s=changed_s,
     )
@@ -256,6 +267,11 @@ def _all_late(group: GroupSeen) -> bool:
     return bool(group.workers) and all(
         each.late >= FEW_LATE and each.late > ALLOWED_LATE * each.answers for each in group.workers
     )
+
+
+def _keeps_slo(group: GroupSeen) -> bool:
+    answers, late = sum(each.answers for each in group.workers), sum(each.late for each in group.workers)
+    return answers >= ENOUGH and late <= ALLOWED_LATE * answers
 
 
 def _lacks_workers(group: GroupSeen, scenario: Scenario) -> bool:

@@ -20,6 +20,8 @@ NEW_S: Final = 60.0
 S = TypeVar("S", WorkerStatus, TriggerStatus)
 #: Fewer rankings have no 99 %.
 JUDGED_FROM: Final = 100
+#: Share of rankings cut to their newest behaviours that is odd; the alert RelaygrTruncated has the same.
+MUCH_CUT: Final = 0.05
 #: With fewer hits, prefix KV help little.
 FEW_HITS: Final = 0.5
 
@@ -78,9 +80,11 @@ def _slow(view: Overview) -> Iterator[str]:
         served = "" if within is None else f"; {rate * within:.0f} a second are within {slo_ms:g} ms"
         yield (
             f"overload: busy devices of {found.workers} of {len(seen)} workers refused {found.refused} of the last "
-            f"{tally.all} rankings, and were late with {found.late}{served}; add workers, or send less"
+            f"{tally.all} rankings, and were late with {found.late}{_cut(tally)}{served}; add workers, or send less"
         )
         errors, late = errors - found.refused, late - found.late
+    elif tally.outcomes["truncated"] > tally.all * MUCH_CUT:
+        yield f"of the last {tally.all} rankings{_cut(tally)}, since devices have no time for all of them; add workers"
     if errors > tally.all * (1 - SLO_SHARE):
         reasons = ", ".join(f"{count} {status}" for status, count in tally.refused().items())
         yield (
@@ -92,6 +96,11 @@ def _slow(view: Overview) -> Iterator[str]:
             f"{late} of the last {tally.judged} rankings took longer than {slo_ms:g} ms (relay.slo_ms) on the worker; "
             f"{_speed_up(tally)}"
         )
+
+
+def _cut(tally: Tally) -> str:
+    cut = tally.outcomes["truncated"]
+    return f", {cut} are of the newest behaviours alone" if cut else ""
 
 
 def _speed_up(tally: Tally) -> str:

@@ -12,8 +12,11 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from relaygr_lab.bench import plots
+from relaygr_lab.bench.cells import Cell
 from relaygr_lab.bench.modes import CACHE, FULL, RELAY
 from relaygr_lab.bench.page import render_page
+from relaygr_lab.bench.results import STAGES
+from relaygr_lab.bench.search import Search
 from relaygr_lab.bench.table import paper_rows, render_table, result
 from relaygr_lab.charts import Axis, Bar, Point, Series, bar_chart, draw_bars, draw_lines, line_chart
 
@@ -80,6 +83,20 @@ def test_the_result_is_the_first_sentence_of_page_and_terminal() -> None:
     assert "carries ≥ 3 times" in result(report([cell(FULL, 10.0, 11.5), relay]))
     assert result(report([cell(FULL, 10.0, 11.5)])) == "The relay kept a P99 of 50 ms nowhere, or was not run."
     assert result(report([repeated(FULL, None), cell(RELAY, 30.0, 34.0)])).startswith("Full inference kept a P99 of")
+    full = Cell("rate", FULL, 0.0, 512, 1.2)
+    full.searches.append(Search(guess=10.0, low=0.5, high=1000.0, tolerance=1.2))
+    unprobed = report([full, cell(RELAY, 30.0, 34.0)])
+    assert result(unprobed).startswith("Full inference was not measured, for lack of time")
+    assert "not probed" in render_plain(render_table(unprobed), 200)
+
+
+def test_a_probe_without_answers_has_no_hits_and_no_time() -> None:
+    none = dict.fromkeys(STAGES, 0.0)
+    relay = cell(RELAY, 30.0, 34.0)
+    late: dict[str, Any] = {"bad": 100, "outcomes": {}, "stage_means": none, "slow_stages": none}
+    relay.probes = [msgspec.structs.replace(one, **late) for one in relay.probes]
+    page = render_page(report([cell(FULL, 10.0, 11.5), relay]))
+    assert "% hit" not in page and page.count("no answers") >= 3
 
 
 def test_charts_stand_before_reasons() -> None:
@@ -111,10 +128,9 @@ async def test_the_page_fits_a_telephone_and_the_dark(tmp_path: Path) -> None:
             for dark in (False, True):
                 await shown.show_as(width, dark=dark)
                 assert await shown.run("return document.documentElement.scrollWidth") <= width
-                charts = (
-                    "return [...document.querySelectorAll('svg')].map((each) => each.getBoundingClientRect().right)"
-                )
-                assert all(0 < right <= width for right in await shown.run(charts))
+                boxes = "return [...document.querySelectorAll('%s')].map((each) => each.getBoundingClientRect().%s)"
+                assert all(0 < right <= width for right in await shown.run(boxes % ("figure", "right")))
+                assert min(await shown.run(boxes % ("svg text", "height"))) > 7  # a wide chart moves in its panel
                 colours.add(tuple(await shown.run(COLOURS)))
         assert len(colours) == 2
         for ground, ink in colours:

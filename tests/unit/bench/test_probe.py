@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -131,3 +132,10 @@ def test_a_request_without_scores_counts_as_its_timeout_however_soon_it_was_refu
     refused = replace(result(item, 12.0), ranking=None)
     assert _latency_ms(refused, JUDGEMENT) == TIMEOUT_SLOS * JUDGEMENT.slo_ms
     assert _latency_ms(result(item, 12.0), JUDGEMENT) == 12.0
+
+
+def test_scores_of_the_newest_behaviours_alone_are_no_answer_to_a_whole_history() -> None:
+    tally = _Tally(JUDGEMENT, staged(), lambda requests, late: None)
+    (item, *_) = staged()
+    assert not tally.is_bad(result(item, 10.0))
+    assert tally.is_bad(dataclasses.replace(result(item, 10.0), outcome="truncated"))

@@ -7,7 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from examples.dlrmv3.__main__ import Options, auc, chances, loss_of, main, ndcg, newest, normalised_entropy, users_of
+from examples.dlrmv3.__main__ import (
+    Figures,
+    Options,
+    auc,
+    chances,
+    enough_of,
+    entropies,
+    loss_of,
+    main,
+    ndcg,
+    newest,
+    users_of,
+)
 from examples.movielens.recipe import new_model
 
 OPTIONS = Options(users=6, epochs=1, seed=3)
@@ -17,8 +29,8 @@ USERS = users_of(OPTIONS.workload())
 def test_measures_are_those_by_hand() -> None:
     predicted, liked = np.array([0.9, 0.8, 0.8, 0.1]), np.array([True, False, True, False])
     assert auc(predicted, liked) == pytest.approx((1 + 1 + 0.5 + 1) / 4)
-    assert normalised_entropy(np.full(4, 0.5), liked) == pytest.approx(1.0)
-    assert normalised_entropy(predicted, liked) == pytest.approx(-np.log([0.9, 0.2, 0.8, 0.9]).mean() / np.log(2))
+    of_users = entropies(np.stack([np.full(4, 0.5), predicted]), np.stack([liked, liked]))
+    assert of_users.tolist() == pytest.approx([1.0, -np.log([0.9, 0.2, 0.8, 0.9]).mean() / np.log(2)])
     rising, first, last = np.arange(12.0), np.arange(12) == 10, np.arange(12) == 1
     assert ndcg(np.stack([rising, rising, rising]), np.stack([first, last, first | last])).tolist() == pytest.approx(
         [1 / np.log2(3), 0.0, 1 / np.log2(3) / (1 + 1 / np.log2(3))]
@@ -55,4 +67,16 @@ def test_a_loss_asks_by_what_stands_before() -> None:
 def test_a_quick_run_ends_with_its_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--users", "4", "--epochs", "1", "--threads", "1"]) == 0
     *_, verdict = capsys.readouterr().out.splitlines()
-    assert verdict.startswith("800 behaviours rank ")
+    assert verdict.startswith("more behaviours predict better up to ")
+
+
+def test_enough_is_the_length_that_no_longer_one_beats() -> None:
+    draw = np.random.default_rng(1)
+    noise = draw.normal(0, 0.01, 500)
+
+    def of(entropy: float) -> Figures:
+        return Figures(0.5, noise, entropy + draw.normal(0, 0.01, 500) + noise)
+
+    assert enough_of({10: of(0.7), 50: of(0.5), 100: of(0.4), 800: of(0.45)}) == 100
+    assert enough_of({10: of(0.5), 50: of(0.5)}) == 10
+    assert enough_of({10: of(0.5), 50: of(0.4)}) == 50

@@ -116,6 +116,22 @@ def test_late_workers_whose_demand_fits_get_one_more_and_keep_it() -> None:
     assert len(world.moves) == 1
 
 
+def test_who_keeps_the_slo_with_fewer_workers_asks_for_no_more() -> None:
+    """The bound asks for three; two keep the SLO all day."""
+    world = World([FEED], {"feed": 2}, constant(feed=2.6), reserve=3, truth=0.7)  # type: ignore[arg-type]
+    world.run(3 * HOUR)
+    assert not world.moves
+    plan = world.step()
+    assert plan.scenarios["feed"].wanted == 2
+    assert "as few kept the SLO" in plan.scenarios["feed"].reason
+
+
+def test_what_was_learned_with_few_workers_does_not_stop_a_rising_demand() -> None:
+    world = World([FEED], {"feed": 2}, lambda at: {"feed": 2.6 if at < HOUR else 4.5}, reserve=3, truth=0.7)
+    world.run(3 * HOUR)
+    assert world.workers == {"feed": 4}
+
+
 def test_a_single_late_worker_asks_for_nothing() -> None:
     """It has a hot lane, or a slow device."""
     memory, plan = Memory(), None

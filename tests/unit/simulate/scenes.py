@@ -30,6 +30,7 @@ SETTINGS = {
     "worker.hbm_bytes": "48MiB",
     "worker.dram_bytes": "64MiB",
     "worker.audit_share": "0",
+    "worker.truncate_to": "0",
 }
 
 

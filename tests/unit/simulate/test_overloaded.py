@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from relaygr_lab.simulate.report import summary
 from relaygr_lab.simulate.run import run_group
-from relaygr_lab.simulate.story import OUTCOMES, late_share
+from relaygr_lab.simulate.story import cut_share, late_share
 
+from relaygr_stream.settings.worker import Worker
 from relaygr_stream.workload.arrivals import ArrivalLog
 from relaygr_stream.workload.items import StageDelay
 from tests.unit.simulate.scenes import fleet_of, scenario
@@ -53,15 +55,24 @@ def test_when_the_load_falls_back_rankings_are_in_time_again_within_two_slos() -
     assert of > 100 and missed <= 0.01 * of
 
 
-def test_more_is_in_time_where_late_rankings_are_cut_to_their_newest_behaviours() -> None:
-    shares = []
-    for least in ("0", "64"):
-        scene = scenario({"worker.truncate_min_tokens": least}, rate=700.0, seconds=2.0, traffic={"revisit": 0.3})
-        story = run_group(scene, scene.groups[0])
-        cut = int((story.outcome == OUTCOMES.index("truncated")).sum())
-        assert bool(cut) == (least != "0")
-        shares.append(1.0 - late_share(story, scene.settings.relay.slo_ms).value)
-    assert shares[1] > 1.1 * shares[0]
+def test_by_default_what_would_be_refused_is_cut_to_its_newest_behaviours_and_counted_apart() -> None:
+    """Most of it, at little cost in whole answers."""
+    whole, cut = {}, {}
+    for size in (0, Worker().truncate_to):
+        scene = scenario({"worker.truncate_to": str(size)}, rate=700.0, seconds=2.0, traffic={"revisit": 0.3})
+        story, slo_ms = run_group(scene, scene.groups[0]), scene.settings.relay.slo_ms
+        whole[size], cut[size] = 1.0 - late_share(story, slo_ms).value, cut_share(story, slo_ms)
+        found = summary(scene, story)
+        assert found["goodput"] == pytest.approx(700.0 * whole[size])
+        assert found["goodput_cut"] == pytest.approx(700.0 * cut[size])
+    (refusing, size), (none, much) = whole, cut.values()
+    assert none == 0.0 and much > 0.3
+    assert whole[size] > 0.6 * whole[refusing] and whole[size] + much > 1.5 * whole[refusing]
+
+
+def test_below_overload_nothing_is_cut() -> None:
+    scene = scenario({"worker.truncate_to": str(Worker().truncate_to)}, rate=60.0, seconds=3.0)
+    assert cut_share(run_group(scene, scene.groups[0]), scene.settings.relay.slo_ms) == 0.0
 
 
 def _times(rng: np.random.Generator, rate: float, begins: float, ends: float) -> npt.NDArray[np.float64]:

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.samples import Sample
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.ops.status.odd import Oddity, findings, oddities
+from relaygr_stream.ops.status.odd import MUCH_CUT, Oddity, findings, oddities
 from relaygr_stream.ops.status.overload import BUSY, REFUSED, SLO_SHARE
 from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.ops.status.tally import FULL, RELAY, Tally
@@ -175,6 +175,27 @@ def test_overload_lasts_while_a_device_is_busy_and_is_told_beside_what_it_does_n
         assert not any(line.startswith("overload") for line in oddities(over))
 
 
+@pytest.mark.parametrize(("cut", "refused"), [(4, 0), (6, 0), (6, 5)])
+def test_rankings_cut_to_their_newest_behaviours_are_told(cut: int, refused: int) -> None:
+    """Beside overload's refusals, or, where there are many, alone."""
+    metrics = WorkerMetrics(CollectorRegistry(), 50.0)
+    before = stated(metrics, sent_ms=1_000)
+    for number in range(100 - refused):
+        metrics.ranked("truncated" if number < cut else "hbm", 0.01, 0.0)
+    for _ in range(refused):
+        metrics.answer("overloaded")
+    found = [
+        each.line for each in findings(overview(before, stated(metrics, sent_ms=3_000, busy_share=0.99), trigger()))
+    ]
+    assert len(found) == (cut > 5)
+    assert all(f"{cut} are of the newest behaviours alone" in line for line in found)
+    assert [line.startswith("overload") for line in found] == [bool(refused)] * len(found)
+
+
+def test_the_alert_of_cut_rankings_has_the_share_of_the_status() -> None:
+    assert _rule("RelaygrTruncated").rstrip().endswith(f"> {MUCH_CUT:g}")
+
+
 def test_a_busy_worker_of_a_fleet_that_keeps_its_slo_is_no_overload() -> None:
     """Two rankings of its hundred are late, of the fleet's four hundred; a fifth worker's device has time."""
     views = []
@@ -191,14 +212,16 @@ def test_a_busy_worker_of_a_fleet_that_keeps_its_slo_is_no_overload() -> None:
 
 
 def test_the_alert_has_the_rule_of_the_status() -> None:
-    (rule,) = (
-        rule
-        for rule in yaml.safe_load((ROOT / "docker" / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
-        if rule["alert"] == "RelaygrOverload"
-    )
-    assert f"> {BUSY:g}\n" in rule["expr"]
-    assert rule["expr"].rstrip().endswith(f"> {1 - SLO_SHARE:.2g}")
-    assert f'status=~"{"|".join(("ok", *REFUSED))}"' in rule["expr"]
+    expr = _rule("RelaygrOverload")
+    assert f"> {BUSY:g}\n" in expr
+    assert expr.rstrip().endswith(f"> {1 - SLO_SHARE:.2g}")
+    assert f'status=~"{"|".join(("ok", *REFUSED))}"' in expr
+
+
+def _rule(alert: str) -> str:
+    rules = yaml.safe_load((ROOT / "docker" / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
+    (expr,) = (rule["expr"] for rule in rules if rule["alert"] == alert)
+    return str(expr)
 
 
 def test_rates_are_those_of_lately_however_long_one_looks_on() -> None:

@@ -15,7 +15,7 @@ from relaygr_stream.trigger.explain import Shadow
 from relaygr_stream.wire.behaviours import MAX_TIME_MS, Behaviours
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.features import FeatureTables
-from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, ScoreReply, Status, Timings
+from relaygr_stream.wire.messages import Outcome, PreInferSignal, RequestEvent, ScoreReply, Status, Timings
 from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.refusals import KIND, Refusal, encode_refusals
 from relaygr_stream.wire.topic_files import load_topics
@@ -106,9 +106,12 @@ def test_what_the_trigger_skips_or_dead_letters_is_not_explained() -> None:
     assert [row.request_id for row in shadow.explanations()] == ["good"]
 
 
-def answered(request_id: str, status: Status, worker: str, worker_ms: float = 1.0) -> Record:
+def answered(
+    request_id: str, status: Status, worker: str, worker_ms: float = 1.0, outcome: Outcome | None = None
+) -> Record:
     timings = Timings(worker_ms=worker_ms)
-    return record(encode(ScoreReply(request_id=request_id, status=status, worker=worker, timings=timings)))
+    reply = ScoreReply(request_id=request_id, status=status, outcome=outcome, worker=worker, timings=timings)
+    return record(encode(reply))
 
 
 def test_a_ranking_that_a_busy_device_refused_or_was_late_with_is_said_to_be_overload_s_doing() -> None:
@@ -130,6 +133,8 @@ def test_a_ranking_that_a_busy_device_refused_or_was_late_with_is_said_to_be_ove
         "wrong": ([answered("wrong", "rejected", "busy")], ("rejected", False)),
         "hedged": ([answered("hedged", "overloaded", "busy"), answered("hedged", "ok", "idle")], ("ok", False)),
         "twice": ([answered("twice", "ok", "busy"), answered("twice", "overloaded", "busy")], ("ok", False)),
+        "cut": ([answered("cut", "ok", "busy", outcome="truncated")], ("truncated", True)),
+        "cut and late": ([answered("cut and late", "ok", "busy", slo_ms + 1, "truncated")], ("late", True)),
         "none": ([], (None, False)),
     }
     shadow.answers.on_records([record(b"no answer")])
@@ -140,7 +145,7 @@ def test_a_ranking_that_a_busy_device_refused_or_was_late_with_is_said_to_be_ove
     assert {row.request_id: (row.answer, row.overload) for row in found} == {
         name: expected for name, (_, expected) in answers.items()
     }
-    assert "overload: busy devices refused 5 of 10 rankings, or were late with them" in summary(found)
+    assert "overload: busy devices refused 6 of 12 rankings, or were late with them, and cut 1 to" in summary(found)
     shown = render_plain(as_table(found), 300)
-    assert shown.count(": overload") == 5
+    assert shown.count(": overload") == 7
     assert "late: overload" in shown

@@ -62,13 +62,13 @@ class Origin:
 class World:
     """A core of worker `a`, beside worker `b`, which has room."""
 
-    def __init__(self, *, forward: bool = True, held_bytes: int = 1000) -> None:
+    def __init__(self, *, forward: bool = True, held_bytes: int = 1000, truncates: bool = False) -> None:
         self.now = NOW
         peers = OwnerDirectory(10_000.0, clock=lambda: self.now)
         peers.take(worker_status("a", lane_statuses((LANE,))))
         costs = CostModel(c0=1, c1=0, c2=0, c3=0)
         peers.take(worker_status("b", lane_statuses((ITS_LANE,)), costs=costs, busy_share=0.0))
-        policy = WorkerPolicy(forward, life_ms=2000.0, longest_s=60.0, held_bytes=held_bytes)
+        policy = WorkerPolicy(forward, life_ms=2000.0, longest_s=60.0, held_bytes=held_bytes, truncates=truncates)
         self.core = WorkerCore("a", policy, peers, self, seed=1)
         self.core.on_lanes(frozenset({LANE}), frozenset())
 
@@ -135,6 +135,25 @@ def test_what_no_worker_has_done_when_due_gets_idle_time_here_or_is_refused(forw
     assert again == Submit(late)
     (*_, reply) = world.answer(late, "overloaded")
     assert isinstance(reply, Reply) and reply.answer.status == "overloaded", "no third time"
+
+
+@pytest.mark.parametrize(("forward", "hops"), [(False, 0), (True, 2), (True, 1), (True, 0)])
+@pytest.mark.parametrize("whole", [False, True])
+def test_one_is_cut_only_where_no_other_worker_has_it_in_time(forward: bool, hops: int, whole: bool) -> None:
+    """And where its caller allows that."""
+    world = World(forward=forward, truncates=True)
+    rank = world.rank(hops=hops)._replace(whole=whole)
+    world.core.on_ranking(rank, NOW)
+    last = world.answer(rank, "overloaded")[-1]
+    if forward and hops < 2:
+        assert isinstance(last, Forward)
+        return
+    if whole:
+        assert isinstance(last, Reply)
+        return
+    late = rank._replace(late=True)
+    assert last == Submit(late)
+    assert isinstance(world.answer(late, "overloaded")[-1], Reply), "no third time"
 
 
 @pytest.mark.parametrize(("forward", "cut"), [(False, 0), (True, 5)])

@@ -33,7 +33,9 @@ HEADERS = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"1"), ("trace",
 DEFAULT_TIMEOUT_MS = 900.0
 #: Rankings are due when they expire: one that is refused is not tried as late.
 SETTINGS = Settings(
-    relay=Relay(slo_ms=3.6e6), client=Client(timeout_ms=DEFAULT_TIMEOUT_MS), worker=Worker(max_timeout_ms=3.6e6)
+    relay=Relay(slo_ms=3.6e6),
+    client=Client(timeout_ms=DEFAULT_TIMEOUT_MS),
+    worker=Worker(max_timeout_ms=3.6e6, truncate_to=0),
 )
 REPLY_MS = SETTINGS.worker.reply_ms  # every worker takes it off the time that the client has given, each for itself
 #: What a request spends here before it is refused.
