@@ -65,8 +65,14 @@ async def replayed(folder: Path, seed: int = 1) -> tuple[int, dict[str, Any], st
 
 @pytest.mark.parametrize(
     ("worker_s", "trigger_s", "clients_s"),
-    [(HOURS_S, -HOURS_S, [0.0]), (-HOURS_S, HOURS_S, [0.0]), (0.0, 0.0, [HOURS_S, -HOURS_S])],
-    ids=["worker ahead, trigger behind", "worker behind, trigger ahead", "clients"],
+    [
+        (HOURS_S, 0.0, [0.0]),
+        (-HOURS_S, 0.0, [0.0]),
+        (0.0, HOURS_S, [0.0]),
+        (0.0, -HOURS_S, [0.0]),
+        (0.0, 0.0, [HOURS_S, -HOURS_S]),
+    ],
+    ids=["worker ahead", "worker behind", "trigger ahead", "trigger behind", "clients"],
 )
 async def test_a_process_whose_clock_is_off_serves_and_is_served(
     kafka: Kafka,

@@ -48,7 +48,8 @@ EVIL = (
 LONE_SURROGATE = "\ud800"  # in what Python decoded with surrogateescape: names of files, arguments
 FOREIGN = st.sampled_from(EVIL) | st.text(max_size=30) | st.text("\x1b[]/\\=;:m\n\r\x07\x9b\u202eal", max_size=30)
 EXPLAINED: dict[str, Any] = dict.fromkeys(Explanation.__dataclass_fields__, 1.0) | {
-    "lane": 0, "tokens": 1, "candidates": 1, "on_hold": False, "reason": "admitted", "delegate": None, "signalled": True
+    "scenario": "", "lane": 0, "tokens": 1, "candidates": 1, "on_hold": False,
+    "reason": "admitted", "delegate": None, "signalled": True
 }  # fmt: skip
 
 
@@ -98,14 +99,16 @@ def test_an_id_is_text_or_hexadecimal(raw: bytes) -> None:
 
 @given(FOREIGN, FOREIGN)
 def test_an_explanation_shows_the_words_and_no_more(user: str, owner: str) -> None:
-    row = Explanation(**{**EXPLAINED, "request_id": user, "user_id": user, "owner": owner, "delegate": owner})
+    row = Explanation(
+        **{**EXPLAINED, "request_id": user, "user_id": user, "owner": owner, "delegate": owner, "scenario": owner}
+    )
     assert not steers(without_styles(shown(as_table([row]))))
     assert not steers(as_json([row]).removesuffix("\n"))
 
 
 @pytest.mark.parametrize("text", EVIL)
 def test_markup_is_shown_as_it_was_written(text: str) -> None:
-    row = Explanation(**{**EXPLAINED, "request_id": "r", "user_id": text, "owner": "w"})
+    row = Explanation(**{**EXPLAINED, "request_id": "r", "user_id": text, "owner": "w", "scenario": ""})
     assert printable(text) in without_styles(shown(as_table([row])))
 
 
