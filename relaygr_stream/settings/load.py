@@ -67,6 +67,7 @@ REMOVED: Final[Mapping[str, str]] = {
     "trigger.risk_share": "every request is pre-inferred within the bounds on its length, age, memory and device time",
     "worker.dram_int8_deviation": "copies in DRAM are exact",
     "worker.dram_storage": "copies in DRAM are exact",
+    "worker.truncate_min_tokens": "worker.truncate_to says to how many behaviours a ranking that would be late is cut",
 }
 
 _EVERY: Final[dict[str, Field]] = fields_of(Settings)
