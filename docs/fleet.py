@@ -33,7 +33,7 @@ HERE: Final = Path(__file__).parent
 SHOTS: Final = ((1280, 1010, 1), (390, 1240, 0))
 SLOW: Final = 1  # the worker whose device is busy
 SINCE: Final = 600  # when more traffic comes
-POLICY: Final = PolicyStatus(risk_ms=25.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=4096)
+POLICY: Final = PolicyStatus(stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=4096)
 
 
 class Fleet:
@@ -43,7 +43,7 @@ class Fleet:
         self._board, self._now, self._chance = board, now, random.Random(7)
         self._metrics = [WorkerMetrics(CollectorRegistry(), 50.0) for _ in range(3)]
         self._offsets = [0] * LANES
-        self._decisions = dict.fromkeys(("admitted", "not_at_risk", "over_load", "over_footprint", "delegated"), 0.0)
+        self._decisions = dict.fromkeys(("admitted", "over_load", "stale", "delegated"), 0.0)
 
     def state(self, second: int) -> None:
         """What all state at that second."""
@@ -51,7 +51,7 @@ class Fleet:
             busy = second > SINCE and number == SLOW
             self._serve(number, second, busy)
             self._put(self._worker(number, second, busy))
-        for reason, most in zip(self._decisions, (40, 8, 10 if second > SINCE else 1, 1, 6), strict=True):
+        for reason, most in zip(self._decisions, (40, 10 if second > SINCE else 1, 1, 6), strict=True):
             self._decisions[reason] += self._chance.randrange(most + 1)
         trigger = TriggerStatus(
             name="trigger-0", incarnation=1, host="h", pid=1, sent_ms=int((self._now + second) * 1e3), state="serving",

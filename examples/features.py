@@ -5,8 +5,7 @@
 and, in three terminals of the clone, each after `. .venv/bin/activate`:
 
     relaygr broker
-    relaygr topics apply && relaygr up --set model.path=. --set model.factory=examples.features:make \
-        --set trigger.risk_share=0 --profile cpu
+    relaygr topics apply && relaygr up --set model.path=. --set model.factory=examples.features:make --profile cpu
     python -m examples.features
 
 The model is one attention layer with random weights: it shows where each column is read, and ranks as chance does.

@@ -25,7 +25,7 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.client.answers import Ranking
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import local_broker
-from relaygr_stream.settings.schema import Client, Relay, Settings, Trigger
+from relaygr_stream.settings.schema import Client, Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.messages import HITS, Mode
 from relaygr_stream.workload.report import LiveLine
@@ -83,7 +83,6 @@ def settings_for(checkpoint: Path, items: int, longest: int, threads: int) -> Se
     """Settings under which every request is admitted and none is refused for being late."""
     return Settings(
         relay=Relay(max_prefix_tokens=longest, max_candidates=items, max_suffix_tokens=0, life_window_ms=2_000.0),
-        trigger=Trigger(risk_share=0.0),
         worker=Worker(dtype="float32", audit_share=0.0, threads=threads),
         model=Model(checkpoint=str(checkpoint.resolve())),
         client=Client(timeout_ms=TIMEOUT_S * 1000, hedge_ms=0.0),

@@ -35,7 +35,7 @@ from targets import end
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
 from relaygr_stream.ops.children import Child, stop_all, write_settings
-from relaygr_stream.settings.schema import Kafka, Relay, Settings, Trigger
+from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 
 CHILD = Path(__file__).with_name("lean_child.py")
@@ -122,7 +122,6 @@ async def measure(kafka: Kafka, rounds: int, seconds: float, folder: Path) -> tu
     relay = Settings(
         kafka=msgspec.structs.replace(kafka, prefix="relay."),
         relay=Relay(max_prefix_tokens=2 * BEHAVIOURS),
-        trigger=Trigger(risk_share=0.0),
         worker=Worker(name="w1", hbm_bytes=256 << 20, dram_bytes=0, audit_share=0.0),
         model=Model(factory=FACTORY, checkpoint=str(costs)),
     )

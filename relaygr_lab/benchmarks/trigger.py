@@ -57,10 +57,10 @@ def costs() -> None:
         f"(median {lengths[len(lengths) // 2]}), {settings.model.layers} layers, D = {settings.model.dim}, "
         f"{settings.worker.dtype}, {settings.worker.threads} thread\n"
     )
-    print(f"{'':34} {'full inference':>23} {'prefix, if at risk':>23}")
+    print(f"{'':34} {'full inference':>23} {'prefix':>23}")
     print(f"{'what is learnt from':34} {'median':>8} {'P95':>7} {'bias':>6} {'median':>8} {'P95':>7}")
     for case in CASES:
-        errors = predict(requests, case, chunk_ms, Policy.of(settings).risk_ms)
+        errors = predict(requests, case, chunk_ms)
         median = float(np.median(errors.full))
         print(
             f"{case.name:34} {median:8.1%} {nearest_rank(errors.full, 0.95):7.1%} {errors.bias:+6.1%} "
@@ -82,8 +82,7 @@ def decision() -> None:
     )  # fmt: skip
     owner = Claim(worker, status, 0.0)
     print(f"{'one decision, booking included':34} {'median':>8} {'P99':>8}  µs")
-    # 16 tokens: 2.2 ms predicted with the queue, against 2.5 ms at risk (0.05 of the SLO).
-    for reason, tokens in (("not_at_risk", 16), ("admitted", 2000)):
+    for reason, tokens in (("too_long", policy.max_prefix_tokens + 1), ("admitted", 2000)):
         prefix = Behaviours.of(np.arange(tokens), np.zeros(tokens, np.uint8), np.arange(tokens))
         taken = []
         for number in range(20_000):

@@ -110,14 +110,14 @@ def measure(settings: Settings, seconds: float) -> tuple[list[Measured], float]:
 
 @dataclass(frozen=True)
 class Errors:
-    """|predicted ÷ measured - 1| of full inference, and of the prefix alone of the requests at risk."""
+    """|predicted ÷ measured - 1| of full inference, and of the prefix alone."""
 
     full: npt.NDArray[np.float64]
     prefix: npt.NDArray[np.float64]
     bias: float
 
 
-def predict(requests: list[Measured], case: Case, chunk_ms: float, risk_ms: float) -> Errors:
+def predict(requests: list[Measured], case: Case, chunk_ms: float) -> Errors:
     """Learn from the requests in order; each is predicted before anything of it is learnt, from stated coefficients."""
     rng = random.Random(2)
 
@@ -137,8 +137,7 @@ def predict(requests: list[Measured], case: Case, chunk_ms: float, risk_ms: floa
             ratio = stated.full_ms(request.prefix, request.candidates) / (request.full_ms * slower)
             ratios.append(ratio)
             full.append(abs(ratio - 1))
-            if stated.full_ms(request.prefix, request.candidates) > risk_ms:
-                prefix.append(abs(stated.pre_infer_ms(request.prefix) / (request.pre_infer_ms * slower) - 1))
+            prefix.append(abs(stated.pre_infer_ms(request.prefix) / (request.pre_infer_ms * slower) - 1))
         for position, tokens, ms in request.ops:
             costs.prefilled(position, tokens, as_seen(ms * slower))
         costs.saw_suffix(request.suffix)

@@ -34,9 +34,7 @@ from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, Wo
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 
 LANES: Final = 16
-#: At risk or not is decided by the number of candidates alone, so that events of one size can be either.
-COSTS: Final = CostModel(c0=1.0, c1=0.0, c2=0.0, c3=1.0)
-AT_RISK_CANDIDATES: Final = 1000
+COSTS: Final = CostModel(c0=1.0, c1=0.0, c2=0.0, c3=0.0)
 #: The rate is that between these shares of the events: neither the start nor the last batches count.
 FROM_SHARE, TO_SHARE = 0.15, 0.9
 CORES: Final = sorted(os.sched_getaffinity(0))
@@ -95,7 +93,7 @@ async def _measure(kind: BrokerKind, mixes: Sequence[Mix], show: Callable[[Rate]
 async def _measure_one(kafka: Kafka, mix: Mix, folder: Path, floor: bool) -> Rate:
     settings = Settings(
         kafka=kafka,
-        relay=Relay(max_prefix_tokens=max(Relay().max_prefix_tokens, mix.tokens)),
+        relay=Relay(max_prefix_tokens=mix.tokens),
         # The log waits for the trigger here, so nothing in it may count as late.
         trigger=Trigger(max_event_age_ms=3.6e6, max_status_age_ms=10_000),
         telemetry=Telemetry(log_format="json"),
@@ -122,19 +120,21 @@ async def _measure_one(kafka: Kafka, mix: Mix, folder: Path, floor: bool) -> Rat
 
 
 async def _publish(producer: Producer, topics: TopicSet, mix: Mix) -> int:
-    """Fill the log; returns the size of an event."""
-    prefix = Behaviours.of(np.arange(mix.tokens), np.zeros(mix.tokens, np.uint8), np.arange(mix.tokens))
-    reference = HistoryReference.of(prefix, 1, range(0, mix.tokens, 64)) if mix.by_reference else UNSET
+    """Fill the log; returns the size of an event. What is not to be admitted is one behaviour too long."""
+    admitted, too_long = (
+        Behaviours.of(np.arange(count), np.zeros(count, np.uint8), np.arange(count))
+        for count in (mix.tokens, mix.tokens + 1)
+    )
     every = max(1, round(1 / mix.admitted)) if mix.admitted else mix.events + 1
     size = 0
     sent = []
     for number in range(mix.events):
-        candidates = AT_RISK_CANDIDATES if number % every == every - 1 else 0
+        prefix = admitted if number % every == every - 1 else too_long
+        reference = HistoryReference.of(prefix, 1, range(0, mix.tokens, 64)) if mix.by_reference else UNSET
         event = RequestEvent(
             request_id=f"request-{number:012d}",
             user_id=f"user-{number}",
             prefix=Behaviours() if mix.by_reference else prefix,
-            candidates=candidates,
             **with_version(reference),
         )
         value = encode(event)

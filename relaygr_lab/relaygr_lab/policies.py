@@ -23,8 +23,8 @@ Route = Literal["owner", "lane", "least", "any"]
 #: relay: as it serves. everything: the trigger admits all. lru: tiers evict what was used longest ago.
 Policy = Literal["relay", "everything", "lru"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
-#: Reasons of the trigger that are bounds or the test of risk: `everything` overrules them.
-BOUNDS: Final = frozenset({"not_at_risk", "over_footprint", "over_load", "too_late"})
+#: Reasons of the trigger that are bounds of its own: `everything` overrules them.
+BOUNDS: Final = frozenset({"over_load"})
 
 
 def decider(policy: Policy) -> Decide:
@@ -38,7 +38,7 @@ def eviction(policy: Policy) -> MakePolicy:
 
 
 def decide_everything(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: float) -> Decision:
-    """As `decide`, without test of risk and bounds: every request that can be pre-inferred is admitted.
+    """As `decide`, without these bounds: every request that can be pre-inferred is admitted.
 
     For a lane without delegation (`trigger.delegate` off): a delegate is found where a bound refuses.
     """

@@ -145,7 +145,6 @@ def assemble(
             queue_limit=worker.max_queue,
             waiting_bytes=int(SCHEDULER_SHARE * worker.max_waiting_bytes),
             truncate_to=worker.truncate_to,
-            averaging=settings.relay.averaging,
         ),
         Auditor(worker.audit_share, report_audit, audit_seed, half=worker.dtype != "float32"),
     )

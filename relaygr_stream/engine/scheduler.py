@@ -9,6 +9,7 @@ Everything here runs on one thread and takes the time as an argument.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -20,7 +21,6 @@ from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.admission import Admission
 from relaygr_stream.engine.audit import Auditor
-from relaygr_stream.engine.budgets import Demand
 from relaygr_stream.engine.clients import SLACK_SLICES, Clients
 from relaygr_stream.engine.commands import (
     DELEGATED_LANE,
@@ -70,7 +70,6 @@ class Limits:
     waiting_bytes: int = 1 << 62  # of rankings that wait for an answer
     delegated_bytes: int = 0  # pinned on other workers' behalf, beside pinned_bytes
     truncate_to: int = 0  # newest behaviours that a ranking is cut to which no worker has in time; 0: none is cut
-    averaging: float = 1.0  # factor of the times over which demand is averaged
     delay_by_costs: bool = False  # max_ranking_delay_ms is only a bound
 
 
@@ -86,14 +85,13 @@ class DeviceTime:
 class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a frozen dataclass takes a microsecond more
     """The scheduler's numbers at one moment.
 
-    lane_bytes, largest: bytes pinned, and of the largest prefix lately, of each lane asked for. delegated_bytes: pinned
-    on other workers' behalf. demand, totals, cache: running totals by lane or name. queue_ms: delay until the device
-    takes a ranking, since the last snapshot. head_start_ms: from a signal to its ranking, usually.
+    lane_bytes: pinned, of each lane asked for. delegated_bytes: pinned on other workers' behalf. demand, totals, cache:
+    running totals by lane or name. queue_ms: delay until the device takes a ranking, since the last snapshot.
+    head_start_ms: from a signal to its ranking, usually.
     """
 
     lane_bytes: dict[int, int]
     demand: dict[int, int]
-    largest: dict[int, int]
     totals: dict[str, float]
     cache: dict[str, int]
     hbm_used: int
@@ -129,7 +127,7 @@ class Scheduler:
         self._probe_after = GIVE_UP_AFTER
         self._erased_early: list[Erase] = []  # before the tier's file was read
         self.time = DeviceTime()
-        self.demand = Demand(limits.averaging)
+        self.demand: defaultdict[int, int] = defaultdict(int)  # lane → prefix bytes that rankings asked for so far
         self._residents = residents = Residents(executor, cache, self._jobs, self._queue, self._waiters, auditor)
         self.pins = residents.pins
         self.signals = Signals(residents, answered, self._placed, limits.pinned_bytes, limits.delegated_bytes)
@@ -147,7 +145,7 @@ class Scheduler:
         if isinstance(command, Rank):
             task = command.task
             if not task.hops:  # others come on any lane of the worker
-                self.demand.ask(task.lane, self.cache.nbytes(len(task.tokens)), now)
+                self.demand[task.lane] += self.cache.nbytes(len(task.tokens))
             self.rankings.enqueue(command, now)
         elif isinstance(command, Prefill):
             self.signals.enqueue(command.task, now)
@@ -160,7 +158,8 @@ class Scheduler:
             return self.cache.restore(lambda user: any(erase.names(user) for erase in erases), drop=command.drop)
         elif isinstance(command, LanesLost):
             self.pins.release_lanes(command.lanes)
-            self.demand.lanes_lost(command.lanes)
+            for lane in command.lanes:
+                self.demand.pop(lane, None)
         elif isinstance(command, Query):
             return self._snapshot(command.lanes, now)
         else:
@@ -297,11 +296,10 @@ class Scheduler:
     def _snapshot(self, lanes: Collection[int], now: float) -> Snapshot:
         if self._limits.delay_by_costs:
             self._follow_costs()
-        cache, pins, demand = self.cache, self.pins, self.demand
+        cache, pins = self.cache, self.pins
         return Snapshot(
             lane_bytes=dict(zip(lanes, map(pins.lane_bytes, lanes), strict=True)),
-            demand=dict(demand.totals),
-            largest=dict(zip(lanes, map(demand.largest, lanes), strict=True)),
+            demand=dict(self.demand),
             totals=self.totals(),
             cache=cache.counters.as_dict(),
             hbm_used=cache.hbm_used,

@@ -125,10 +125,6 @@ class Trigger(Section, frozen=True, kw_only=True):
 
     # Consumer group on `retrieval`, behind kafka.prefix, which keeps fleets apart: two groups would decide twice.
     group: Name = "trigger"
-    risk_share: Annotated[
-        Share,
-        doc("a request is at risk if predicted full inference and its owner's queue exceed this share of the SLO"),
-    ] = 0.05
     max_event_age_ms: Annotated[Ms, doc("an event older than this is not admitted")] = 1000.0
     # No admissions for an owner whose status is older: twice the time after which clients take a worker for silent.
     max_status_age_ms: Ms = 3000.0

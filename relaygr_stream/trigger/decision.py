@@ -1,4 +1,4 @@
-"""The decision: is this request at risk, and do its lane's bounds allow a pre-inference?
+"""The decision: do the bounds of an event's lane and its owner allow a pre-inference?
 
 `decide` reads the event, the owner's status and the lane's bounds, and changes nothing. `LaneState.admit` books an
 admitted request. Nothing here waits.
@@ -28,10 +28,7 @@ Reason = Literal[
     "stale",
     "duplicate",
     "no_owner",
-    "not_at_risk",
-    "over_footprint",
     "over_load",
-    "too_late",
     "delegated",
 ]
 #: A refused request may be delegated to a worker that has its prefix KV ready within this many times the time until
@@ -48,7 +45,6 @@ LEAST_RANK_IN_MS: Final = 1.0
 class Policy:
     """The settings that decisions depend on; times in milliseconds."""
 
-    risk_ms: float  # at risk above this
     stale_ms: float
     life_ms: float
     burst_ms: float
@@ -60,7 +56,6 @@ class Policy:
     def of(cls, settings: Settings) -> Policy:
         """The policy in these settings."""
         return cls(
-            risk_ms=settings.trigger.risk_share * settings.relay.slo_ms,
             stale_ms=settings.trigger.max_event_age_ms,
             life_ms=settings.relay.life_window_ms,
             burst_ms=settings.relay.life_window_ms,  # of one device: what it computes while a prefix stays pinned
@@ -76,7 +71,7 @@ class Decision(msgspec.Struct, frozen=True):  # made for every event; a frozen d
     reason: Reason
     tokens: int
     age_ms: float
-    predicted_ms: float = 0.0  # full inference plus the owner's queue; at risk above Policy.risk_ms
+    predicted_ms: float = 0.0  # full inference plus the owner's queue
     nbytes: int = 0  # of the prefix KV
     cost_ms: float = 0.0  # expected device time of the pre-inference
     rank_in_ms: float = 0.0  # time until the expected ranking; 0: unknown
@@ -140,13 +135,13 @@ class LaneState:
 
     @property
     def room(self) -> Room:
-        """Pinned bytes of the owner's lanes of this trigger, this one among them unless it is on hold."""
+        """The owner's pinned bytes, all its lanes."""
         return self._loads.room(self.owner)
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether the owner's lanes have room for so many bytes, and this one may use it. Changes nothing."""
+    def is_full(self, nbytes: int) -> bool:
+        """Whether the owner is known to have no room for so many bytes. Changes nothing."""
         room = self.room
-        return not self.ledger.on_hold and room.outstanding + nbytes <= room.budget
+        return not self.ledger.on_hold and room.outstanding + nbytes > room.budget
 
     def load_allows(self, cost_ms: float, now_s: float) -> bool:
         """Whether the owner's bucket allows this much device time."""
@@ -227,24 +222,16 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
         return Decision("no_owner", tokens, age_ms)
     costs = lane.costs
     predicted_ms = costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms
-    if predicted_ms <= policy.risk_ms:
-        return Decision("not_at_risk", tokens, age_ms, predicted_ms)
     whole = prefix_tokens(event)
     nbytes, cost_ms = prefix_bytes(whole, owner.worker), charge_ms(costs, tokens, owner.worker)
     left_ms, rank_in_ms = _time_left_ms(event, policy, owner, age_ms)
-    reason: Reason = "admitted"
-    if not lane.fits(nbytes):
-        reason = "over_footprint"
-    elif not lane.load_allows(cost_ms, now_s):
-        reason = "over_load"
-    elif stated_wait_ms(owner, now_s) > left_ms:
-        reason = "too_late"
+    reason: Reason = "admitted" if lane.load_allows(cost_ms, now_s) else "over_load"
     if lane.delegation is not None and left_ms >= NOTICE_MS:
         # Before the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
         within_ms = lane.wait_ms(owner, now_s) + costs.pre_infer_ms(tokens)
         late = within_ms > left_ms
-        # A lane on hold has room that this trigger does not know yet: its owner may be in time for most.
-        if reason != "admitted" and not lane.ledger.on_hold:
+        # Without a delegate the owner gets the signal all the same: it refuses what it has no room for.
+        if reason == "over_load" or lane.is_full(nbytes) or stated_wait_ms(owner, now_s) > left_ms:
             late, within_ms = True, min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
         user = tenant_key(event.tenant, event.user_id)
         place = lane.delegation.place(user, whole, owner, within_ms, now_s, late=late)

@@ -68,10 +68,9 @@ class Explanation:
     owner: str | None
     queue_ms: float | None
     predicted_ms: float | None  # full inference plus the owner's queue
-    risk_ms: float  # at risk above this
     nbytes: int | None  # of the prefix KV
-    outstanding_bytes: int  # pinned for the owner's lanes, or in signals that it has not read
-    budget_bytes: int  # granted to these lanes
+    outstanding_bytes: int  # pinned by the owner, or in signals that it has not read
+    budget_bytes: int  # that it may have pinned
     on_hold: bool  # there may be unread signals of unknown size
     cost_ms: float | None  # expected device time of the pre-inference
     level_ms: float  # device time that the lane may request now
@@ -104,7 +103,6 @@ def explain(
         owner=None if owner is None else owner.worker.name,
         queue_ms=None if owner is None else owner.worker.queue_ms,
         predicted_ms=None if owner is None else state.costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms,
-        risk_ms=policy.risk_ms,
         nbytes=None if owner is None else prefix_bytes(prefix_tokens(event), owner.worker),
         outstanding_bytes=room.outstanding,
         budget_bytes=room.budget,

@@ -4,8 +4,8 @@ A token bucket of device milliseconds for each owner of lanes limits all its lan
 second of its grants, however many lanes there are. A bucket for each lane as well refused more, the more lanes there
 were: of 30 requests a second for one worker, 11 % with 8 lanes, 20 % with 32, 37 % with 128.
 
-Pinned bytes are granted to lanes, of which each may have less than one prefix. What an owner grants the lanes of this
-trigger is one room for all of them: other triggers have lanes of their own, so the rooms together are within the grant.
+Pinned bytes are one room of all the owner's lanes, whichever trigger has them. What other triggers sent since the
+owner's status is unknown here; the owner refuses what it has no room for (engine/signals.py).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class KeptAt(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Pinned bytes of an owner: those that it has or will have for these lanes, and those that it grants them."""
+    """Pinned bytes of an owner: what it has, or will have by this trigger's signals, and what it may have."""
 
     outstanding: int
     budget: int
@@ -151,15 +151,11 @@ class OwnerLoads:
             del self._ledgers[owner], self._buckets[owner], self._stated[owner]
 
     def room(self, owner: str) -> Room:
-        """The pinned bytes of the owner's lanes of this trigger. What a lane on hold was granted counts as used.
-
-        All of them have observed its newest status: grants of two statuses may be of the same bytes.
-        """
+        """The owner's pinned bytes. All its lanes of this trigger have observed its newest status."""
         ledgers = self._ledgers.get(owner, {})
         lanes = self._stated[owner].lanes if ledgers else ()
-        mine = [ledgers[stated.lane] for stated in lanes if stated.lane in ledgers]
-        held = (max(each.outstanding, each.budget) if each.on_hold else each.outstanding for each in mine)
-        return Room(sum(held), sum(each.budget for each in mine))
+        held = (ledgers[each.lane].outstanding if each.lane in ledgers else each.pinned_bytes for each in lanes)
+        return Room(sum(held), sum(each.budget_bytes for each in lanes))
 
     def kept(self, user: str) -> KeptAt | None:
         """Where the last signal of a user (tenant_key) went; None: that is not remembered."""

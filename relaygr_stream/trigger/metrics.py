@@ -46,7 +46,7 @@ class TriggerMetrics:
         self.lanes = Gauge("relaygr_trigger_lanes", "Lanes that this trigger decides for.", registry=registry)
         self.lanes_on_hold = Gauge(
             "relaygr_trigger_lanes_on_hold",
-            "Lanes without admissions until their owner has read signals of unknown size.",
+            "Lanes whose owner has not read signals of unknown size.",
             registry=registry,
         )
         self.backlog = Gauge("relaygr_trigger_backlog", "Events read and not yet decided.", registry=registry)

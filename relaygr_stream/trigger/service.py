@@ -39,7 +39,7 @@ from relaygr_stream.trigger.lane import LaneTrigger
 from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics, TriggerTelemetry
 from relaygr_stream.trigger.outbox import SENDING_S, Outbox, RefusalNotices
-from relaygr_stream.trigger.statement import NeverAtRisk, Stated, TriggerStatements
+from relaygr_stream.trigger.statement import Stated, TriggerStatements
 from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
@@ -127,7 +127,6 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         background.start(periodically(READINESS_S, tell_readiness, "tell whether it is ready"))
         background.start(counts.run())
         background.start(periodically(STATUS_S, statements.publish, "publish the status"))
-        background.start(periodically(STATUS_S, NeverAtRisk(settings, owners).check, "check the workers' statuses"))
         log.info("trigger ready", member=member, lanes=topics.lanes)
         await background.until(context.stop.wait())
         if not await consumer.drain(DRAIN_S):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -17,7 +18,6 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.throttling import throttled_ms
 from relaygr_stream.errors import BrokerError
-from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import version
@@ -25,14 +25,14 @@ from relaygr_stream.trigger.decision import Policy, Reason
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.records import HEADER_KIND
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND, PolicyStatus, TriggerStatus, encode_trigger
-from relaygr_stream.wire.worker_status import StatusReader, never_at_risk, rising_ms
+from relaygr_stream.wire.worker_status import StatusReader, rising_ms
 
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
 
 class Stated(NamedTuple):
-    """What a trigger states of its lanes. decisions: since its start; on_hold: lanes that admit nothing."""
+    """What a trigger states of its lanes. decisions: since its start; on_hold: lanes with signals of unknown size."""
 
     lanes: tuple[int, ...]
     decisions: Mapping[Reason, int]
@@ -118,29 +118,11 @@ class TriggerStatements:
             limited(log.warning, "silent")("trigger status not published", error=str(error))
 
 
-class NeverAtRisk:
-    """Warns, once for each worker, of a model so fast that no request is at risk while little work waits."""
-
-    def __init__(self, settings: Settings, owners: OwnerDirectory) -> None:
-        self._policy, self._candidates, self._owners = Policy.of(settings), settings.relay.max_candidates, owners
-        self._warned: set[str] = set()
-
-    async def check(self) -> None:
-        """Check the workers' current statuses."""
-        for name, status in self._owners.workers().items():
-            if name in self._warned:
-                continue
-            why = never_at_risk(status, self._policy.max_prefix_tokens, self._candidates, self._policy.risk_ms)
-            if why is not None:
-                self._warned.add(name)
-                log.warning("hardly anything will be pre-inferred", worker=name, reason=why)
-
-
 def policy_status(policy: Policy) -> PolicyStatus:
     """The policy as a trigger's status holds it."""
-    return PolicyStatus(**{name: getattr(policy, name) for name in PolicyStatus.__struct_fields__})
+    return PolicyStatus(**asdict(policy))
 
 
 def stated_policy(status: PolicyStatus) -> Policy:
     """The policy that a trigger's status holds."""
-    return Policy(**msgspec.structs.asdict(status))
+    return Policy(**{field.name: getattr(status, field.name) for field in fields(Policy)})

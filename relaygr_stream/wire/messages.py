@@ -211,7 +211,7 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One lane's budget, as its owner states it."""
 
     lane: int
-    budget_bytes: int  # what the lane adds to what a trigger may have pinned for all its lanes at this worker
+    budget_bytes: int  # its part of what the worker's lanes may have pinned together
     pinned_bytes: int  # bytes that are pinned, all signals below pre_infer_offset included
     pre_infer_offset: int  # the next pre-infer offset that the owner reads
     device_ms_per_s: float  # device milliseconds per second that this lane may request for pre-inference

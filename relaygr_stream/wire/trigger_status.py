@@ -29,7 +29,7 @@ Count = Annotated[int, Meta(ge=0, lt=2**53)]
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that a trigger's decisions depend on (trigger/decision.py: Policy)."""
 
-    risk_ms: Finite
+    risk_ms: Finite = 0.0  # of former releases, which skipped what was predicted to take less
     stale_ms: Finite
     life_ms: Finite
     burst_ms: Finite

@@ -275,17 +275,3 @@ def prefix_bytes(tokens: int, owner: WorkerStatus) -> int:
 def counted_bytes(tokens: int, bytes_per_token: int, alloc_bytes: int) -> int:
     """As prefix_bytes, of a worker that states these numbers."""
     return -(-tokens * bytes_per_token // alloc_bytes) * alloc_bytes
-
-
-def never_at_risk(status: WorkerStatus, tokens: int, candidates: int, risk_ms: float) -> str | None:
-    """Why no request to this idle worker is at risk; None: a longest one is, or the costs are not measured yet."""
-    if usable_costs(status.costs) is not status.costs:
-        return None
-    full_ms = status.costs.full_ms(tokens, candidates)
-    if full_ms > risk_ms:
-        return None
-    return (
-        f"no request is at risk unless {risk_ms - full_ms:.1f} ms of work wait: the longest ({tokens} tokens, "
-        f"{candidates} candidates) takes {full_ms:.1f} ms in full, the threshold is {risk_ms:.1f} ms "
-        f"(trigger.risk_share × relay.slo_ms)"
-    )

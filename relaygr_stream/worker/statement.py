@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import UNSET
 
-from relaygr_stream.engine.budgets import BusyShare, LaneBudgets, LaneShares, LoadSplit
+from relaygr_stream.engine.budgets import BusyShare, LaneShares, LoadSplit, equal_parts
 from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.executor import SLICE_SHARE
 from relaygr_stream.engine.scheduler import Snapshot
@@ -41,10 +41,7 @@ class Statements:
         self._runtime = runtime
         self._shares = LaneShares(settings.relay.averaging)
         self._shared_at = now
-        hold_s = (settings.trigger.max_status_age_ms + worker.status_interval_ms) / 1e3
-        self._budgets = LaneBudgets(
-            int(worker.pinned_share * worker.hbm_bytes), hold_s, turn_s=hold_s + settings.relay.life_window_ms / 1e3
-        )
+        self._pinned_bytes = int(worker.pinned_share * worker.hbm_bytes)
         self._split = LoadSplit(worker.pre_infer_share, settings.relay.averaging)
         self._busy = BusyShare(settings.relay.averaging)
 
@@ -67,8 +64,7 @@ class Statements:
         ranking_ms = snapshot.totals["ranking_ms"] + snapshot.totals["full_ms"]
         tokens_asked, tokens_computed = snapshot.totals["tokens_asked"], snapshot.totals["tokens_computed"]
         free_ms = self._split.update(ranking_ms, tokens_asked, tokens_computed, seconds)
-        asked = [lane for lane in positions if self._shares.asked(lane, snapshot.largest[lane])]
-        budgets = self._budgets.update(shares, snapshot.largest, asked, snapshot.lane_bytes, now)
+        budgets = equal_parts(self._pinned_bytes, positions)
         return WorkerStatus(
             name=identity.name,
             incarnation=identity.incarnation,

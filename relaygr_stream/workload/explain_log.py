@@ -1,20 +1,20 @@
 """Decisions on a log's requests in the log's own time, with simulated workers.
 
-The simulated owners read every signal at once, pin each admitted prefix until its ranking, and state their lanes
-periodically with the workers' own budgets and shares. Rankings take no device time, so the load bound is
-the whole device.
+The simulated owners read every signal at once, pin what fits until its ranking, and state their lanes periodically with
+the workers' own parts and shares. Rankings take no device time, so the load bound is the whole device.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
-from relaygr_stream.engine.budgets import Demand, LaneBudgets, LaneShares
+from relaygr_stream.engine.budgets import LaneShares, equal_parts
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.core import Signal, TriggerCore
@@ -63,14 +63,13 @@ class _Owner:
 
     name: str
     lanes: range
-    budgets: LaneBudgets
+    room: int  # bytes that may be pinned
     shares: LaneShares = field(default_factory=LaneShares)
-    demand: Demand = field(default_factory=Demand)
+    demand: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     read_to: dict[int, int] = field(default_factory=dict)
     pins: list[tuple[float, int, int]] = field(default_factory=list)  # (end, lane, bytes), a heap
     pinned: dict[int, int] = field(default_factory=dict)
     stated_s: float = 0.0
-    asked: bool = False  # at the last status
 
     def expire(self, now_s: float) -> None:
         while self.pins and self.pins[0][0] <= now_s:
@@ -78,16 +77,14 @@ class _Owner:
             self.pinned[lane] -= nbytes
 
     def pin(self, lane: int, nbytes: int, until_s: float) -> None:
-        heapq.heappush(self.pins, (until_s, lane, nbytes))
-        self.pinned[lane] = self.pinned.get(lane, 0) + nbytes
+        if sum(self.pinned.values()) + nbytes <= self.room:
+            heapq.heappush(self.pins, (until_s, lane, nbytes))
+            self.pinned[lane] = self.pinned.get(lane, 0) + nbytes
 
     def status(self, fleet: Fleet, free_ms: float, now_s: float) -> WorkerStatus:
-        shares = self.shares.update(self.lanes, self.demand.totals, now_s - self.stated_s)
+        shares = self.shares.update(self.lanes, self.demand, now_s - self.stated_s)
         self.stated_s = now_s
-        largest = {lane: self.demand.largest(lane) for lane in self.lanes}
-        asked = [lane for lane in self.lanes if self.shares.asked(lane, largest[lane])]
-        self.asked = bool(asked)
-        budgets = self.budgets.update(shares, largest, asked, self.pinned, now_s)
+        budgets = equal_parts(self.room, self.lanes)
         return WorkerStatus(
             name=self.name,
             incarnation=1,
@@ -119,14 +116,12 @@ def explain_log(
     """A trigger's decision on each request, in the order of time. policy: by default that of the settings."""
     policy, worker = policy or Policy.of(settings), settings.worker
     period_s = worker.status_interval_ms / 1e3
-    hold_s = settings.trigger.max_status_age_ms / 1e3 + period_s
     now = 0.0
     directory = OwnerDirectory(settings.trigger.max_status_age_ms, clock=lambda: now)
     owners = []
     for number in range(fleet.workers):
         lanes = range(number * fleet.lanes // fleet.workers, (number + 1) * fleet.lanes // fleet.workers)
-        budgets = LaneBudgets(int(worker.pinned_share * worker.hbm_bytes), hold_s, hold_s + policy.life_ms / 1e3)
-        owners.append(_Owner(f"worker-{number}", lanes, budgets))
+        owners.append(_Owner(f"worker-{number}", lanes, int(worker.pinned_share * worker.hbm_bytes)))
     owner_of = {lane: owner for owner in owners for lane in owner.lanes}
     core = TriggerCore(policy, directory, KEEP_S)
     for lane in range(fleet.lanes):
@@ -137,18 +132,18 @@ def explain_log(
         while next_status <= item.at:
             now = next_status
             while rankings and rankings[0][0] <= now:
-                at, lane, nbytes = heapq.heappop(rankings)
-                owner_of[lane].demand.ask(lane, nbytes, at)
+                _, lane, nbytes = heapq.heappop(rankings)
+                owner_of[lane].demand[lane] += nbytes
             for owner in owners:
                 owner.expire(now)
                 directory.take(owner.status(fleet, 1e3 * worker.pre_infer_share, now))
             for lane in range(fleet.lanes):
                 core.observe(lane, now)
             next_status += period_s
-            if not rankings and not any(owner.asked for owner in owners):
-                # Nothing is pinned or asked for, so statuses stay as they are: only those that the next request can
-                # still depend on are made. The log's gaps may be days.
-                next_status += period_s * max(0, int((item.at - 2 * hold_s - next_status) / period_s))
+            if not rankings:
+                # Nothing is pinned, and demand only fades: of the statuses that follow, the next request depends on the
+                # last. The log's gaps may be days.
+                next_status += period_s * max(0, int((item.at - next_status) / period_s))
         now = item.at
         lane = lane_of(item.event.user_id, fleet.lanes)
         row, decision = explain(core, lane, item.event, age_ms=0.0, now_s=now, at_s=now)

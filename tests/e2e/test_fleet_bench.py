@@ -24,10 +24,6 @@ from relaygr_stream.workload.items import StageDelay
 K = 20.0
 ANYWHERE = next(mode for mode in ABLATIONS if mode.route == "any")
 LENGTH = 352
-#: Full inference of so many is within the test of risk's share of the SLO: 2.9 of 5.5 ms; of LENGTH it takes 6.4. The
-#: trigger's fit knows LENGTH alone and takes a device's lateness for its cost, so it may predict more than 2.9.
-SHORT = 32
-RISK = {"relay.slo_ms": "200", "trigger.risk_share": "0.0275"}
 
 
 @pytest.mark.stack
@@ -35,7 +31,7 @@ RISK = {"relay.slo_ms": "200", "trigger.risk_share": "0.0275"}
 async def test_every_mode_is_served_by_devices_of_the_cost_file(
     embedded_settings: Kafka, tmp_path: Path, policy: Policy
 ) -> None:
-    settings: Settings = load_settings(["fleet"], RISK).settings
+    settings: Settings = load_settings(["fleet"], {"relay.slo_ms": "200"}).settings
     kafka = msgspec.structs.replace(embedded_settings, partitions=4)
     fleet = Fleet(costs_named("npu"), K)
     settings = fleet.settings(msgspec.structs.replace(settings, kafka=kafka), tmp_path)
@@ -58,11 +54,6 @@ async def test_every_mode_is_served_by_devices_of_the_cost_file(
         assert relayed.admitted > 0, relayed
         assert relayed.admitted_hits >= 0.9 * relayed.admitted
         assert relayed.stage_means["device"] < (0.5 + lateness(relayed)) * full_ms
-        if policy != "lru":  # whose trigger is the relay's
-            short = await probe(RELAY, Population("short", traffic(SHORT)))
-            assert short.announced > 0
-            admitted = short.admitted / short.announced  # a late status or an early fit decides on a few otherwise
-            assert admitted >= 0.9 if policy == "everything" else admitted < 0.5, short.decisions
         if policy == "everything":
             return  # its cache is the relay's
         cached = await probe(CACHE)

@@ -88,12 +88,12 @@ def plain(kind: type[Message], rng: random.Random) -> dict[str, Any]:
 
 def trigger(rng: random.Random) -> dict[str, Any]:
     """A trigger's status, as a map."""
-    policy = PolicyStatus(risk_ms=10.0, stale_ms=1e3, life_ms=2e3, burst_ms=100.0, max_prefix_tokens=4096)
+    policy = PolicyStatus(stale_ms=1e3, life_ms=2e3, burst_ms=100.0, max_prefix_tokens=4096)
     found: dict[str, Any] = msgspec.to_builtins(
         TriggerStatus(
             name=f"t{rng.randrange(3)}", incarnation=rng.randrange(4), host="h", pid=1, sent_ms=EPOCH_MS,
             state="serving", group="g", lanes=tuple(range(rng.randrange(4))), policy=policy,
-            decisions={"admitted": 3.0, "not_at_risk": 1.0},
+            decisions={"admitted": 3.0, "over_load": 1.0},
         )
     )  # fmt: skip
     return found

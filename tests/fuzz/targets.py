@@ -282,7 +282,7 @@ class _Viewer:
     def _look(view: Overview) -> None:
         for status in view.living_triggers().values():
             policy = stated_policy(status.policy)
-            holds(math.isfinite(policy.risk_ms) and policy.max_prefix_tokens >= 0, f"{policy}")
+            holds(math.isfinite(policy.stale_ms) and policy.max_prefix_tokens >= 0, f"{policy}")
         line = status_as_json(view)
         json.loads(line, parse_constant=_no_constant)
         holds(_printable(line), f"control characters in {line!r}")

@@ -189,7 +189,7 @@ def test_spans_of_a_process_name_its_scenario_once() -> None:
 
 
 def test_explanations_have_a_column_of_scenarios_where_there_are_any() -> None:
-    policy = Policy(risk_ms=10.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=500.0, max_prefix_tokens=1000)
+    policy = Policy(stale_ms=1000.0, life_ms=2000.0, burst_ms=500.0, max_prefix_tokens=1000)
     core = TriggerCore(policy, OwnerDirectory(1000.0), 60.0)
     core.take_lane(0, 0, 0.0)
     sent = (event(25), event(25, scenario="feed"))

@@ -49,7 +49,7 @@ ABLATIONS: Final = (
     Mode("relay-whole", "relay without chunks", overrides={"worker.max_ranking_delay_ms": 3.6e6}),
     Mode(
         "relay-everything",
-        "relay without the test of risk, bounds and delegates",
+        "relay without bounds and delegates",
         overrides={"trigger.delegate": False},
         policy="everything",
     ),

@@ -24,7 +24,7 @@ MOST_RATE: Final = 60.0
 HEADROOM: Final = 1.25
 SUFFIX: Final = 8
 GROWTH: Final = 3.0
-#: Short users' prefixes, as a share of the unit length: full inference is within the test of risk's share of the SLO.
+#: Short users' prefixes, as a share of the unit length.
 SHORT_SHARE: Final = 0.05
 #: Users among whom first visits are drawn: the more, the fewer of them have been there before.
 USERS: Final = 200_000

@@ -37,10 +37,7 @@ FOUND: Final = {
 DECIDED: Final = {
     "admitted": "admitted",
     "delegated": "delegated",
-    "not_at_risk": "k2",
-    "over_footprint": "k3",
     "over_load": "k6",
-    "too_late": "k5",
     "no_owner": "k4",
 }
 REFUSED: Final = {"overloaded": "k3", "deadline_exceeded": "k6", "rejected": "k5", "failed": "k4"}

@@ -12,7 +12,7 @@ from relaygr_stream.ops.status.tally import Tally, lately
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.routes import OWN
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, TriggerStatus
-from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_SKEW_S, THROTTLED_MS, never_at_risk, prefix_bytes
+from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_SKEW_S, THROTTLED_MS, prefix_bytes
 
 MIB = 1 << 20
 #: Age in seconds from which a worker without requests is odd.
@@ -179,14 +179,7 @@ def _bounds(view: Overview) -> Iterator[str]:
     policies = [status.policy for status in view.living_triggers().values()]
     delegates = any(policy.delegate for policy in policies)
     longest = min((policy.max_prefix_tokens for policy in policies), default=view.settings.relay.max_prefix_tokens)
-    risk_ms = min(
-        (policy.risk_ms for policy in policies),
-        default=view.settings.trigger.risk_share * view.settings.relay.slo_ms,
-    )
-    refused = any(_grown(view.triggers[name], _over_footprint) for name in view.living_triggers())
     for name, status in view.living_workers().items():
-        if (line := never_at_risk(status, longest, view.settings.relay.max_candidates, risk_ms)) is not None:
-            yield f"{name}: {line}"
         if not status.lanes or status.bytes_per_token < 1 or status.alloc_bytes < 1:
             continue
         needs = prefix_bytes(longest, status)
@@ -202,17 +195,6 @@ def _bounds(view: Overview) -> Iterator[str]:
                 f"{name}: its room for other workers' users, {room_bytes / MIB:.1f} MiB, is too small for a longest "
                 f"prefix ({longest} tokens: {needs / MIB:.1f} MiB), and none is delegated to it; raise worker.hbm_bytes"
             )
-        asked = [lane for lane in status.lanes if lane.pinned_bytes] if needs <= whole else []
-        for room, least, most in (
-            ("no room for a longest prefix now", 0, needs),
-            ("room for one longest prefix now, not for two", needs, 2 * needs),
-        ):
-            if refused and (small := [lane.lane for lane in asked if least <= lane.budget_bytes < most]):
-                size = f"{longest} tokens: {needs / MIB:.1f} MiB"
-                yield (
-                    f"{name}: lanes {ranges(small)} are in use, and have {room} ({size}); requests were refused "
-                    f"as over_footprint: raise worker.hbm_bytes or worker.pinned_share"
-                )
 
 
 def _unused(view: Overview) -> Iterator[str]:
@@ -247,10 +229,6 @@ def _grown(seen: Seen[S], total: Callable[[S], float]) -> float:
     """What the total gained since this viewer's start or, of a process seen once, since its own."""
     last = total(seen.last)
     return last if seen.first is seen.last else last - total(seen.first)
-
-
-def _over_footprint(trigger: TriggerStatus) -> float:
-    return trigger.decisions.get("over_footprint", 0.0)
 
 
 def _records(view: Overview) -> Iterator[str]:

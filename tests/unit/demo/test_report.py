@@ -127,9 +127,9 @@ def test_hits_are_stated_of_the_admitted_and_of_all_announced_by_what_they_were(
 
 
 def test_what_the_trigger_decided_of_rankings_is_one_row() -> None:
-    some = replace(GOOD, admissions={"not_at_risk": 100, "admitted": 899, "": 1})
+    some = replace(GOOD, admissions={"over_load": 100, "admitted": 899, "": 1})
     text = " ".join(render_plain(render_table(some)).replace("│", " ").split())
-    assert "admission admitted 899, not_at_risk 100, unknown 1 admitted" in text
+    assert "admission admitted 899, over_load 100, unknown 1 admitted" in text
 
 
 def test_hit_rates_stand_beside_chance() -> None:

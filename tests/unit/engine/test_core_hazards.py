@@ -61,9 +61,9 @@ def test_demand_is_what_rankings_ask_for_and_goes_with_the_lane() -> None:
         w.rank("r", 1, 100)
         w.rank("not admitted", 1, 60)
         w.rank("of another lane's user", 1, 200, hops=1)
-        assert (w.scheduler.demand.totals[1], w.scheduler.demand.largest(1)) == (3 * GRANULE_BYTES, 2 * GRANULE_BYTES)
+        assert w.scheduler.demand[1] == 3 * GRANULE_BYTES
         w.handle(LanesLost(frozenset([1])))
-        assert (w.scheduler.demand.totals.get(1), w.scheduler.demand.largest(1)) == (None, 0)
+        assert 1 not in w.scheduler.demand
         w.settle()
 
 

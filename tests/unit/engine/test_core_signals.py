@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from relaygr_stream.engine.commands import Cancel, LanesLost
+from tests.properties import examples
 from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, history, world
 
 
@@ -182,6 +185,40 @@ def test_a_signal_for_what_is_held_anyway_is_never_over_the_footprint() -> None:
         w.signal("c", 1, MAX_TOKENS)
         assert w.scheduler.signals.counters.signal_over_footprint == 0
         assert len(w.scheduler.pins) == 3
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("signal"), st.integers(0, 5), st.integers(1, MAX_TOKENS)),
+            st.tuples(st.just("rank"), st.integers(0, 5), st.integers(1, MAX_TOKENS)),
+            st.tuples(st.just("lose a lane"), st.integers(0, 3), st.just(0)),
+            st.tuples(st.just("work"), st.integers(1, 8), st.just(0)),
+        ),
+        max_size=40,
+    )
+)
+@settings(max_examples=examples(60))
+def test_pins_never_exceed_the_room_whatever_signals_come(
+    what: list[tuple[str, int, int]],
+) -> None:
+    """Triggers that know nothing of each other may each send what fits."""
+    with world(hbm=24) as w:
+        signalled = []
+        for number, (name, first, tokens) in enumerate(what):
+            if name == "signal":
+                w.signal(f"s{number}", first, tokens, lane=first % 4)
+                signalled.append(f"s{number}")
+            elif name == "rank":
+                w.rank(f"r{number}", first, tokens)
+            elif name == "work":
+                for _ in range(first):
+                    w.step()
+            else:
+                w.handle(LanesLost(frozenset([first])))
+            entries = {entry for each in signalled if (entry := w.scheduler.pins.entry(each)) is not None}
+            assert sum(map(w.cache.entry_bytes, entries)) <= w.limits.pinned_bytes
+        w.settle()
 
 
 # ---- how pre-inference ended, as metrics tell it ----

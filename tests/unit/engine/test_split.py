@@ -16,7 +16,7 @@ from tests.unit.trigger.parts import event, lane_status, worker_status
 
 CAP = 0.7
 STEP_S = 0.25
-POLICY = Policy(risk_ms=1.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=200.0, max_prefix_tokens=1000)
+POLICY = Policy(stale_ms=1000.0, life_ms=2000.0, burst_ms=200.0, max_prefix_tokens=1000)
 
 
 @dataclass

@@ -25,7 +25,7 @@ STATUS_S, TRAVEL_S, SLICE_S = 0.25, 0.005, 0.005
 TOKENS, TOKEN_MS, SCORE_MS = 195, 0.5, 2.5
 PREFILL_MS = TOKENS * TOKEN_MS
 SERVICE_MS = PREFILL_MS + SCORE_MS
-POLICY = Policy(risk_ms=5.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000, delegate=True)
+POLICY = Policy(stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000, delegate=True)
 #: owners, loads, lanes, seed
 MakeDelegation = Callable[[OwnerDirectory, OwnerLoads, int, int], Delegation]
 

@@ -13,7 +13,7 @@ from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, Wo
 from tests import statuses
 from tests.statuses import lane_statuses
 
-POLICY = Policy(risk_ms=10.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=500.0, max_prefix_tokens=1000)
+POLICY = Policy(stale_ms=1000.0, life_ms=2000.0, burst_ms=500.0, max_prefix_tokens=1000)
 #: A millisecond a token: full inference of n tokens takes n ms.
 COSTS = CostModel(c0=0.0, c1=1.0, c2=0.0, c3=0.0)
 

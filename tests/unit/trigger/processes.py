@@ -26,7 +26,7 @@ from tests.waiting import WITHIN_S, until
 
 PATIENCE_S = 20.0
 #: On a crowded machine seconds may pass between an event and its decision.
-WIDE_BOUNDS = Trigger(risk_share=0.2, max_event_age_ms=30_000, max_status_age_ms=10_000)
+WIDE_BOUNDS = Trigger(max_event_age_ms=30_000, max_status_age_ms=10_000)
 
 
 def user_on(lane: int, lanes: int) -> str:

@@ -24,7 +24,7 @@ from tests.unit.trigger.parts import behaviours, lane_status, worker_status
 
 SILENCE_MS: Final = 3000.0
 KEEP_S: Final = 60.0
-POLICY: Final = Policy(risk_ms=10.0, stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000)
+POLICY: Final = Policy(stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000)
 LONGEST: Final = 130  # tokens; costs a millisecond each, so some cost more than a burst
 PREFIXES: Final = [behaviours(tokens) for tokens in range(LONGEST + 1)]
 
@@ -59,10 +59,9 @@ TROUBLE: Final = {
 
 @dataclass
 class Signal:
-    """A byte a token. owner: the worker on whose statement it was admitted, by which trigger."""
+    """A byte a token. trigger: that admitted it."""
 
     nbytes: int
-    owner: str
     pending: Pending
     trigger: int
 
@@ -81,7 +80,7 @@ class Worker:
 
 
 class Lane:
-    """One run. Every step asserts both bounds; `settle` asserts that nothing is counted for ever."""
+    """One run. Every step asserts the bound; `settle` asserts that nothing is counted for ever."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -93,7 +92,6 @@ class Lane:
         self.logged: deque[tuple[Signal, int]] = deque()  # in the log, acknowledgement under way
         self.statements: deque[WorkerStatus] = deque()
         self.workers = [Worker("w0", 0)]
-        self.unclean = False  # signals were read again, or a former owner spoke
         self.triggers = 0
         self.requests = 0
         self.admissions = 0
@@ -171,7 +169,7 @@ class Lane:
             before = self.admitted_ids.get(event.request_id)
             assert before is None or self.now - before > POLICY.life_ms / 1000, "admitted twice"
             self.admitted_ids[event.request_id] = self.now
-            self.sent.append(Signal(decision.nbytes, owner.worker.name, effect.pending, self.triggers))
+            self.sent.append(Signal(decision.nbytes, effect.pending, self.triggers))
             self.admitted.append((self.refilled, decision.cost_ms))
             self.admissions += 1
             self.check_load()
@@ -234,10 +232,6 @@ class Lane:
         worker.read_to += 1
         if worker.pinned_bytes + signal.nbytes <= self.budget:
             worker.pinned.append((self.now + POLICY.life_ms / 1000, signal.nbytes))
-        else:
-            # The bound itself: no worker has to refuse what was admitted on its own word.
-            assert signal.owner != worker.name, "footprint"
-            assert self.unclean, "footprint after a clean hand-over"
 
     def request_is_ranked(self) -> None:
         if self.worker.pinned:
@@ -251,7 +245,6 @@ class Lane:
 
     def former_owner_states(self) -> None:
         if len(self.workers) > 1:
-            self.unclean = True
             self.statements.append(self.statement(self.workers[-2]))
 
     def statement(self, worker: Worker) -> WorkerStatus:
@@ -270,7 +263,6 @@ class Lane:
         self.take_over(self.worker.read_to)
 
     def owner_crashes_and_its_successor_reads_again(self) -> None:
-        self.unclean = True
         again = self.random.randint(0, min(5, self.worker.read_to))
         self.take_over(self.worker.read_to - again)
 

@@ -18,7 +18,6 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import CostModel, RequestEvent, with_version
 from relaygr_stream.wire.worker_status import FALLBACK_COSTS, prefix_bytes, usable_costs
-from relaygr_stream.workload.generator import GeneratorOptions
 from tests.retained import retained
 from tests.unit.trigger.parts import POLICY, claim, event, lane_status, worker_status
 
@@ -41,28 +40,10 @@ class OneLane:
         return decision
 
 
-def test_a_request_at_risk_within_all_bounds_is_admitted() -> None:
+def test_a_request_within_all_bounds_is_admitted() -> None:
     decision = OneLane().decide(event(25))
     assert decision == Decision("admitted", tokens=25, age_ms=0.0, predicted_ms=25.0, nbytes=300, cost_ms=25.0)
     assert decision.admit
-
-
-def test_with_the_defaults_a_usual_prefix_is_at_risk_on_a_fast_core_and_a_tiny_one_is_not() -> None:
-    """A core of 160 Gflop/s: half the peak of two 512-bit units of float32 at 5 GHz."""
-    model, policy = Settings().model, Policy.of(Settings())
-    width = 2 * model.heads * (model.dqk + model.dv)
-    linear = model.layers * 2 * model.dim * (width + model.heads * model.dv)  # floating-point operations of a token
-    pair = model.layers * width  # and of a pair of tokens in attention
-    costs = CostModel(c0=0.0, c1=linear / 160e6, c2=pair / 2 / 160e6, c3=pair / 160e6, c4=linear / 160e6)
-    lane = OneLane(budget=10**9, rate=1e6, policy=policy, costs=costs)
-
-    def reason(tokens: int, candidates: int) -> str:
-        one = msgspec.structs.replace(event(tokens), candidates=candidates)
-        return lane.decide(one).reason
-
-    usual = GeneratorOptions()
-    assert reason(int(usual.length), usual.candidates) == "admitted"
-    assert reason(32, usual.candidates) == "not_at_risk"
 
 
 def test_where_a_part_is_computed_a_part_is_charged() -> None:
@@ -109,23 +90,10 @@ def test_a_lane_knows_who_owned_it_last() -> None:
     assert lane.state.owner == "w7", "a silent owner may come back"
 
 
-def test_risk_is_full_inference_with_the_candidates_and_the_owners_queue() -> None:
-    assert OneLane().decide(event(10)).reason == "not_at_risk"
-    assert OneLane().decide(event(11)).admit
-    queued = OneLane(queue_ms=2.5).decide(event(8))
-    assert (queued.reason, queued.predicted_ms) == ("admitted", 10.5)
+def test_full_inference_is_predicted_with_the_candidates_and_the_owners_queue() -> None:
+    assert OneLane(queue_ms=2.5).decide(event(8)).predicted_ms == 10.5
     crossed = CostModel(c0=0.0, c1=1.0, c2=0.0, c3=0.01)
-    assert OneLane(costs=crossed).decide(event(8, candidates=10)).reason == "not_at_risk"
-    assert OneLane(costs=crossed).decide(event(8, candidates=30)).admit
-
-
-def test_the_footprint_bound_holds_to_the_byte() -> None:
-    lane = OneLane(budget=600)
-    lane.admit(event(25, "a"))  # 300 bytes
-    assert lane.decide(event(31, "b")).reason == "over_footprint"
-    lane.admit(event(30, "b"))
-    assert lane.state.ledger.outstanding == 600
-    assert lane.decide(event(11, "c")).reason == "over_footprint"
+    assert OneLane(costs=crossed).decide(event(8, candidates=30)).predicted_ms == pytest.approx(10.4)
 
 
 def test_the_load_bound_holds_and_time_refills_it() -> None:
@@ -146,29 +114,19 @@ def test_a_request_is_admitted_once_within_its_life() -> None:
     assert lane.decide(event(25, "a")).admit
 
 
-def test_what_would_not_begin_before_its_ranking_is_shed() -> None:
-    """Starvation of pre-inference is stated by the owner and shed here, under its own reason."""
-    lane = OneLane(pre_infer_wait_ms=300.0)
-    soon = msgspec.structs.replace(event(25), rank_in_ms=300.0)
-    assert lane.decide(soon).admit
-    assert lane.decide(soon, age_ms=1.0).reason == "too_late"
-    assert lane.decide(event(25)).admit, "nobody said when its ranking comes: within the life window"
-    assert OneLane(pre_infer_wait_ms=POLICY.life_ms + 1).decide(event(25)).reason == "too_late"
-    lane.now += 0.001
-    assert lane.decide(soon, age_ms=1.0).admit, "the owner has worked since it said so"
-
-
 def test_without_a_word_of_the_event_a_ranking_is_expected_when_they_usually_come() -> None:
     """The owner's head starts are from signals to rankings: an event's age says nothing of them."""
-    lane = OneLane(pre_infer_wait_ms=300.0, head_start_ms=300.0)
-    found = lane.decide(event(25), age_ms=200.0)
-    assert (found.reason, found.rank_in_ms) == ("admitted", 300.0)
-    assert OneLane(pre_infer_wait_ms=300.0, head_start_ms=299.0).decide(event(25)).reason == "too_late"
+    lane = OneLane(head_start_ms=300.0)
+    assert lane.decide(event(25), age_ms=200.0).rank_in_ms == 300.0
     stated = msgspec.structs.replace(event(25), rank_in_ms=310.0)
-    assert lane.decide(stated, age_ms=9.0).rank_in_ms == 301.0
-    assert lane.decide(stated, age_ms=11.0).reason == "too_late", "what it states counts first"
-    quick = OneLane(pre_infer_wait_ms=300.0, head_start_ms=NOTICE_MS - 1).decide(event(25))
-    assert (quick.reason, quick.rank_in_ms) == ("admitted", 0.0), "so short that it decides nothing"
+    assert lane.decide(stated, age_ms=9.0).rank_in_ms == 301.0, "what it states counts first"
+    assert OneLane(head_start_ms=NOTICE_MS - 1).decide(event(25)).rank_in_ms == 0.0, "so short that it decides nothing"
+
+
+@pytest.mark.parametrize("full", [{"budget": 0}, {"pre_infer_wait_ms": 2 * POLICY.life_ms}])
+def test_without_a_delegate_the_owner_gets_what_it_may_have_no_room_or_time_for(full: dict[str, Any]) -> None:
+    """It knows better what is there, refuses what does not fit, and computes the rest in idle time."""
+    assert OneLane(**full).decide(event(25)).admit
 
 
 def test_what_was_not_admitted_is_no_duplicate() -> None:
@@ -216,12 +174,12 @@ def test_costs_that_cannot_be_reckoned_with_are_replaced(costs: CostModel) -> No
 
 def test_the_policy_is_as_configured() -> None:
     settings = Settings(
-        relay=Relay(slo_ms=40, life_window_ms=3000, max_prefix_tokens=7, averaging=2.5),
-        trigger=Trigger(risk_share=0.25, max_event_age_ms=11, delegate=True),
+        relay=Relay(life_window_ms=3000, max_prefix_tokens=7, averaging=2.5),
+        trigger=Trigger(max_event_age_ms=11, delegate=True),
     )
     policy = Policy.of(settings)
     assert policy == Policy(
-        risk_ms=10.0, stale_ms=11.0, life_ms=3000.0, burst_ms=3000.0, max_prefix_tokens=7, delegate=True, averaging=2.5
+        stale_ms=11.0, life_ms=3000.0, burst_ms=3000.0, max_prefix_tokens=7, delegate=True, averaging=2.5
     )
     assert stated_policy(policy_status(policy)) == policy, "as `relaygr explain` reads it from a trigger's status"
 

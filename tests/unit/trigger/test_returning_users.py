@@ -6,9 +6,9 @@ import pytest
 
 from relaygr_stream.trigger import load
 from relaygr_stream.trigger.decision import Decision
-from tests.unit.trigger.view import REFUSALS, TOKENS, View
+from tests.unit.trigger.view import REFUSALS, TOKENS, View, alone
 
-LATE = REFUSALS["too_late"]
+LATE = REFUSALS["late"]
 
 
 def place_of(found: Decision) -> str:
@@ -22,7 +22,7 @@ def test_a_user_whose_prefix_kv_the_owner_has_is_not_delegated(reason: str) -> N
     view.state("a", (0, 1))
     assert place_of(view.ask(user="known")) == "admitted"
     view.state("a", (0, 1), **REFUSALS[reason])
-    assert place_of(view.ask(user="known", book=False)) == reason
+    assert place_of(view.ask(user="known", book=False)) == alone(reason)
     assert place_of(view.ask(book=False)) == "b"
 
 
@@ -50,7 +50,7 @@ def test_a_delegates_user_comes_home_when_the_owner_has_time() -> None:
     view.state("a", (0, 1), busy_share=0.3)
     assert place_of(view.ask(user="known")) == "admitted"
     view.state("a", (0, 1), busy_share=0.9, **LATE)
-    assert place_of(view.ask(user="known")) == "too_late", "the owner has it now"
+    assert place_of(view.ask(user="known")) == "admitted", "the owner has it now"
 
 
 def test_where_the_delegate_is_gone_another_is_found() -> None:
@@ -59,7 +59,7 @@ def test_where_the_delegate_is_gone_another_is_found() -> None:
     view.state("b", (2, 3))
     assert place_of(view.ask(user="known")) == "b"
     view.state("b", (2, 3), state="stopped")
-    assert place_of(view.ask(user="known", book=False)) == "too_late"
+    assert place_of(view.ask(user="known", book=False)) == "admitted"
     view.state("c", (4, 5))
     assert place_of(view.ask(user="known")) == "c"
 
@@ -77,7 +77,7 @@ def test_what_a_worker_had_before_it_was_started_again_is_gone() -> None:
     found = view.ask(user="delegated", book=False)
     assert (place_of(found), found.cost_ms) == ("b", TOKENS), "all of it is computed"
     view.state("b", (2, 3), incarnation=2, delegated_bytes=0)
-    assert place_of(view.ask(user="delegated")) == "too_late", "and only where there is room"
+    assert place_of(view.ask(user="delegated")) == "admitted", "and only where there is room"
 
 
 def test_an_owner_that_was_started_again_is_charged_with_whole_prefixes() -> None:
@@ -98,7 +98,7 @@ def test_a_delegate_that_falls_silent_between_two_looks_is_gone(monkeypatch: pyt
     assert place_of(view.ask(user="known")) == "b"
     owner = view.owners.owner
     monkeypatch.setattr(view.owners, "owner", lambda lane: None if lane in (2, 3) else owner(lane))
-    assert place_of(view.ask(user="known")) == "too_late"
+    assert place_of(view.ask(user="known")) == "admitted"
 
 
 def test_where_a_lane_came_from_is_no_delegate() -> None:
@@ -120,4 +120,4 @@ def test_only_so_many_users_are_remembered(monkeypatch: pytest.MonkeyPatch) -> N
         assert place_of(view.ask(TOKENS // 2, user=user)) == "admitted"
     view.state("a", (0, 1), **LATE)
     places = {user: place_of(view.ask(user=user, book=False)) for user in ("u1", "first", "u2", "u3")}
-    assert places == {"u1": "b", "first": "too_late", "u2": "too_late", "u3": "too_late"}, "u1 was here longest ago"
+    assert places == {"u1": "b", "first": "admitted", "u2": "admitted", "u3": "admitted"}, "u1 was here longest ago"

@@ -1,4 +1,4 @@
-"""What an owner grants a trigger's lanes is one room for all of them."""
+"""An owner's pinned bytes are one room for all its lanes, whichever trigger has them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Trigger:
             if each.lane in self.lanes:
                 self.lanes[each.lane].observe(Claim(status, each, 0.0), 0.0)
 
-    def reason(self, lane: int, tokens: int) -> str:
-        return decide(event(tokens), self.lanes[lane], age_ms=0.0, now_s=0.0).reason
+    def is_full(self, lane: int, nbytes: int) -> bool:
+        return self.lanes[lane].is_full(nbytes)
 
     def admit(self, lane: int, tokens: int, request_id: str) -> None:
         asked = event(tokens, request_id=request_id)
@@ -45,37 +45,35 @@ def _granted(*lanes: int) -> list[LaneStatus]:
 def test_a_lane_takes_what_the_others_do_not() -> None:
     trigger = Trigger()
     trigger.hear(*_granted(*LANES))
-    assert trigger.reason(0, 3 * THIRD) == "admitted"
-    assert trigger.reason(0, 3 * THIRD + 1) == "over_footprint"
+    assert not trigger.is_full(0, 3 * THIRD)
+    assert trigger.is_full(0, 3 * THIRD + 1)
 
 
 def test_what_one_lane_took_is_gone_for_all() -> None:
     trigger = Trigger()
     trigger.hear(*_granted(*LANES))
     trigger.admit(0, 2 * THIRD + 50, "r")
-    assert trigger.reason(1, 50) == "admitted"
-    assert trigger.reason(1, 51) == "over_footprint"
+    assert not trigger.is_full(1, 50)
+    assert trigger.is_full(1, 51)
 
 
-def test_what_other_triggers_lanes_were_granted_is_theirs() -> None:
+def test_what_other_triggers_lanes_hold_is_gone_and_the_rest_is_anybodys() -> None:
     trigger = Trigger(range(2))
-    trigger.hear(*_granted(*LANES))
-    assert trigger.reason(0, 2 * THIRD) == "admitted"
-    assert trigger.reason(0, 2 * THIRD + 1) == "over_footprint"
+    trigger.hear(*_granted(0, 1), lane_status(lane=2, budget=THIRD, pinned=THIRD + 50))
+    assert not trigger.is_full(0, 2 * THIRD - 50)
+    assert trigger.is_full(0, 2 * THIRD - 49)
 
 
-def test_a_lane_on_hold_lends_nothing_and_gets_nothing() -> None:
-    """Signals of unknown size may still pin what it was granted."""
+def test_a_lane_on_hold_knows_no_room_that_is_full() -> None:
     trigger = Trigger(log_end=7)
     trigger.hear(*_granted(*LANES))
-    assert trigger.reason(0, 50) == "over_footprint"
-    assert trigger.reason(1, 2 * THIRD) == "admitted"
-    assert trigger.reason(1, 2 * THIRD + 1) == "over_footprint"
+    assert not trigger.is_full(0, 4 * THIRD)
+    assert trigger.is_full(1, 4 * THIRD)
 
 
 def test_a_lane_that_the_owner_lost_lends_nothing() -> None:
     trigger = Trigger()
     trigger.hear(*_granted(*LANES))
     trigger.hear(*_granted(0, 1))
-    assert trigger.reason(0, 2 * THIRD) == "admitted"
-    assert trigger.reason(0, 2 * THIRD + 1) == "over_footprint"
+    assert not trigger.is_full(0, 2 * THIRD)
+    assert trigger.is_full(0, 2 * THIRD + 1)

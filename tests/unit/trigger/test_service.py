@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +14,6 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from prometheus_client import CollectorRegistry
-from structlog.testing import capture_logs
 
 from relaygr_stream.bus.ages import LogEnd, LogEnds, now_ms
 from relaygr_stream.bus.dead_letter import HEADER_DIGEST
@@ -55,29 +53,16 @@ async def committed(kafka: Kafka, topic: str, lane: int) -> int | None:
         await consumer.stop()
 
 
-async def test_a_model_that_is_never_at_risk_is_warned_of_once(embedded_settings: Kafka) -> None:
-    async with peer_on(embedded_settings) as peer:
-        with capture_logs() as lines:
-            relay = Relay(max_prefix_tokens=5)  # of a millisecond each; 10 ms are a risk
-            async with trigger_on(embedded_settings, relay=relay) as trigger:
-                await until(lambda: any(line["event"] == "hardly anything will be pre-inferred" for line in lines))
-                peer.lane["budget_bytes"] = 1
-                await until(lambda: trigger.count("budget_bytes") == peer.topics.lanes, "a later status taken")
-        (warning,) = [line for line in lines if line["event"] == "hardly anything will be pre-inferred"]
-        assert warning["worker"] == "w"
-        assert "takes 5.0 ms in full, the threshold is 10.0 ms" in warning["reason"]
-
-
 async def test_the_owner_is_told_why_a_request_was_not_admitted(embedded_settings: Kafka) -> None:
     """And the lane goes on: what tells it has its place in the books of the lane's signals."""
     async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
-        sent = {"admitted": [], "not_at_risk": [], "empty_prefix": [], "too_long": []}  # type: ignore[var-annotated]
-        for number in range(40):
-            reason, tokens = list(zip(sent, (25, 5, 0, 5000), strict=True))[number % 4]
+        sent = {"admitted": [], "empty_prefix": [], "too_long": []}  # type: ignore[var-annotated]
+        for number in range(30):
+            reason, tokens = list(zip(sent, (25, 0, 5000), strict=True))[number % 3]
             sent[reason].append(f"r{number}")
             await peer.publish(event(tokens, f"r{number}", f"u{number}"))
         reasons = Decisions(60_000.0)
-        await until(lambda: trigger.decided == 40 and len(peer.signals) == 10, "all decided, 10 signalled")
+        await until(lambda: trigger.decided == 30 and len(peer.signals) == 10, "all decided, 10 signalled")
         told: dict[str, str] = {}
 
         def all_told() -> bool:
@@ -85,7 +70,7 @@ async def test_the_owner_is_told_why_a_request_was_not_admitted(embedded_setting
                 reasons.note(decode_refusals(record.value), 0.0, 0.0)
             peer.others.clear()
             told.update({each: reason for ids in sent.values() for each in ids if (reason := reasons.admission(each))})
-            return len(told) == 30
+            return len(told) == 20
 
         await until(all_told, "all refusals told")
         assert told == {each: reason for reason, ids in sent.items() if reason != "admitted" for each in ids}
@@ -100,15 +85,15 @@ async def test_a_trigger_that_stops_tells_owners_what_it_has_gathered(
     reasons = Decisions(60_000.0)
     async with peer_on(embedded_settings) as peer:
         async with trigger_on(embedded_settings) as trigger:
-            await peer.publish(event(5, "r", "u"))
-            await until(lambda: trigger.decisions("not_at_risk"))
+            await peer.publish(event(0, "r", "u"))
+            await until(lambda: trigger.decisions("empty_prefix"))
             assert not peer.others
         await until(lambda: peer.others, "told at the end")
         reasons.note(decode_refusals(peer.others[0].value), 0.0, 0.0)
-    assert reasons.admission("r") == "not_at_risk"
+    assert reasons.admission("r") == "empty_prefix"
 
 
-async def test_a_request_at_risk_is_signalled_on_its_users_lane(kafka_settings: Kafka) -> None:
+async def test_a_request_is_signalled_on_its_users_lane(kafka_settings: Kafka) -> None:
     settings = msgspec.structs.replace(kafka_settings, commit_interval_ms=100)
     async with peer_on(settings) as peer, trigger_on(settings, relay=Relay(life_window_ms=1234)) as trigger:
         sent = msgspec.structs.replace(event(25, "r-1", "u-1"), sent_ms=now_ms(), rank_in_ms=80.0)
@@ -141,15 +126,15 @@ async def test_item_ids_of_64_bits_are_signalled_as_they_came(embedded_settings:
 async def test_what_is_not_worth_it_is_skipped_counted_and_committed(embedded_settings: Kafka) -> None:
     async with peer_on(embedded_settings) as peer:
         async with trigger_on(embedded_settings, relay=Relay(max_prefix_tokens=100, life_window_ms=60_000)) as trigger:
-            for number, tokens in enumerate((0, 5, 101, 25, 25)):
+            for number, tokens in enumerate((0, 101, 25, 25)):
                 request_id = "same" if tokens == 25 else str(number)
                 await peer.publish(event(tokens, request_id, "u"))
             await until(lambda: trigger.decisions("duplicate"))
-            for reason in ("empty_prefix", "not_at_risk", "too_long", "admitted", "duplicate"):
+            for reason in ("empty_prefix", "too_long", "admitted", "duplicate"):
                 assert trigger.decisions(reason) == 1, reason
         await until(lambda: peer.signalled == ["same"])
         lane = lane_of("u", peer.topics.lanes)
-        assert await committed(embedded_settings, peer.topics.retrieval.name, lane) == 5
+        assert await committed(embedded_settings, peer.topics.retrieval.name, lane) == 4
 
 
 async def test_bad_events_become_dead_letters_and_the_lane_moves_on(kafka_settings: Kafka) -> None:
@@ -176,47 +161,6 @@ async def test_bad_events_become_dead_letters_and_the_lane_moves_on(kafka_settin
             assert headers[HEADER_ORIGIN_OFFSET] == str(offset).encode()
             assert trigger.count("dead_letters_total", reason=reason) == 1
         assert b"belongs on partition 4 of 8, the event came on 3" in dict(letters[2].headers)[HEADER_DETAIL]
-
-
-async def test_the_owners_budget_bounds_the_signals(embedded_settings: Kafka) -> None:
-    async with peer_on(embedded_settings) as peer:
-        peer.reading = False
-        peer.lane["budget_bytes"] = 700 // peer.topics.lanes
-        async with trigger_on(embedded_settings) as trigger:
-            for number in range(4):
-                await peer.publish(event(25, str(number), "u"))  # 300 bytes each
-            await until(lambda: trigger.decisions("over_footprint") == 2)
-            await until(lambda: peer.signalled == ["0", "1"])
-            # The owner has read both signals, and their rankings are over.
-            peer.read_to[lane_of("u", peer.topics.lanes)] = 2
-            numbers = itertools.count(4)
-
-            async def one_more_admitted() -> bool:
-                await peer.publish(event(25, str(next(numbers)), "u"))
-                return trigger.decisions("admitted") > 2
-
-            await until(one_more_admitted)
-
-
-async def test_a_restarted_trigger_waits_until_the_owner_has_read_what_the_former_one_signalled(
-    embedded_settings: Kafka,
-) -> None:
-    lane = 3
-    async with peer_on(embedded_settings) as peer:
-        peer.reading = False
-        user = user_on(lane, peer.topics.lanes)
-        async with trigger_on(embedded_settings):
-            await peer.publish(event(25, "first", user))
-            await until(lambda: peer.signalled == ["first"])
-        async with trigger_on(embedded_settings) as trigger:
-            await until(lambda: trigger.count("lanes_on_hold") == 1)
-            await peer.publish(event(25, "held", user))
-            await peer.publish(event(25, "free", user_on(lane + 1, peer.topics.lanes)))
-            await until(lambda: trigger.decisions("over_footprint") == 1 and trigger.decisions("admitted") == 1)
-            peer.read_to[lane] = 1
-            await until(lambda: trigger.count("lanes_on_hold") == 0)
-            await peer.publish(event(25, "later", user))
-            await until(lambda: sorted(peer.signalled) == ["first", "free", "later"])
 
 
 async def test_without_an_owner_nothing_is_signalled(embedded_settings: Kafka) -> None:

@@ -68,9 +68,14 @@ class View:
         return found
 
 
-#: What makes an owner refuse a signal, by the reason.
+#: Where an owner computes a signal late or not at all, by the reason.
 REFUSALS: Final[dict[str, dict[str, Any]]] = {
     "over_load": {"of_lanes": {"rate": 0.0}},
-    "over_footprint": {"of_lanes": {"budget": 0}},
-    "too_late": {"pre_infer_wait_ms": HEAD_MS + 1},
+    "full": {"of_lanes": {"budget": 0}},
+    "late": {"pre_infer_wait_ms": HEAD_MS + 1},
 }
+
+
+def alone(why: str) -> str:
+    """The decision where no other worker is there: only the load bound refuses."""
+    return why if why == "over_load" else "admitted"

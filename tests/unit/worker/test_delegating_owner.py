@@ -318,13 +318,13 @@ async def test_without_a_store_a_ranking_by_reference_goes_to_its_delegate() -> 
 
 async def test_every_answer_tells_what_the_trigger_decided_on_its_tenants_request() -> None:
     owner = Owner()
-    refused = encode_refusals([Refusal("r", "over_load"), Refusal("r", "not_at_risk", TENANT)])
+    refused = encode_refusals([Refusal("r", "over_load"), Refusal("r", "too_late", TENANT)])
     owner.read(TOPICS.pre_infer.name, refused, (HEADER_KIND, KIND.encode()))
     signal = PreInferSignal(
         request_id="r", user_id="u", prefix=Behaviours.of([1], [0], [1]), admitted_ms=0, life_ms=1000.0, tenant="signed"
     )
     owner.read(TOPICS.pre_infer.name, encode(signal))
-    tenants = {"": "over_load", TENANT: "not_at_risk", "signed": "admitted", "unknown": ""}
+    tenants = {"": "over_load", TENANT: "too_late", "signed": "admitted", "unknown": ""}
     for tenant in (*tenants, *tenants):
         await owner.answer(owner.rank(tenant=tenant))
     assert owner.admissions() == 2 * list(tenants.values())

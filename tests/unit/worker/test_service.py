@@ -100,12 +100,12 @@ async def test_an_answer_carries_what_the_trigger_decided(embedded_settings: Kaf
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)):
         signalled = await peer.signal("r-in", "u1", 40)
         async with Producer(embedded_settings, client_id="trigger") as trigger:
-            refused = encode_refusals([Refusal("r-out", "not_at_risk"), Refusal("r-full", "over_load")])
+            refused = encode_refusals([Refusal("r-out", "too_late"), Refusal("r-full", "over_load")])
             topic, headers = peer.topics.pre_infer.name, [("relaygr-kind", b"refusals")]
             for value in (refused, b"\xc1"):
                 await trigger.send_and_wait(topic, value, partition=peer.lane("u1"), headers=headers)
         await until(lambda: position(peer, peer.lane("u1")) == signalled + 3)
-        for request, admission in (("r-in", "admitted"), ("r-out", "not_at_risk"), ("r-full", "over_load"), ("r", "")):
+        for request, admission in (("r-in", "admitted"), ("r-out", "too_late"), ("r-full", "over_load"), ("r", "")):
             reply = await peer.reply(await peer.rank(request, "u1", 40))
             assert (reply.status, reply.admission) == ("ok", admission)
         assert not peer.dead
