@@ -99,16 +99,16 @@ class LiveFleet:
         self._topics, self._view = topics, view
 
     async def counts(self) -> dict[str, int]:
-        """The partitions of each topic that shares lanes (GrowingCluster)."""
+        """The partitions of each topic that shares lanes."""
         rows = await verify_topics(self._settings.kafka)
         return {row.topic.name: row.found.partitions for row in rows if row.topic.lanes and row.found is not None}
 
     async def add(self, counts: Mapping[str, int]) -> None:
-        """Have so many partitions of these topics (GrowingCluster). Raises BrokerError, also for a broker that adds none."""
+        """Have so many partitions of these topics. Raises BrokerError, also for a broker that adds none."""
         await add_partitions(self._settings.kafka, counts)
 
     def unowned(self, lanes: int) -> dict[str, list[int]]:
-        """The lanes that nobody states (GrowingCluster)."""
+        """The lanes that nobody states."""
         workers = {lane.lane for each in self._view.living_workers().values() for lane in each.lanes}
         triggers = {lane for each in self._view.living_triggers().values() for lane in each.lanes}
         return {
@@ -117,11 +117,11 @@ class LiveFleet:
         }
 
     async def announced(self) -> int:
-        """The number of lanes that clients go by (GrowingCluster)."""
+        """The number of lanes that clients go by."""
         return max((await self._bus.read()).lanes_of(self._group), self._topics.stated)
 
     async def announce(self, lanes: int) -> None:
-        """Have clients go by so many (GrowingCluster)."""
+        """Have clients go by so many."""
         await self._bus.make_topic()
         routes = (await self._bus.read()).grown(self._group, lanes)
         async with Producer(self._settings.kafka, client_id="relaygr-lanes") as producer:
