@@ -23,7 +23,9 @@ from tests.unit.simulate.scenes import COSTS
 def conditions(**given: Any) -> dict[str, Any]:
     """As report.json states them."""
     options = SloOptions(preset="quick", length=160, **QUICK, **given)
-    bench = SimpleNamespace(options=options, settings=Settings(), measured=[], length=160, about={"broker": "embedded"})
+    bench = SimpleNamespace(
+        options=options, settings=Settings(), measured=[], overloaded=[], length=160, about={"broker": "embedded"}
+    )
     return cast(dict[str, Any], json.loads(msgspec.json.encode(_conditions(cast(Bench, bench), "relaygr bench slo"))))
 
 
