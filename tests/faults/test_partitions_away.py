@@ -142,14 +142,15 @@ async def test_commands_do_what_the_other_partitions_allow(outage: Outage, clust
     erased = await outage.partly("history", "erase", min(taken), "--wait", "0")
     assert "dead letters: 2 removed" in erased, "the letter and the marker of its replay"
 
+    await cluster.heal()
+    code, out, err = await outage.run("dead-letters", "replay", "--all")
+    assert code == 0, err
+    assert f"{LETTERS - len(taken)} replayed" in out.splitlines()[-1].split(", "), "each once"
+
+    # Last: a broker that is killed within a minute of an erasure forgets where its logs begin now.
     spared = outage.led[outage.topics.worker_status.name][0]
     await cluster.brokers[spared].kill()
     for command in (["status"], ["status", "--forget", "w1"], ["explain", "--seconds", "1"]):
         code, _, err = await outage.run(*command)
         assert code == PARTLY, err
         assert f"{outage.topics.worker_status.name} 0" in err, "a status topic without a leader is named"
-
-    await cluster.heal()
-    code, out, err = await outage.run("dead-letters", "replay", "--all")
-    assert code == 0, err
-    assert f"{LETTERS - len(taken)} replayed" in out.splitlines()[-1].split(", "), "each once"
