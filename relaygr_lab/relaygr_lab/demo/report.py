@@ -179,7 +179,7 @@ def _counts(result: DemoResult) -> Table:
     table.add_row("  by the relay", f"{len(result.outcomes):,}", "where each found its prefix KV:")
     found: Counter[str] = Counter(result.outcomes)
     for outcome, words in OUTCOMES.items():
-        if outcome in ("truncated", WITHHELD) and not found[outcome]:  # off by default
+        if outcome in ("truncated", WITHHELD) and not found[outcome]:  # on a quiet machine there are none
             continue
         share = _share(found[outcome], len(result.outcomes))
         table.add_row(f"    {outcome}", f"{found[outcome]:,}", f"{share}  {words}")

@@ -233,6 +233,21 @@ async def _phase(
     return await drive(client, items, mode=mode, announce=mode == "auto", timeout=timeout, on_result=note)
 
 
+def deviations_of(relay: Mapping[str, Result], full: Mapping[str, Result]) -> list[float]:
+    """Largest relative deviation of each request's scores by the relay from those of full inference.
+
+    Only scores of whole histories: those of the newest behaviours alone are others.
+    """
+    return [
+        relative_deviation(mine.scores, other.scores)
+        for key, mine in relay.items()
+        if mine.outcome != "truncated"
+        and (other := full.get(key)) is not None
+        and mine.scores is not None
+        and other.scores is not None
+    ]
+
+
 def _result(
     options: DemoOptions,
     settings: Settings,
@@ -246,11 +261,7 @@ def _result(
     answered = {key: result for key, result in relay.items() if result.outcome is not None}
     admitted = {key for key in relay if key in seen.admitted}
     hits = {key for key in admitted if key in answered and answered[key].outcome in HITS}
-    deviations = [
-        relative_deviation(mine.scores, other.scores)
-        for key, mine in answered.items()
-        if (other := full.get(key)) is not None and mine.scores is not None and other.scores is not None
-    ]
+    deviations = deviations_of(answered, full)
     statuses = [status for _, status in seen.live.workers.values()]
     counters = [status.counters for status in statuses]
     note = next((status.model_note for status in statuses if status.model_note), "")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from relaygr_lab.demo.run import deviations_of
 from relaygr_lab.demo.traffic import NEWEST, TURNS, Requests, by_reference, known_items, newest_only, requests_of
 
 from relaygr_stream.cli.main import main
@@ -24,8 +26,9 @@ from relaygr_stream.settings.worker import Model
 from relaygr_stream.wire.codec import check_features, decode, encode
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 from relaygr_stream.wire.history import HistoryReference
-from relaygr_stream.wire.messages import RequestEvent
-from relaygr_stream.workload.items import with_zero_features
+from relaygr_stream.wire.messages import Outcome, RequestEvent
+from relaygr_stream.workload.driver import Result
+from relaygr_stream.workload.items import WorkItem, with_zero_features
 
 ITEMS = 40
 CONFIG = HSTUConfig(layers=1, dim=8, heads=1, dqk=8, dv=8, scale_tokens=8, vocab=ITEMS, max_positions=8, tasks=("a",))
@@ -187,3 +190,15 @@ def test_requests_have_the_features_that_the_checkpoint_reads(tmp_path: Path) ->
         requests = requests_of(settings, events, seconds=5, rate=4, seed=3)
         for item in (*requests.warm_up, *requests.measured, *requests.newest):
             check_features(item.request, FeatureSchema([column]))
+
+
+def test_scores_of_the_newest_behaviours_alone_are_not_compared_with_full_inference() -> None:
+    item = cast(WorkItem, None)
+
+    def result(outcome: Outcome, score: float) -> Result:
+        return Result(item, outcome, None, "", 10.0, np.array([[score]], np.float32), None)
+
+    relay = {"a": result("hbm", 1.0), "b": result("truncated", 9.0), "c": result("joined", 2.0)}
+    full = {"a": result("full", 1.0), "b": result("full", 2.0)}
+    assert deviations_of(relay, full) == [0.0]
+    assert deviations_of({"a": result("hbm", 2.0)}, full) == [1.0]
