@@ -31,8 +31,8 @@ from relaygr_stream.workload.items import WorkItem
 from tests.waiting import until
 
 MIB = 1 << 20
-#: The SLO is as long as callers wait: a busy machine keeps it as well, and what is late for it may be refused. No ranking
-#: is cut: tests compare scores with those of whole histories.
+#: The SLO is as long as callers wait: a busy machine keeps it as well, and what is late for it may be refused.
+#: No ranking is cut: tests compare scores with those of whole histories.
 TEST_SETTINGS = Settings(
     relay=Relay(slo_ms=60_000.0, life_window_ms=3000, max_prefix_tokens=512, max_suffix_tokens=16, max_candidates=64),
     trigger=Trigger(max_event_age_ms=3000, max_status_age_ms=3000),
