@@ -20,7 +20,8 @@ from typing import Final
 
 import torch
 from relaygr_lab.bench.lengths import costs_named
-from relaygr_lab.simulate.groups import Day, GroupsDay, Outcome, Surface, foreseen, planned, run_mixed
+from relaygr_lab.simulate.groups import Day, GroupsDay, Outcome, Surface, run_mixed
+from relaygr_lab.simulate.movers import foreseen, planned
 from targets import end
 
 from relaygr_stream.ops.planner.plan import Damping, Observation, demand_of

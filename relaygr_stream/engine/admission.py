@@ -100,10 +100,8 @@ class Admission:
             return False
         if self._in_time(ranking, booking.expected_ms, now):
             return True
-        behaviours, ms = (
-            len(ranking.tokens) - ranking.tokens.context + len(ranking.suffix),
-            self._newest_ms(ranking, size),
-        )
+        behaviours = len(ranking.tokens) - ranking.tokens.context + len(ranking.suffix)
+        ms = self._newest_ms(ranking, size)
         if behaviours <= size or not self._in_time(ranking, ms, now):
             return False
         ranking.keep_newest(size)

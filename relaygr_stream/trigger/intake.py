@@ -81,7 +81,6 @@ def read_event(shape: type[RequestEvent], record: Record, topics: TopicSet) -> R
         raise DecodeError(
             "invalid",
             f"this user belongs on partition {topics.lane_of(event.user_id)} of {topics.lanes}, the event came on "
-            f"{record.lane}; "
-            f"set the key to the user id and the partitioner to murmur2",
+            f"{record.lane}; set the key to the user id and the partitioner to murmur2",
         )
     return event

@@ -1,13 +1,13 @@
-"""The footprint bound: the bytes that a lane's owner has pinned, plus those it will pin once it has read every signal.
+"""The bytes that a lane's owner has pinned, plus those it will pin once it has read every signal.
 
 The owner states pinned bytes P and the offset O up to which it has read the lane's signals. Every signal that it will
 ever pin is counted in P or lies at an offset ≥ O, however old the statement is. So
 
     outstanding = P + bytes of signals at offsets ≥ O + bytes of signals not yet acknowledged by the broker
 
-is never less than what the owner holds. Admitting only while outstanding + new ≤ budget, summed over the owner's lanes
-of a trigger (load.py), bounds the footprint, even with old statements. A signal leaves the sum when the owner has read
-it, not after a time: time alone cannot tell a signal that is never read from one that is read, and pinned, later.
+is never less than what the owner holds. Where outstanding + new would exceed the budget, summed over the owner's lanes
+(load.py), a delegate is looked for; what is pinned the owner itself bounds. A signal leaves the sum when the owner has
+read it, not after a time: time alone cannot tell a signal that is never read from one that is read, and pinned, later.
 
 Signals of unknown size (of this lane's previous trigger, or of another writer) show as a gap between the log's end and
 this trigger's next offset. The lane is on hold until the owner has read past them.

@@ -1,8 +1,7 @@
 """What an owner's lanes share: device time and pinned bytes, and what was asked for since their statuses.
 
 A token bucket of device milliseconds for each owner of lanes limits all its lanes of this trigger together to one
-second of its grants, however many lanes there are. A bucket for each lane as well refused more, the more lanes there
-were: of 30 requests a second for one worker, 11 % with 8 lanes, 20 % with 32, 37 % with 128.
+second of its grants. There is none for each lane: that would refuse more, the more lanes there are.
 
 Pinned bytes are one room of all the owner's lanes, whichever trigger has them. What other triggers sent since the
 owner's status is unknown here; the owner refuses what it has no room for (engine/signals.py).

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from relaygr_lab.simulate.groups import LANES, Day, GroupsDay, Mover, Surface, foreseen, run_mixed
+from relaygr_lab.simulate.groups import LANES, Day, GroupsDay, Mover, Surface, run_mixed
+from relaygr_lab.simulate.movers import foreseen
 
 from relaygr_stream.ops.planner.plan import GroupSeen, Observation, WorkerSeen
 from relaygr_stream.settings.load import load_settings

@@ -1,0 +1,61 @@
+"""Who decides on a day of scenarios which device moves: the planner's own core, or an oracle that knows the tides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from relaygr_lab.simulate.groups import Day, Mover, Surface
+from relaygr_stream.ops.planner.plan import Damping, Memory, Observation, decide
+from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.wire.planner_status import Move
+
+
+def planned(scenarios: Sequence[Scenario], damping: Damping) -> Mover:
+    """The planner's own core."""
+    memory = Memory()
+
+    def move(seen: Observation, at_s: float) -> Move | None:
+        nonlocal memory
+        del at_s
+        memory, plan = decide(memory, seen, scenarios, damping)
+        return plan.move
+
+    return move
+
+
+def foreseen(day: Day, capacity: Mapping[str, float], ahead_s: float) -> Mover:
+    """An oracle's: it knows the tides, and what a worker of each scenario carries; ahead_s: what a move takes.
+
+    The split of each moment is the one with the most requests carried; it moves one device at a time towards it.
+    """
+    names = [surface.scenario.name for surface in day.surfaces]
+
+    def carried(split: Mapping[str, int], at_s: float) -> float:
+        return sum(
+            min(_rate(surface, day.warm_s + at_s), split[name] * capacity[name])
+            for name, surface in zip(names, day.surfaces, strict=True)
+        )
+
+    def move(seen: Observation, at_s: float) -> Move | None:
+        now = {name: len(group.workers) for name, group in seen.groups.items()}
+        if seen.moving:
+            return None
+        best, found = carried(now, at_s + ahead_s) * (1 + 1e-9), None
+        for source in names:
+            for target in names:
+                if source != target and now[source] > 1:
+                    then = {**now, source: now[source] - 1, target: now[target] + 1}
+                    if (value := carried(then, at_s + ahead_s)) > best:
+                        best, found = value, Move(source=source, target=target, reason="foreseen")
+        return found
+
+    return move
+
+
+def _rate(surface: Surface, at_s: float) -> float:
+    """Its requests a second at that time since the day's traffic began."""
+    tide = surface.traffic.tide
+    if tide is None:
+        return surface.traffic.rate
+    return surface.traffic.rate * (1 + tide.swing * math.sin(2 * math.pi * (at_s / tide.period_s + surface.phase)))
