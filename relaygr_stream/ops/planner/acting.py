@@ -1,6 +1,6 @@
 """Carries proposals out: publishes which worker serves which scenario, while this planner leads.
 
-Of the planners of a fleet one leads (bus/lease.py). One that takes over first reads what was published, and publishes
+Of the planners of a fleet one leads (bus/leadership.py). One that takes over first reads what was published, and publishes
 it again with an epoch that the last one cannot reach. So workers ignore what the last one still writes; compaction
 would keep it, as the newest record, so it is followed by ours once more.
 """
@@ -17,13 +17,13 @@ import structlog
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.assignments import write_assignments
-from relaygr_stream.bus.lease import Lease
+from relaygr_stream.bus.leadership import Leadership
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import topic_exists
 from relaygr_stream.errors import BrokerError, DecodeError, TopicError
 from relaygr_stream.ops.planner.metrics import PlannerMetrics
-from relaygr_stream.ops.planner.moves import Moves, Pending, begun, followed
+from relaygr_stream.ops.planner.moves import MovesMemory, PendingMove, begun, followed
 from relaygr_stream.ops.planner.plan import Damping, Observation
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -48,17 +48,17 @@ class Acting:
         self,
         settings: Settings,
         name: str,
-        lease: Lease,
+        leadership: Leadership,
         reader: StatusReader,
         producer: Producer,
         metrics: PlannerMetrics,
         damping: Damping,
     ) -> None:
         self._scenarios, self._name, self._damping = settings.scenarios, name, damping
-        self._lease, self._reader, self._producer, self._metrics = lease, reader, producer, metrics
+        self._leadership, self._reader, self._producer, self._metrics = leadership, reader, producer, metrics
         self._topics: TopicSet = load_topics(settings.kafka)
         self._within_s = settings.kafka.request_timeout_ms / 1e3
-        self._moves = Moves()
+        self._moves = MovesMemory()
         self._published = 0  # the epoch that the log has from us; 0: none, or another record is behind it
         self._said = ""
         self.leads = False
@@ -67,7 +67,7 @@ class Acting:
     @property
     def trouble(self) -> str | None:
         """Why nobody may lead; None if all is well."""
-        return self._lease.trouble
+        return self._leadership.trouble
 
     @property
     def says(self) -> str:
@@ -76,8 +76,8 @@ class Acting:
 
     async def follow(self, seen: Observation) -> Observation:
         """See what became of the move under way. Returns the observation with `moving` as the plan is to see it."""
-        self._lease.check()
-        if not self._lease.leads:
+        self._leadership.check()
+        if not self._leadership.leads:
             self.leads = False
         elif not self.leads:
             await self._take_over()
@@ -130,7 +130,7 @@ class Acting:
             if self.leads:
                 log.warning("another planner has acted as the leader", planner=found.planner, epoch=found.epoch)
                 self.leads = False
-                self._lease.doubt()
+                self._leadership.doubt()
             self._moves = self._moves.taken(found.epoch, found.workers)
 
     async def _take_over(self) -> None:
@@ -144,13 +144,13 @@ class Acting:
         self._moves = self._moves.led(now_ms())
         log.info("leads", epoch=self._moves.epoch, assigned=len(self._moves.assigned))
 
-    def _began(self, pending: Pending | None, reason: str) -> None:
+    def _began(self, pending: PendingMove | None, reason: str) -> None:
         if pending is not None:
             self._said = f"{_told(pending)} is under way: {reason}"
             log.info("moves", worker=pending.worker, source=pending.source, target=pending.target, reason=reason)
 
 
-def _told(move: Pending) -> str:
+def _told(move: PendingMove) -> str:
     return f"the move of {move.worker} from {move.source} to {move.target}"
 
 
@@ -168,9 +168,9 @@ async def acting(
     topic = routes_topic(load_topics(kafka))
     if not await topic_exists(kafka, topic):
         raise TopicError(f"no topic {topic.name}: `relaygr topics apply --config FILE` makes it, with the fleet's file")
-    lease = Lease(kafka, topic=topic.name, group=kafka.prefix + GROUP, member=name)
-    made = Acting(settings, name, lease, reader, producer, metrics, damping)
+    leadership = Leadership(kafka, topic=topic.name, group=kafka.prefix + GROUP, member=name)
+    made = Acting(settings, name, leadership, reader, producer, metrics, damping)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(made.tail)
-        await stack.enter_async_context(lease)
+        await stack.enter_async_context(leadership)
         yield made

@@ -25,7 +25,7 @@ from relaygr_stream.wire.planner_status import Move
 ABSENT_S: Final = 86_400.0
 
 
-class Pending(NamedTuple):
+class PendingMove(NamedTuple):
     """A move under way. epoch: a status counts from this one on. since_s: when this planner saw it first. found: it is
     another planner's, or the way back from one that was given up."""
 
@@ -37,16 +37,16 @@ class Pending(NamedTuple):
     found: bool = False
 
 
-class Ended(NamedTuple):
+class EndedMove(NamedTuple):
     """A move that is over. reason: why it was given up."""
 
-    move: Pending
+    move: PendingMove
     result: Literal["verified", "given_up"]
     reason: str = ""
 
 
 @dataclass(frozen=True)
-class Moves:
+class MovesMemory:
     """The assignments, worker → scenario, their epoch, and what is remembered of moves.
 
     given_up_s: when a worker's move was given up last, and by "" when any was. seen_s: when an assigned worker was.
@@ -54,7 +54,7 @@ class Moves:
 
     epoch: int = 0
     assigned: Mapping[str, str] = field(default_factory=dict)
-    pending: Pending | None = None
+    pending: PendingMove | None = None
     given_up_s: Mapping[str, float] = field(default_factory=dict)
     seen_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -63,39 +63,39 @@ class Moves:
         last = self.given_up_s.get("")
         return self.pending is not None or (last is not None and at_s - last < damping.settle_s)
 
-    def taken(self, epoch: int, assigned: Mapping[str, str]) -> Moves:
+    def taken(self, epoch: int, assigned: Mapping[str, str]) -> MovesMemory:
         """With the assignments of a record, if it is newer."""
         if epoch <= self.epoch:
             return self
         return replace(self, epoch=epoch, assigned=dict(assigned), pending=None)
 
-    def led(self, at_ms: int) -> Moves:
+    def led(self, at_ms: int) -> MovesMemory:
         """As a planner that takes over publishes them: above every epoch that the last one can reach, which grows by
         one with each of its changes."""
         return replace(self, epoch=max(at_ms, self.epoch + 1), pending=None)
 
-    def _assign(self, worker: str, scenario: str) -> Moves:
+    def _assign(self, worker: str, scenario: str) -> MovesMemory:
         if self.assigned.get(worker) == scenario:
             return self
         return replace(self, epoch=self.epoch + 1, assigned={**self.assigned, worker: scenario})
 
 
-def followed(moves: Moves, seen: Observation, damping: Damping) -> tuple[Moves, Ended | None]:
+def followed(moves: MovesMemory, seen: Observation, damping: Damping) -> tuple[MovesMemory, EndedMove | None]:
     """What became of the move under way, if there is one; a move that is given up is written back."""
     moves = _with_absent_dropped(moves, seen)
     pending = moves.pending or _misplaced(moves, seen)
     if pending is None:
         return moves, None
     if _has_arrived(pending, seen):
-        return replace(moves, pending=None), Ended(pending, "verified")
+        return replace(moves, pending=None), EndedMove(pending, "verified")
     if not (reason := _why_given_up(pending, seen, damping)):
         return replace(moves, pending=pending), None
     back = moves._assign(pending.worker, _back(moves, pending, seen))
     given_up_s = {**moves.given_up_s, pending.worker: seen.at_s, "": seen.at_s}
-    return replace(back, pending=None, given_up_s=given_up_s), Ended(pending, "given_up", reason)
+    return replace(back, pending=None, given_up_s=given_up_s), EndedMove(pending, "given_up", reason)
 
 
-def begun(moves: Moves, seen: Observation, move: Move, scenarios: Sequence[Scenario]) -> Moves:
+def begun(moves: MovesMemory, seen: Observation, move: Move, scenarios: Sequence[Scenario]) -> MovesMemory:
     """With one worker of the move's source assigned to its target: the least busy one, of those whose last move was
     given up longest ago. `moves` itself if the source has none to spare."""
     least = next((each.min_workers for each in scenarios if each.name == move.source), 0)
@@ -106,7 +106,7 @@ def begun(moves: Moves, seen: Observation, move: Move, scenarios: Sequence[Scena
     after = moves._assign(chosen.name, move.target)
     if len(after.assigned) > MAX_WORKERS:
         return moves
-    return replace(after, pending=Pending(chosen.name, move.source, move.target, after.epoch, seen.at_s))
+    return replace(after, pending=PendingMove(chosen.name, move.source, move.target, after.epoch, seen.at_s))
 
 
 def _seen_in(seen: Observation, scenario: str, name: str) -> WorkerSeen | None:
@@ -119,17 +119,17 @@ def _where(seen: Observation, name: str) -> str | None:
     return next((scenario for scenario in sorted(seen.groups) if _seen_in(seen, scenario, name)), None)
 
 
-def _misplaced(moves: Moves, seen: Observation) -> Pending | None:
+def _misplaced(moves: MovesMemory, seen: Observation) -> PendingMove | None:
     """The first worker by name that serves another scenario than it is assigned."""
     for name, target in sorted(moves.assigned.items()):
         if target not in seen.groups or _seen_in(seen, target, name) is not None:
             continue
         if (source := _where(seen, name)) is not None:
-            return Pending(name, source, target, moves.epoch, seen.at_s, found=True)
+            return PendingMove(name, source, target, moves.epoch, seen.at_s, found=True)
     return None
 
 
-def _back(moves: Moves, pending: Pending, seen: Observation) -> str:
+def _back(moves: MovesMemory, pending: PendingMove, seen: Observation) -> str:
     """What is assigned in place of a move that is given up: where it came from. But a worker that did not come back
     either is slow, or broken, and is left where it is: a further order would be given up, too, and so on for ever."""
     if pending.found and pending.worker in moves.given_up_s:
@@ -137,13 +137,13 @@ def _back(moves: Moves, pending: Pending, seen: Observation) -> str:
     return pending.source
 
 
-def _has_arrived(pending: Pending, seen: Observation) -> bool:
+def _has_arrived(pending: PendingMove, seen: Observation) -> bool:
     """Whether its status says so, and it serves: it has lanes, or has answered."""
     worker = _seen_in(seen, pending.target, pending.worker)
     return worker is not None and worker.epoch >= pending.epoch and bool(worker.lanes or worker.answers)
 
 
-def _why_given_up(pending: Pending, seen: Observation, damping: Damping) -> str:
+def _why_given_up(pending: PendingMove, seen: Observation, damping: Damping) -> str:
     """ "" while it may still arrive."""
     for group in seen.groups.values():
         for worker in group.workers:
@@ -158,7 +158,7 @@ def _why_given_up(pending: Pending, seen: Observation, damping: Damping) -> str:
     return f"it {what} after {waited_s:.0f} s"
 
 
-def _with_absent_dropped(moves: Moves, seen: Observation) -> Moves:
+def _with_absent_dropped(moves: MovesMemory, seen: Observation) -> MovesMemory:
     """Without the assignments of workers that are gone for good; the change is published with the next one."""
     present = {worker.name for group in seen.groups.values() for worker in group.workers}
     seen_s = {name: seen.at_s if name in present else moves.seen_s.get(name, seen.at_s) for name in moves.assigned}

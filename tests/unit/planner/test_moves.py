@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from relaygr_stream.ops.planner.moves import ABSENT_S, Ended, Moves, begun, followed
+from relaygr_stream.ops.planner.moves import ABSENT_S, EndedMove, MovesMemory, begun, followed
 from relaygr_stream.ops.planner.plan import DAY, GroupSeen, Observation, WorkerSeen
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.planner_status import Move
@@ -29,10 +29,10 @@ def worker(name: str, **given: object) -> WorkerSeen:
     return msgspec.structs.replace(WorkerSeen(name=name, lanes=4), **given)
 
 
-def moved(*, at_s: float = 0.0, feed: list[WorkerSeen] | None = None) -> Moves:
+def moved(*, at_s: float = 0.0, feed: list[WorkerSeen] | None = None) -> MovesMemory:
     """A move from feed to search that has begun."""
     workers = [worker("a", busy=0.5), worker("b", busy=0.2), worker("c", busy=0.9)] if feed is None else feed
-    return begun(Moves(epoch=10), seen(at_s, feed=workers), TO_SEARCH, SCENARIOS)
+    return begun(MovesMemory(epoch=10), seen(at_s, feed=workers), TO_SEARCH, SCENARIOS)
 
 
 def test_the_least_busy_worker_is_assigned_under_the_next_epoch() -> None:
@@ -58,7 +58,7 @@ def test_a_group_keeps_its_least() -> None:
 
 @pytest.mark.parametrize("group", ["", "gone"])
 def test_nobody_moves_from_where_nobody_is(group: str) -> None:
-    moves = Moves()
+    moves = MovesMemory()
     assert begun(moves, seen(feed=[worker("a")]), Move(source=group, target="feed"), SCENARIOS) is moves
 
 
@@ -109,7 +109,7 @@ def test_what_was_given_up_before_this_move_does_not_end_it() -> None:
 
 def test_who_takes_over_ends_the_move_of_the_last_leader() -> None:
     last = moved()
-    here = Moves().taken(last.epoch, last.assigned).led(1_000_000)
+    here = MovesMemory().taken(last.epoch, last.assigned).led(1_000_000)
     assert (here.epoch, here.pending) == (1_000_000, None)
     here, ended = followed(here, seen(5.0, feed=[worker("a"), worker("b")]), DAY)
     assert ended is None
@@ -121,9 +121,9 @@ def test_who_takes_over_ends_the_move_of_the_last_leader() -> None:
 
 
 def test_epochs_of_who_takes_over_are_above_all_of_the_last_even_behind_a_clock_that_was_ahead() -> None:
-    assert Moves(epoch=7).led(5).epoch == 8
-    assert Moves(epoch=7).taken(7, {"x": "feed"}).assigned == {}
-    assert Moves(epoch=7).taken(8, {"x": "feed"}).assigned == {"x": "feed"}
+    assert MovesMemory(epoch=7).led(5).epoch == 8
+    assert MovesMemory(epoch=7).taken(7, {"x": "feed"}).assigned == {}
+    assert MovesMemory(epoch=7).taken(8, {"x": "feed"}).assigned == {"x": "feed"}
 
 
 def test_an_assignment_of_a_worker_that_never_comes_back_is_dropped() -> None:
@@ -161,12 +161,12 @@ class Fleet:
 
     workers: list[Process]
     log: tuple[int, dict[str, str]] = (0, {})
-    moves: Moves = field(default_factory=Moves)
+    moves: MovesMemory = field(default_factory=MovesMemory)
     now: float = 0.0
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[EndedMove] = field(default_factory=list)
     begun: int = 0
     lost: int = 0  # moves whose planner died
-    former: Moves = field(default_factory=Moves)  # of a planner that led before
+    former: MovesMemory = field(default_factory=MovesMemory)  # of a planner that led before
 
     def look(self) -> Observation:
         groups: dict[str, list[WorkerSeen]] = {name: [] for name in NAMES}
@@ -229,7 +229,7 @@ class Fleet:
         """The leader dies, and another planner leads."""
         self.lost += self.moves.pending is not None
         self.former = self.moves
-        self.moves = Moves().taken(*self.log).led(int(self.now * 1e3))
+        self.moves = MovesMemory().taken(*self.log).led(int(self.now * 1e3))
 
     def late(self) -> None:
         """The former leader, who does not know it yet, writes once more: each worker elsewhere."""

@@ -17,7 +17,7 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.clocks import Clock
 
 
-class Lease:
+class Leadership:
     """Membership in a group over a topic of one partition, of which nothing is read here.
 
     It is lost kafka.session_timeout_ms after this process ends or stalls, at once when it stops in order.
