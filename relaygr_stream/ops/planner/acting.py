@@ -1,8 +1,8 @@
 """Carries proposals out: publishes which worker serves which scenario, while this planner leads.
 
-Of the planners of a fleet one leads (bus/leadership.py). One that takes over first reads what was published, and publishes
-it again with an epoch that the last one cannot reach. So workers ignore what the last one still writes; compaction
-would keep it, as the newest record, so it is followed by ours once more.
+Of the planners of a fleet one leads (bus/leadership.py). One that takes over first reads what was published, and
+publishes it again with an epoch that the last one cannot reach. So workers ignore what the last one still writes;
+compaction would keep it, as the newest record, so it is followed by ours once more.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ class Acting:
             self._began(self._moves.pending, move.reason)
         if self._published == self._moves.epoch:
             return
-        moves = self._moves
-        workers = dict(moves.assigned)
-        assignments = Assignments(epoch=moves.epoch, sent_ms=now_ms(), planner=self._name, workers=workers)
+        epoch, workers = self._moves.epoch, dict(self._moves.assigned)
+        assignments = Assignments(epoch=epoch, sent_ms=now_ms(), planner=self._name, workers=workers)
+        self._published = epoch
         try:
             await write_assignments(self._producer, self._topics, self._reader, assignments)
-            self._published = moves.epoch
         except BrokerError as error:
+            self._published = 0
             limited(log.warning, "assignments")("assignments are not published", error=str(error))
 
     def _on_records(self, records: list[Record]) -> None:
