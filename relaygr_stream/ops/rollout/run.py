@@ -17,8 +17,9 @@ import structlog
 from prometheus_client import CollectorRegistry, Gauge
 
 from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.newest import ASK_S
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import ASK_S, read_all_routes, read_routes, write_routes
+from relaygr_stream.bus.routes import read_all_routes, read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists, verify_topics
 from relaygr_stream.errors import BrokerError, ConfigError, RelayError
 from relaygr_stream.ops.rollout.judgement import Observed, decide
