@@ -33,7 +33,7 @@ pytestmark = pytest.mark.stack
 USERS = 400
 CANDIDATES = 20
 #: Requests at a time: both workers are asked, neither is overloaded.
-AT_ONCE = 3
+AT_ONCE = 6
 
 
 class Traffic:
@@ -121,7 +121,7 @@ def make(model, device, dtype):
     score = made.score
 
     def slowly(batch):
-        time.sleep(0.1)
+        time.sleep(0.25)
         return score(batch)
 
     made.score = slowly

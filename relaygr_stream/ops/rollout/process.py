@@ -85,7 +85,9 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
             await bus.write(producer, msgspec.structs.replace(routes, epoch=max(routes.epoch, now_ms())))
         background = Background()
         async with (
-            warming(of_source, of_group, to, producer, background) if asked.warm else nullcontext() as warm,
+            warming(of_source, of_group, to, (old.lanes, new.lanes), producer, background)
+            if asked.warm
+            else nullcontext() as warm,
             _started(asked.up, of_group) as started,
         ):
             parts = Parts(bus, producer, RolloutMetrics(context.registry), say, started)

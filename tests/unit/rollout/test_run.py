@@ -113,11 +113,14 @@ class World:
 
 
 @pytest.fixture
-async def world(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+async def world(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[World]:
+    """The parameter: by how much the lanes of the group "" have grown."""
     monkeypatch.setattr(process, "FIRST_S", 0.0)
     monkeypatch.setattr(warming, "SEEN_S", 0.0)
     kafka = msgspec.structs.replace(embedded_settings, partitions=LANES)
-    await apply_topics(kafka)
+    await apply_topics(msgspec.structs.replace(kafka, partitions=LANES * getattr(request, "param", 1)))
     await apply_topics(group_settings(Settings(kafka=kafka), "next", LANES).kafka)
     async with Producer(kafka, client_id="groups") as producer:
         yield World(kafka, producer)
@@ -186,7 +189,8 @@ async def test_nobody_moves_to_a_model_that_ranks_the_same_in_another_order(
         assert (routes.rollout.state, "another order" in routes.rollout.reason) == ("back", True)
 
 
-async def test_users_are_prefilled_in_the_new_group_before_they_move(world: World) -> None:
+@pytest.mark.parametrize(("world", "grown"), [(1, 1), (2, 2)], indirect=["world"], ids=["as stated", "grown"])
+async def test_users_are_prefilled_in_the_new_group_before_they_move(world: World, grown: int) -> None:
     """Each once, by delegated signals on its lane there; nobody who stays, and nobody of whom nothing is to be used."""
     old, new = (load_topics(settings.kafka) for settings in (world.settings, world.new_settings))
     signals: list[tuple[int, PreInferSignal]] = []
@@ -205,7 +209,7 @@ async def test_users_are_prefilled_in_the_new_group_before_they_move(world: Worl
         await until(lambda: any(line.startswith("step 1") for line in world.lines))
         for number, user in enumerate(users):
             asked = msgspec.structs.replace(request(number, user_id=user), mode="full" if number % 5 == 0 else "auto")
-            lane = lane_of(user, LANES)
+            lane = lane_of(user, grown * LANES)
             await world.producer.send_and_wait(old.ranking.name, encode(asked), key=user.encode(), partition=lane)
         half = first.moved("next", LANES, POSITIONS // 2)
         expected = {user for user in users[1:] if half.group_of(user) == "next"} - canary - set(users[::5])
@@ -220,7 +224,7 @@ async def test_users_are_prefilled_in_the_new_group_before_they_move(world: Worl
 async def test_a_user_who_is_erased_is_not_prefilled(world: World) -> None:
     """Nor by a ranking of before, that is read later; the routes name the group before anyone is prefilled in it."""
     topics, reader = load_topics(world.new_settings.kafka), StatusReader()
-    found = Warming(world.new_settings, "next", world.producer, reader)
+    found = Warming(world.new_settings, "next", LANES, world.producer, reader)
 
     def asked(user: str, at_ms: int) -> Record:
         return Record("ranking", 0, 0, at_ms, user.encode(), encode(request(user_id=user)), ())
