@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.bus import routes as bus_routes
+from relaygr_stream.bus import newest as bus_newest
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists
@@ -63,7 +63,7 @@ class World:
 
 @pytest.fixture
 async def world(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(bus_routes, "ASK_S", 0.1)
+    monkeypatch.setattr(bus_newest, "ASK_S", 0.1)
     kafka = msgspec.structs.replace(embedded_settings, partitions=LANES)
     async with AsyncExitStack() as stack:
         own = await stack.enter_async_context(responder_on(kafka))

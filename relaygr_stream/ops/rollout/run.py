@@ -18,8 +18,8 @@ import structlog
 from prometheus_client import CollectorRegistry, Gauge
 
 from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.newest import ASK_S
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import ASK_S
 from relaygr_stream.errors import AccessDenied, BrokerError, ConfigError, RelayError
 from relaygr_stream.ops.rollout.comparing import Comparison
 from relaygr_stream.ops.rollout.judgement import Observed, decide
