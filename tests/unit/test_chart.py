@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.cli.main import main
-from relaygr_stream.ops.planner.process import PlannerMetrics
+from relaygr_stream.ops.planner.metrics import PlannerMetrics
 from relaygr_stream.settings.load import FIELDS, Config, load_settings
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.section import section_fields
