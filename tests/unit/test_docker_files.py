@@ -21,7 +21,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.gateway.metrics import Metrics as GatewayMetrics
-from relaygr_stream.ops.planner.process import PlannerMetrics
+from relaygr_stream.ops.planner.metrics import PlannerMetrics
 from relaygr_stream.settings.load import ENV_CONFIG, ENV_NOT_SETTINGS, FIELDS, load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.loopwatch import LoopWatch
