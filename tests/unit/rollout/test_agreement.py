@@ -135,9 +135,10 @@ def test_each_kind_of_unlike_model_is_refused(new: Callable[[int], ScoreReply], 
     assert re.search(reason, found.reason), found.reason
 
 
-def test_what_the_old_group_did_not_score_as_asked_is_no_pair() -> None:
-    for old in (unscored("failed"), msgspec.structs.replace(noisy(0)(1), truncated_to=64)):
-        assert len(played(lambda _, old=old: old, lambda _: unscored("failed"))) == 0
+@pytest.mark.parametrize("old", [unscored("failed"), msgspec.structs.replace(noisy(0)(1), truncated_to=64)])
+def test_what_the_old_group_did_not_score_as_asked_is_no_pair(old: ScoreReply) -> None:
+    pairs = played(lambda _: old, lambda _: unscored("failed"))
+    assert (len(pairs), pairs.failed) == (0, 0)
 
 
 def test_one_task_that_is_unlike_is_enough() -> None:
