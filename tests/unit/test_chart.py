@@ -376,6 +376,8 @@ def test_the_guides_values_make_a_fleet() -> None:
         assert {"shop-worker-feed", "shop-planner"} <= set(processes(made))
 
 
-def test_the_alert_rules_are_those_of_the_testbed() -> None:
+def test_alert_rules_and_dashboards_are_those_of_the_testbed() -> None:
+    boards = of_kind(rendered()["secured"], "ConfigMap")["shop-dashboards"]["data"]
+    assert boards == {path.name: path.read_text() for path in ROOT.glob("docker/grafana/dashboards/*.json")}
     (rules,) = of_kind(rendered()["secured"], "PrometheusRule").values()
     assert rules["spec"] == yaml.safe_load((ROOT / "docker" / "prometheus" / "alerts.yml").read_text())
