@@ -107,7 +107,7 @@ def run(arm: str, rates: Mapping[str, float], capacity: Mapping[str, float], dev
         mover = planned(SCENARIOS, Damping(floor_s=seconds / 60, patience_s=seconds / 120, settle_s=seconds / 60))
     elif arm == "oracle":
         mover = foreseen(day, capacity, LOAD_S + 1.0)
-    return GroupsDay(day, {"feed": feed, "search": devices - feed}, mover, seconds / 240).run()
+    return GroupsDay(day, {"feed": feed, "search": devices - feed}, mover, seconds / 120).run()
 
 
 def main() -> None:

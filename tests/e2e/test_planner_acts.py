@@ -1,4 +1,4 @@
-"""`relaygr planner --mode act` with real workers: one moves, and when the planner that leads dies, the other one leads."""
+"""`relaygr planner --mode act` with real workers: one moves, and when the planner that leads dies, another one leads."""
 
 from __future__ import annotations
 

@@ -100,6 +100,15 @@ def test_who_would_lack_a_worker_gives_none_to_an_equal() -> None:
     assert not world.moves
 
 
+def test_where_all_lack_workers_the_shortage_is_shared() -> None:
+    """A tide: one needs five of two workers, the other 1.2. One of two stays late, but not by a factor."""
+    world = World([FEED, SEARCH], {"feed": 2, "search": 2}, constant(feed=4.6, search=1.2))  # type: ignore[arg-type]
+    world.run(HOUR)
+    assert world.workers == {"feed": 3, "search": 1}
+    ((_, move),) = world.moves
+    assert "search has more for its need, 2 for 1.20" in move.reason
+
+
 def test_a_higher_priority_takes_what_a_lower_one_needs_down_to_its_least() -> None:
     scenes = [scenario("feed", priority=2), scenario("ads", min_workers=2)]
     world = World(scenes, {"feed": 1, "ads": 4}, constant(feed=5.0, ads=4.0))  # type: ignore[arg-type]
