@@ -20,7 +20,8 @@ from relaygr_stream.client.groups import LOOK_S
 from relaygr_stream.errors import ConfigError, UnknownScenario
 from relaygr_stream.ops.erase import erase_from_fleet
 from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout
-from relaygr_stream.ops.rollout.run import Bus, Plan
+from relaygr_stream.ops.rollout.routing import Bus
+from relaygr_stream.ops.rollout.run import Plan
 from relaygr_stream.settings import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
