@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 MAX_REASON: Final = 200
 
 
-class Moves:
+class ScenarioMoves:
     """name: the worker's. own: the scenario that it was started for; "": none. known: those that it has settings of.
 
     serving: that it serves, or is on its way to. assigned: the epoch that it obeys; None: none.

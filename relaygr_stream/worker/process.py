@@ -50,7 +50,7 @@ from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
 from relaygr_stream.worker.device import Device, DeviceThread
 from relaygr_stream.worker.handing import MakeHandover
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.moves import Moves, place
+from relaygr_stream.worker.moves import ScenarioMoves, place
 from relaygr_stream.worker.replies import check_answers_fit
 from relaygr_stream.worker.requests import Requests
 from relaygr_stream.worker.restart import find_again
@@ -80,7 +80,7 @@ async def made_worker(
     context: ProcessContext,
     make_handover: MakeHandover = lambda *_: None,
     build: Build = build,
-    moves: Moves | None = None,
+    moves: ScenarioMoves | None = None,
 ) -> AsyncIterator[WorkerProcess]:
     """A worker whose model is loaded and whose producers are connected; all of it is closed at the end.
 
@@ -118,7 +118,9 @@ async def made_worker(
             stack.push_async_callback(end, "the lanes' ends", partial(ends.__aexit__, None, None, None), CLOSE_S)
             store = open_store(settings.history) if settings.history.store else None
             connections = WorkerConnections(topics, scores, others, ends, store)
-            shared = WorkerContext(settings, name, metrics, context.registry, tracing, Background(), moves or Moves())
+            shared = WorkerContext(
+                settings, name, metrics, context.registry, tracing, Background(), moves or ScenarioMoves()
+            )
             worker = WorkerProcess(context, shared, connections, Device(device, runtime), audits, make_handover)
             stack.push_async_callback(end, "the history store", worker.requests.close, CLOSE_S)
             yield worker

@@ -28,7 +28,7 @@ from relaygr_stream.wire.routes import routes_topic
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.handing import MakeHandover
-from relaygr_stream.worker.moves import Moves, place
+from relaygr_stream.worker.moves import ScenarioMoves, place
 from relaygr_stream.worker.process import Build, made_worker, name_of
 
 log = structlog.get_logger(__name__)
@@ -42,12 +42,12 @@ async def run_worker(
 ) -> None:
     """Serve until `context.stop` is set, then drain. Raises RelayError where the process must end otherwise."""
     own = context.settings
-    moves = Moves(name_of(own), own.scenario, (scenario.name for scenario in own.scenarios))
+    moves = ScenarioMoves(name_of(own), own.scenario, (scenario.name for scenario in own.scenarios))
     async with _following(own, moves):
         await _serve(context, moves, make_handover, build)
 
 
-async def _serve(context: ProcessContext, moves: Moves, make_handover: MakeHandover, build: Build) -> None:
+async def _serve(context: ProcessContext, moves: ScenarioMoves, make_handover: MakeHandover, build: Build) -> None:
     own, first = context.settings, True
     while not context.stop.is_set():
         before, scenario, epoch = moves.serving, moves.set_out(), moves.epoch
@@ -87,7 +87,7 @@ def _say_defect(error: Exception) -> None:
         log.error("unexpected error on the way to another scenario", exc_info=error)
 
 
-async def _live(context: ProcessContext, moves: Moves, make_handover: MakeHandover, build: Build) -> bool:
+async def _live(context: ProcessContext, moves: ScenarioMoves, make_handover: MakeHandover, build: Build) -> bool:
     """One worker from its model to its end. Returns False if it was called away, and records were left."""
     async with made_worker(context, make_handover, build, moves) as worker:
         return await worker.run() or context.stop.is_set()
@@ -101,7 +101,7 @@ def _settings_of(own: Settings, scenario: str) -> Settings:
 
 
 @asynccontextmanager
-async def _following(own: Settings, moves: Moves) -> AsyncIterator[None]:
+async def _following(own: Settings, moves: ScenarioMoves) -> AsyncIterator[None]:
     """Follow the assignments, where the fleet has scenarios. The worker serves on where that ends by a defect."""
     background = Background()
     if own.scenarios:

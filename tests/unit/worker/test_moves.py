@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.wire.assignments import Assignments
-from relaygr_stream.worker.moves import MAX_REASON, Moves
+from relaygr_stream.worker.moves import MAX_REASON, ScenarioMoves
 
 PLACES = ("", "feed", "search")
 
@@ -19,18 +19,18 @@ def assigned(epoch: int, **workers: str) -> Assignments:
     return Assignments(epoch=epoch, sent_ms=0, planner="p", workers=workers)
 
 
-def moves(own: str = "feed") -> Moves:
-    made = Moves("w", own, ("feed", "search"))
+def moves(own: str = "feed") -> ScenarioMoves:
+    made = ScenarioMoves("w", own, ("feed", "search"))
     made.set_out()
     made.arrive()
     return made
 
 
-def away(made: Moves) -> bool:
+def away(made: ScenarioMoves) -> bool:
     return made.target != made.serving
 
 
-def go(made: Moves) -> str:
+def go(made: ScenarioMoves) -> str:
     found = made.set_out()
     made.arrive()
     return found
@@ -143,6 +143,6 @@ def test_after_any_history_it_serves_what_the_newest_say_or_has_given_that_epoch
 
 @pytest.mark.parametrize("own", PLACES)
 def test_a_worker_that_starts_goes_to_its_scenario_at_once(own: str) -> None:
-    made = Moves("w", own, ("feed", "search"))
+    made = ScenarioMoves("w", own, ("feed", "search"))
     made.take(assigned(5, w="search"))
     assert made.set_out() == "search"
