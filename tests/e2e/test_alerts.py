@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -309,6 +309,29 @@ def test_of_two_fleets_a_rule_names_the_one_that_suffers(tmp_path: Path) -> None
     assert_hold(tests, tmp_path)
 
 
+@pytest.mark.stack
+def test_of_two_scenarios_an_alert_names_the_one_that_suffers(tmp_path: Path) -> None:
+    """Also by rankings of a worker that has gone since."""
+    burns = [alert for alert in RULES if alert.startswith("RelaygrBudget")]
+    gone = {
+        name.replace('"feed"', '"gone"', 1): "1x160 _x80" if "info" in name else values.replace("x240", "x160 _x80")
+        for name, values in budget(NEVER).items()
+    }
+    both = budget(PER_SECOND, "ads") | budget("0+13.5x240", "feed")  # 10 % are late
+
+    def named(alert: str, series: Series, scenarios: list[str]) -> dict[str, Any]:
+        test = checked(alert, series, {f'{{scenario="{name}"}}': 1 for name in scenarios})
+        test["promql_expr_test"][0]["expr"] = test["promql_expr_test"][0]["expr"].replace("(fleet)", "(scenario)", 1)
+        return test
+
+    def tests(alert: str, _: Case) -> list[dict[str, Any]]:
+        slowly = [named(alert, gone | budget(PER_SECOND), ["feed"])] if alert.endswith("Slowly") else []
+        return [named(alert, both, [] if alert.endswith("Fast") else ["feed"]), *slowly]
+
+    assert len(burns) == 3
+    assert_hold(tests, tmp_path, burns)
+
+
 def of_fleet(fleet: str, series: Series) -> Series:
     return {name.replace("{", f'{{fleet="{fleet}",', 1): values for name, values in series.items()}
 
@@ -328,10 +351,13 @@ def checked(alert: str, series: Series, firing: dict[str, int]) -> dict[str, Any
     }
 
 
-def assert_hold(tests: Callable[[str, Case], list[dict[str, Any]]], folder: Path) -> None:
+def assert_hold(
+    tests: Callable[[str, Case], list[dict[str, Any]]], folder: Path, alerts: Collection[str] = tuple(CASES)
+) -> None:
     """What promtool says of these tests of each rule, in a file of its own: the others are not evaluated there."""
     files = []
-    for alert, case in CASES.items():
+    for alert in alerts:
+        case = CASES[alert]
         rules, file = folder / f"{alert}.rules.yml", folder / f"{alert}.yml"
         groups = [{"name": "one", "rules": [RULES[alert]]}]
         if "relaygr:" in RULES[alert]["expr"]:

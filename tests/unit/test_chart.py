@@ -269,6 +269,7 @@ def test_keda_follows_the_planner_and_nothing_else_sets_the_number_of_workers() 
         assert trigger["metadata"]["ignoreNullValues"] == "false"
         down = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]["policies"]
         assert [(policy["type"], policy["value"]) for policy in down] == [("Pods", 1)]
+    assert parsed(container(processes(objects)["shop-planner"])["args"])["mode"] == "advise"
     (monitor,) = of_kind(objects, "ServiceMonitor").values()
     assert {"targetLabel": "fleet", "replacement": "shop"} in monitor["spec"]["endpoints"][0]["relabelings"]
 
@@ -315,9 +316,9 @@ REFUSED: list[tuple[Object, str]] = [
         {
             **FEED,
             "keda": {"enabled": True, "prometheus": {"serverAddress": "http://prometheus:9090"}},
-            "planner": {"args": ["--mode", "act"]},
+            "planner": {"mode": "act"},
         },
-        "leave the planner in mode advise",
+        "set planner.mode to advise",
     ),
 ]
 

@@ -70,7 +70,17 @@ spec:
   securityContext:
     {{- $context := dict "runAsNonRoot" true "runAsUser" 10001 "runAsGroup" 10001 "fsGroup" 10001 "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") }}
     {{- toYaml (mergeOverwrite $context (deepCopy .root.Values.podSecurityContext)) | nindent 4 }}
-  {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" }}
+  topologySpreadConstraints:
+    {{- if $options.topologySpreadConstraints }}
+    {{- toYaml $options.topologySpreadConstraints | nindent 4 }}
+    {{- else }}
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels: {{- include "relaygr.selector" . | nindent 10 }}
+    {{- end }}
+  {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" }}
   {{- with index $options $key }}
   {{ $key }}: {{ toJson . }}
   {{- end }}
