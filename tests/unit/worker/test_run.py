@@ -62,8 +62,13 @@ async def test_each_worker_has_memory_and_metrics_of_its_own_and_one_that_does_n
             assert context.why_not_ready() is None
             before = set(registry._collector_to_names)
             epoch = await assign(peer.producer, w1="search")
-            reasons = set[str | None]()
-            await until(lambda: reasons.add(context.why_not_ready()) or peer.statuses, "its status there")
+            reasons = list[str | None]()
+
+            def there() -> bool:
+                reasons.append(context.why_not_ready())
+                return bool(peer.statuses)
+
+            await until(there, "its status there")
             await until(lambda: peer.statuses[-1].state == "serving" and context.why_not_ready() is None, "ready")
             assert any(reason and reason.startswith("moves to scenario search: ") for reason in reasons)
             assert (peer.statuses[0].scenario, peer.statuses[-1].assigned) == ("search", epoch)
