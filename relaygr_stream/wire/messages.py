@@ -262,6 +262,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     dram_bytes: int = 0
     pre_infer_wait_ms: float = 0.0  # time until the queued pre-inferences complete, beside the rankings' share
     head_start_ms: float = 0.0  # from a signal to its ranking, about the median of the last; 0: unknown
+    computed_share: float = 1.0  # of former releases, whose triggers bounded device time by it
     counters: dict[str, float] = {}  # running totals since start, for live views
     handover: Annotated[str, Meta(max_length=300)] = ""  # HOST:PORT that serves prefix KV of its lost lanes
     version: Label = ""  # of the package

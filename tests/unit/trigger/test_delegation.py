@@ -247,8 +247,8 @@ def test_one_answer_each_and_one_hop_whatever_the_load(load: float, head_s: floa
 def test_first_visits_at_80_percent_load_are_faster_and_without_load_none_is_slower(triggers: int) -> None:
     """Also where each trigger decides for one lane, and sees what the others sent a status later."""
     on, off = (Fleet(4, 2, make, triggers).run(0.8, 40.0, 0.3) for make in (Delegation, None))
-    assert on.p(0.99) <= 0.7 * off.p(0.99)
-    assert on.outcomes["hit"] >= 2 * off.outcomes["hit"]
+    assert on.p(0.99) <= 0.5 * off.p(0.99)
+    assert on.outcomes["full"] <= 0.5 * off.outcomes["full"]
     on, off = (Fleet(4, 2, make, triggers).run(0.08, 60.0, 0.3) for make in (Delegation, None))
     assert all(on.p(q) <= off.p(q) + 1.0 for q in (0.5, 0.9, 0.99))
     assert on.outcomes["full"] <= off.outcomes["full"]

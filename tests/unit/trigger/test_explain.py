@@ -79,7 +79,9 @@ def test_the_table_shows_what_was_compared_and_sums_up(log: Path) -> None:
     assert "predicted ms" in result.stdout
     assert result.stdout.count(" admitted") == 6
     assert "5 requests: admitted 5 (100%)" in result.stdout
-    shown, found, counts = run("--events", str(log), "--requests", "100", "--only", "stale").stdout.partition("100 requests: ")
+    shown, found, counts = run("--events", str(log), "--requests", "100", "--only", "stale").stdout.partition(
+        "100 requests: "
+    )
     assert found
     assert "admitted" in counts
     assert "admitted" not in shown

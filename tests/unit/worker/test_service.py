@@ -8,7 +8,6 @@ import pytest
 
 from relaygr_stream.bus.ages import LogEnd, stated_age_ms
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.engine.commands import Query
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import Cancel
@@ -45,26 +44,6 @@ async def test_gained_lanes_are_stated_at_once(embedded_settings: Kafka) -> None
     async with Peer(embedded_settings) as peer, worker_on(settings):
         # Triggers count no other state.
         await until(lambda: any(len(each.lanes) == 8 and each.state == "serving" for each in peer.statuses))
-
-
-async def test_what_a_status_states_bounds_what_is_pinned(embedded_settings: Kafka) -> None:
-    """Whatever signals ask for: no trigger bounds it."""
-    settings = worker_settings(embedded_settings, status_interval_ms=5, pinned_share=0.1)
-    share = int(settings.worker.pinned_share * settings.worker.hbm_bytes)
-    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
-        for number in range(60):  # of users that have more together, and growing and replaced sequences of each
-            user, length = f"u{number % 20}", 20 + (7 * number) % 230
-            await peer.signal(f"r{number}", user, length)
-            lane = peer.lane(user)
-            assert sum((await w.ask(Query(tuple(range(8))))).lane_bytes.values()) <= share
-            if number % 6 == 5:
-                await peer.rank(f"r{number}", user, length)
-        await until(lambda: position(peer, lane) > 0)
-        refused = (await w.ask(Query(()))).totals["signal_over_footprint"]
-        assert refused > 0
-        for status in peer.statuses:
-            assert sum(each.budget_bytes for each in status.lanes) <= share
-            assert sum(each.pinned_bytes for each in status.lanes) <= share
 
 
 async def test_an_offset_is_stated_only_once_its_signals_are_in_the_books(embedded_settings: Kafka) -> None:
