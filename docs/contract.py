@@ -20,7 +20,8 @@ from typing import Any, Final
 import msgspec
 
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire import erase, planner_status, records, refusals, trigger_status
+from relaygr_stream.wire import assignments, erase, planner_status, records, refusals, trigger_status
+from relaygr_stream.wire.assignments import Assignments
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
 from relaygr_stream.wire.planner_status import PlannerStatus
@@ -68,6 +69,11 @@ RECORDS: Final[dict[type[Any], tuple[str, dict[str, Any], list[str]]]] = {
         [records.HEADER_KIND],
     ),
     Routes: ("routes", _SIGNED, []),
+    Assignments: (
+        "routes",
+        {records.HEADER_KIND: {"const": assignments.KIND}, **_SIGNED},
+        [records.HEADER_KIND],
+    ),
 }
 #: Messages that travel on a second topic, by the name that they have there.
 ELSEWHERE: Final[dict[str, tuple[type[Any], tuple[str, dict[str, Any], list[str]]]]] = {

@@ -39,7 +39,7 @@ from relaygr_stream.models.api import (
 )
 from relaygr_stream.models.decoder import DecoderModel
 from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.ops.planner.process import PlannerMetrics
+from relaygr_stream.ops.planner.metrics import PlannerMetrics
 from relaygr_stream.ops.rollout.run import RolloutMetrics
 from relaygr_stream.settings.load import REMOVED, RETIRED, replacement_of
 from relaygr_stream.telemetry.loopwatch import LoopWatch

@@ -37,10 +37,11 @@ def programs(*names: str) -> None:
         without(_INSTALL + " ".join(packages))
 
 
-def module(name: str) -> Any:
-    """A module of the extra `dev`; skips the running test where it is not installed."""
+def module(name: str, package: str = "") -> Any:
+    """A module of the extra `dev`; skips the running test where it is not installed. package: that has it, if its name
+    is another."""
     if importlib.util.find_spec(name) is None:
-        without(f"pip install {name}")
+        without(f"pip install {package or name}")
     return importlib.import_module(name)
 
 

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 @click.command(name="planner")
 @click.option(
+    "--mode",
+    default="advise",
+    show_default=True,
+    type=click.Choice(["advise", "act"]),
+    help="advise: propose; act: also move workers, one at a time, while no other planner does.",
+)
+@click.option(
     "--period",
     default=10.0,
     show_default=True,
@@ -32,13 +39,17 @@ if TYPE_CHECKING:
     "--record", type=click.Path(path_type=Path), metavar="FILE", help="Append each observation, for `plan replay`."
 )
 @settings_options
-def planner_command(settings: Settings, period: float, record: Path | None) -> None:
-    """Propose how many workers each scenario wants.
+def planner_command(settings: Settings, mode: str, period: float, record: Path | None) -> None:
+    """Propose how many workers each scenario wants, or see to it.
 
-    Reads the statuses of all groups, and acts on nothing: the gauges relaygr_workers_wanted{scenario}, _current and
-    relaygr_slo_headroom_seconds are for an autoscaler, `relaygr plan show` is for people.
+    Reads the statuses of all groups. The gauges relaygr_workers_wanted{scenario}, _current and
+    relaygr_slo_headroom_seconds are for an autoscaler, `relaygr plan show` is for people. With `--mode act` workers
+    that run move between scenarios; of several such planners one acts, and the others stand by.
 
-    Example: relaygr planner --config fleet.toml --bootstrap kafka:9092
+    \b
+    Examples:
+      relaygr planner --config fleet.toml --bootstrap kafka:9092
+      relaygr planner --mode act --config fleet.toml --bootstrap kafka:9092
     """
     from relaygr_stream.ops.planner.process import PlannerOptions, run_planner, scenarios_of
     from relaygr_stream.settings.files import check_writable
@@ -47,7 +58,9 @@ def planner_command(settings: Settings, period: float, record: Path | None) -> N
     scenarios_of(settings)
     if record is not None:
         check_writable(record, "--record")
-    sys.exit(run_process("planner", settings, partial(run_planner, options=PlannerOptions(period, record))))
+    sys.exit(
+        run_process("planner", settings, partial(run_planner, options=PlannerOptions(period, record, mode == "act")))
+    )
 
 
 @click.group(name="plan")
@@ -74,9 +87,10 @@ def show_command(settings: Settings, as_json: bool) -> None:
     if as_json:
         click.echo(printable_json(msgspec.json.encode(status).decode()))
         return
-    click.echo(printable(f"planner {status.name}, mode {status.mode}, {_ago(status)}"))
+    stands_by = ", stands by" if status.state == "standby" else ""
+    click.echo(printable(f"planner {status.name}, mode {status.mode}{stands_by}, {_ago(status)}"))
     print_table(_table(status.plan))
-    click.echo(printable(_moves(status.plan)))
+    click.echo(printable(status.moves or _moves(status.plan)))
 
 
 @plan_command.command(name="replay")
@@ -125,7 +139,7 @@ async def _newest(settings: Settings) -> PlannerStatus | None:
     topics = load_topics(settings.kafka)
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
-    stopped = set()
+    stopped, standby = set(), None
     async with aclosing(read_back(settings.kafka, topics.worker_status.name)) as chunks:
         async for chunk in chunks:
             for record in reversed(chunk):
@@ -133,9 +147,12 @@ async def _newest(settings: Settings) -> PlannerStatus | None:
                     stopped.add(record.key)
                 with suppress(DecodeError):
                     found = read_planner(record, reader)
-                    if found is not None and record.key not in stopped:
+                    if found is None or record.key in stopped:
+                        continue
+                    if found.state != "standby":
                         return found
-    return None
+                    standby = standby or found
+    return standby
 
 
 def _ago(status: PlannerStatus) -> str:

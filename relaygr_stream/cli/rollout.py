@@ -51,6 +51,9 @@ def group_name(_: click.Context, __: click.Parameter, value: str | None) -> str 
     "--lanes", default=0, type=click.IntRange(0, 10_000), help="Lanes of a group that is made now. [as before]"
 )
 @click.option("--cold", is_flag=True, help="Do not prefill users in the group before they move to it.")
+@click.option(
+    "--unlike", is_flag=True, help="Move users though the new model ranks the same candidates in another order."
+)
 @click.option("--back", is_flag=True, help="Only move all users back to the group they came from.")
 @click.option("--port", default=0, type=click.IntRange(0, 65535), help="Port of /metrics. [any free one]")
 @source_options
@@ -65,6 +68,7 @@ def rollout_command(
     group: str | None,
     lanes: int,
     cold: bool,
+    unlike: bool,
     back: bool,
     port: int,
     files: tuple[str, ...],
@@ -76,8 +80,10 @@ def rollout_command(
     A group has topics, triggers and workers of its own, behind kafka.prefix and its name: another model, or another
     number of lanes. This command makes its topics. With --checkpoint it starts a trigger and workers on this host, and
     keeps them to its end; without, start them with RELAYGR_KAFKA_PREFIX set to the group's prefix. When each lane has
-    an owner, users move, each to stay. All go back, and it exits with 1, where answers of the new group fail, audits
-    deviate, lanes have no owner, late answers or P99 grow, or scores have another distribution.
+    an owner, they rank copies of what was just ranked in the old group. Nobody moves where they put the same candidates
+    in another order, as a model with other item ids does. Then users move, each to stay. All go back, and it exits with
+    1, where answers of the new group fail, audits deviate, lanes have no owner, late answers or P99 grow, or scores
+    have another distribution.
 
     \b
     Examples:
@@ -105,6 +111,6 @@ def rollout_command(
             *("--set", f"model.checkpoint={checkpoint}", "--workers", str(workers)),
             *(("--devices", devices) if devices else ()),
         ]
-    asked = RolloutRequest(Plan.of([*canary, *steps], hold), group, lanes, up, warm=not cold)
+    asked = RolloutRequest(Plan.of([*canary, *steps], hold), group, lanes, up, warm=not cold, unlike=unlike)
     settings = msgspec.structs.replace(settings, telemetry=msgspec.structs.replace(settings.telemetry, port=port))
     sys.exit(run_process("rollout", settings, partial(run_rollout, asked=asked, say=click.echo)))

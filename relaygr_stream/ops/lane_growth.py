@@ -19,7 +19,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topic_check import topics_with
 from relaygr_stream.bus.topics import add_partitions, verify_topics
 from relaygr_stream.errors import ConfigError, RelayError
-from relaygr_stream.ops.rollout.run import Bus, label
+from relaygr_stream.ops.rollout.routing import Bus, label
 from relaygr_stream.ops.status.overview import Overview, listening
 from relaygr_stream.settings.schema import MAX_LANES, Settings
 from relaygr_stream.telemetry.printable import Say

@@ -31,8 +31,8 @@ IN_A_FILE: Final = (
 )
 #: A scenario's name is a group's (wire/routes.py: GroupName).
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
-#: Groups that are there without scenarios: the one without a name, and the one that `relaygr rollout` makes.
-RESERVED: Final = ("default", "next")
+#: Keys of other records on `routes` (wire/routes.py, wire/assignments.py), and the group that `relaygr rollout` makes.
+RESERVED: Final = ("default", "assignments", "next")
 #: Longest kafka.prefix (schema.py).
 LONGEST_PREFIX: Final = 64
 #: A model's factory, module:name; anything else is a checkpoint.
@@ -93,7 +93,7 @@ def _check_name(name: str, table: Any, source: str, prefix: str) -> None:
     if not NAME.fullmatch(name) or name in RESERVED:
         raise ConfigError(
             f"{source}: [{SECTION}{name}]: a scenario's name is part of its topics' names: up to 24 of a–z, 0–9 and -, "
-            f"the first no -, and not {' or '.join(RESERVED)}; choose another one"
+            f"the first no -, and not {', '.join(RESERVED[:-1])} or {RESERVED[-1]}; choose another one"
         )
     if not isinstance(table, dict):
         raise ConfigError(f"{source}: `{SECTION}{name}` is no section; write [{SECTION}{name}], and below it its keys")

@@ -236,6 +236,13 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True):
         return self.full_ms(prefix, 0)
 
 
+class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
+    """The last move to another scenario that a worker gave up (wire/assignments.py)."""
+
+    epoch: Annotated[int, Meta(ge=0, lt=2**53)]  # of the assignments that asked for it
+    reason: Annotated[str, Meta(max_length=200)]  # for people
+
+
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """On `worker-status`, key = worker name: the worker's lanes, their budgets, its load and memory."""
 
@@ -272,6 +279,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     # Rankings with scores since its start, by outcome and by the time from reading the request to its reply.
     latencies: Annotated[dict[Label, Counts], Meta(max_length=16)] | UnsetType = UNSET
     scenario: Label | UnsetType = UNSET  # that its group serves; absent: `default`
+    assigned: Annotated[int, Meta(ge=0, lt=2**53)] | UnsetType = UNSET  # epoch of the assignments that it obeys
+    given_up: GivenUp | UnsetType = UNSET
 
     def validate(self) -> None:
         """Does nothing: every value of the right type is a valid status."""

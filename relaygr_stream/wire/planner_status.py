@@ -58,9 +58,10 @@ class PlannerStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: Id
     incarnation: Count  # Unix time of its start, in milliseconds
     sent_ms: UnixMillis
-    state: Label  # "serving", "stopped"; later releases may add more
-    mode: Label = "advise"  # later releases may add more
+    state: Label  # "serving", "standby": another planner acts; later releases may add more
+    mode: Label = "advise"  # or "act"; later releases may add more
     plan: FleetPlan
+    moves: Text = ""  # of a planner that acts: the move under way, or how the last one ended, for people
     version: Label = ""  # of this package
 
 

@@ -161,10 +161,10 @@ def routes_topic(topics: TopicSet) -> Topic:
     status = topics.worker_status
     name = status.name.removesuffix("worker-status") + TOPIC
     told = {
-        "key": "default or a scenario's name",
+        "key": "default, a scenario's name or assignments",
         "message": "Routes",
         "producers": ("operators",),
-        "consumers": ("service", "operators"),
+        "consumers": ("service", "workers", "operators"),
     }
     return msgspec.structs.replace(status, name=name, min_compaction_lag_ms=None, **told)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from tests import needs
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "docker" / "prometheus" / "alerts.yml"
 RULES: dict[str, Any] = {rule["alert"]: rule for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]}
+RECORDS: dict[str, Any] = yaml.safe_load(ALERTS.read_text())["groups"][1]
 RUNBOOK = (ROOT / "docs" / "how-to" / "alerts.md").read_text(encoding="utf-8")
 
 #: An hour in steps of 15 s: nothing happens, something happens once a second, once a step, once, half way.
@@ -86,6 +87,18 @@ def overloaded(within: str, device: str, refused: str = NEVER) -> Series:
     )
 
 
+def budget(within: str, scenario: str = "feed") -> Series:
+    """A ranking a second of a scenario's only worker, so many of them within the SLO."""
+    return (
+        of("relaygr_build_info", "1x240", instance=scenario, process="worker", scenario=scenario)
+        | of("relaygr_answers_total", PER_SECOND, instance=scenario, status="ok", outcome="hbm")
+        | of("relaygr_answers_total", PER_SECOND, instance=scenario, status="rejected", outcome="none")
+        | of("relaygr_rankings_within_slo_total", within, instance=scenario)
+    )
+
+
+#: One was late and is no more, another is late for three minutes.
+OVER_OR_SHORT = budget("0x100 15+15x139", "feed") | budget("0+15x228 3420x12", "ads")
 #: No process of a relay is scraped at all.
 NOTHING = of("up", "1x240")
 READ = of("relaygr_rankings_read_total", PER_SECOND, hops="0")
@@ -158,6 +171,9 @@ CASES = {
         | of("relaygr_rankings_within_slo_total", "0+14x240", instance="x"),
         also=(overloaded(within=PER_SECOND, device="0+14x240", refused=PER_STEP),),
     ),
+    "RelaygrBudgetBurnsFast": Case(budget("0+12.6x240"), OVER_OR_SHORT | budget("0+13x240", "search")),  # 16 %, 13.3 %
+    "RelaygrBudgetBurns": Case(budget("0+14x240"), OVER_OR_SHORT | budget("0+14.2x240", "search")),  # 6.7 %, 5.3 %
+    "RelaygrBudgetBurnsSlowly": Case(budget("0+14.8x240"), budget("0+14.9x240")),  # 1.3 %, 0.7 %
     "RelaygrHotLane": Case(
         of("relaygr_forwards_total", "0+3x240", READ, result="sent"),
         of("relaygr_forwards_total", "0+1x240", READ, result="sent"),
@@ -293,6 +309,29 @@ def test_of_two_fleets_a_rule_names_the_one_that_suffers(tmp_path: Path) -> None
     assert_hold(tests, tmp_path)
 
 
+@pytest.mark.stack
+def test_of_two_scenarios_an_alert_names_the_one_that_suffers(tmp_path: Path) -> None:
+    """Also by rankings of a worker that has gone since."""
+    burns = [alert for alert in RULES if alert.startswith("RelaygrBudget")]
+    gone = {
+        name.replace('"feed"', '"gone"', 1): "1x160 _x80" if "info" in name else values.replace("x240", "x160 _x80")
+        for name, values in budget(NEVER).items()
+    }
+    both = budget(PER_SECOND, "ads") | budget("0+13.5x240", "feed")  # 10 % are late
+
+    def named(alert: str, series: Series, scenarios: list[str]) -> dict[str, Any]:
+        test = checked(alert, series, {f'{{scenario="{name}"}}': 1 for name in scenarios})
+        test["promql_expr_test"][0]["expr"] = test["promql_expr_test"][0]["expr"].replace("(fleet)", "(scenario)", 1)
+        return test
+
+    def tests(alert: str, _: Case) -> list[dict[str, Any]]:
+        slowly = [named(alert, gone | budget(PER_SECOND), ["feed"])] if alert.endswith("Slowly") else []
+        return [named(alert, both, [] if alert.endswith("Fast") else ["feed"]), *slowly]
+
+    assert len(burns) == 3
+    assert_hold(tests, tmp_path, burns)
+
+
 def of_fleet(fleet: str, series: Series) -> Series:
     return {name.replace("{", f'{{fleet="{fleet}",', 1): values for name, values in series.items()}
 
@@ -312,12 +351,18 @@ def checked(alert: str, series: Series, firing: dict[str, int]) -> dict[str, Any
     }
 
 
-def assert_hold(tests: Callable[[str, Case], list[dict[str, Any]]], folder: Path) -> None:
+def assert_hold(
+    tests: Callable[[str, Case], list[dict[str, Any]]], folder: Path, alerts: Collection[str] = tuple(CASES)
+) -> None:
     """What promtool says of these tests of each rule, in a file of its own: the others are not evaluated there."""
     files = []
-    for alert, case in CASES.items():
+    for alert in alerts:
+        case = CASES[alert]
         rules, file = folder / f"{alert}.rules.yml", folder / f"{alert}.yml"
-        rules.write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [RULES[alert]]}]}), encoding="utf-8")
+        groups = [{"name": "one", "rules": [RULES[alert]]}]
+        if "relaygr:" in RULES[alert]["expr"]:
+            groups.insert(0, RECORDS)
+        rules.write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")
         whole = {"rule_files": [str(rules)], "evaluation_interval": "15s", "tests": tests(alert, case)}
         file.write_text(yaml.safe_dump(whole), encoding="utf-8")
         files.append(str(file))

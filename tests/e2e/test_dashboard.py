@@ -1,4 +1,4 @@
-"""Every query of the Grafana dashboard, and every alert rule, on a real Prometheus that scrapes a real relay."""
+"""Every query of the Grafana dashboards, and every alert rule, on a real Prometheus that scrapes a real fleet."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ import yaml  # type: ignore[import-untyped]
 
 from relaygr_stream.settings.schema import Kafka
 from tests import needs
-from tests.e2e.test_alerts import RULES
+from tests.e2e.test_alerts import RECORDS, RULES
 from tests.e2e.test_up import up
 from tests.ports import ports_in_a_row
 from tests.waiting import until
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
-PANELS = json.loads((DOCKER / "grafana" / "dashboards" / "relay.json").read_text())["panels"]
-FLEET = "one"
+BOARDS = [json.loads(path.read_text()) for path in sorted(DOCKER.glob("grafana/dashboards/*.json"))]
+FLEET, SCENARIO = "one", "feed"
 QUERIES = [
-    target["expr"].replace("$__rate_interval", "30s").replace("$fleet", FLEET)
-    for panel in PANELS
+    target["expr"].replace("$__rate_interval", "30s").replace("$fleet", FLEET).replace("$scenario", SCENARIO)
+    for board in BOARDS
+    for panel in board["panels"]
     for target in panel["targets"]
 ]
+RECORDED = [rule["record"] for rule in RECORDS["rules"]]
 LOOPBACK = build_opener(ProxyHandler({}))
 
 
@@ -91,22 +93,12 @@ async def prometheus(folder: Path, port: int, targets: dict[str, list[str]]) -> 
 
 
 @contextlib.asynccontextmanager
-async def replay(port: int, folder: Path) -> AsyncIterator[None]:
-    """`relaygr replay --generate` until the end. port: of its metrics, a client's."""
-    options = ["--requests", "0", "--rate", "5", "--length", "150", "--candidates", "20", "--items", "5000"]
-    with (folder / "replay.log").open("wb") as log:
+async def relaygr(folder: Path, port: int, command: str, *options: str) -> AsyncIterator[None]:
+    """A command of `relaygr` with the fleet's settings, until the end. port: of its metrics."""
+    files = (*("--config", str(folder / "settings.toml")), *("--config", str(folder / "fleet.toml")))
+    with (folder / f"{command}.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "relaygr_stream",
-                "replay",
-                "--generate",
-                "--config",
-                str(folder / "settings.toml"),
-            ),
-            *("--set", f"telemetry.port={port}"),
-            *options,
+            *(sys.executable, "-m", "relaygr_stream", command, *files, "--set", f"telemetry.port={port}", *options),
             stdout=log,
             stderr=log,
         )
@@ -117,25 +109,35 @@ async def replay(port: int, folder: Path) -> AsyncIterator[None]:
         await process.wait()
 
 
+#: A client of the scenario: its histories are short, and its requests as many as a busy machine serves.
+REPLAY = ("--generate", "--requests", "0", "--rate", "5", "--length", "150", "--candidates", "20", "--items", "5000")
+
+
 @pytest.mark.stack
-async def test_every_query_of_the_dashboard_has_data(embedded_settings: Kafka, tmp_path: Path) -> None:
+async def test_every_query_of_the_dashboards_has_data(embedded_settings: Kafka, tmp_path: Path) -> None:
     needs.programs("prometheus")
-    first = ports_in_a_row(5)  # the trigger's, the workers', the client's, Prometheus's
-    addresses = [f"127.0.0.1:{first + number}" for number in range(4)]
-    targets = {"trigger": addresses[:1], "worker": addresses[1:3], "client": addresses[3:]}
+    first = ports_in_a_row(6)  # the trigger's, the workers', the client's, the planner's, Prometheus's
+    addresses = [f"127.0.0.1:{first + number}" for number in range(5)]
+    targets = {"trigger": addresses[:1], "worker": addresses[1:3], "client": addresses[3:4], "planner": addresses[4:]}
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(f'[scenario.{SCENARIO}]\ntenants = ["shop"]\nmin_workers = 2\n', encoding="utf-8")
+    arguments = ("--fleet", str(fleet), "--name", "w", "--set", f"telemetry.port={first}")
     async with (
-        up(embedded_settings, tmp_path, "--workers", "2", "--name", "w", "--set", f"telemetry.port={first}") as relay,
-        prometheus(tmp_path, first + 4, targets) as server,
+        up(embedded_settings, tmp_path, *arguments) as relay,
+        prometheus(tmp_path, first + 5, targets) as server,
     ):
-        await until(lambda: relay.ready("trigger", "w-0", "w-1"), "all ready")
-        async with replay(first + 3, tmp_path):
+        await until(lambda: relay.ready(f"trigger-{SCENARIO}", f"w-{SCENARIO}-0", f"w-{SCENARIO}-1"), "all ready")
+        async with (
+            relaygr(tmp_path, first + 3, "replay", "--set", "client.tenant=shop", *REPLAY),
+            relaygr(tmp_path, first + 4, "planner", "--period", "1"),
+        ):
             for query in QUERIES:
                 await until(lambda query=query: server.values(query), f"data for {query}", 120)  # type: ignore[misc]
             (hits,) = server.values('sum(relaygr_answers_total{status="ok",outcome=~"hbm|dram|joined"})')
             assert hits > 0
         groups = server.ask("rules")["groups"]
         rules = [rule for group in groups for rule in group["rules"]]
-        assert {rule["name"]: rule["health"] for rule in rules} == dict.fromkeys(RULES, "ok")
+        assert {rule["name"]: rule["health"] for rule in rules} == dict.fromkeys([*RULES, *RECORDED], "ok")
         scraped = server.ask("label/__name__/values")
         assert sorted(name for rule in rules for name in _named(rule["query"]) if name not in {*scraped, *ABSENT}) == []
 

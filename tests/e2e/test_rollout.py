@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from relaygr_stream.bus.routes import read_routes
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.stack
 USERS = 400
 CANDIDATES = 20
 #: Requests at a time: both workers are asked, neither is overloaded.
-AT_ONCE = 3
+AT_ONCE = 6
 
 
 class Traffic:
@@ -43,6 +44,11 @@ class Traffic:
         self.versions: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.total = 0
+
+    async def more(self, count: int) -> None:
+        """Until so many more are answered."""
+        goal = self.total + count
+        await until(lambda: self.total > goal, "answers")
 
     async def run(self, seed: int) -> None:
         choice = random.Random(seed)
@@ -109,16 +115,38 @@ async def rollout(fleet: Fleet, folder: Path, *arguments: str) -> AsyncIterator[
         print(command.text[-6000:])  # what a failed test shows
 
 
-def changed_model(folder: Path, name: str, factor: float) -> str:
-    """The fleet's model, whose scores are so many times as large."""
+#: A user's model that computes as the one in model.checkpoint, and more slowly.
+SLOW = """
+import time
+from relaygr_stream.models.loading import load_checkpoint
+
+def make(model, device, dtype):
+    made = load_checkpoint(model.checkpoint)
+    made.place(device, dtype, "torch")
+    score = made.score
+
+    def slowly(batch):
+        time.sleep(0.25)
+        return score(batch)
+
+    made.score = slowly
+    return made
+"""
+
+
+def changed_model(folder: Path, name: str, factor: float = 1.0, *, items_shuffled: bool = False) -> str:
+    """The fleet's model, whose scores are so many times as large, or which takes item ids for others."""
     (original,) = (path.parent for path in folder.glob("model-*/config.json"))
     copy = folder / name
     shutil.copytree(original, copy)
     (weights,) = copy.glob("*.safetensors")
     tensors = load_file(weights)
-    scaled = {key: value * factor if key.startswith("head.") else value for key, value in tensors.items()}
+    changed = {key: value * factor if key.startswith("head.") else value for key, value in tensors.items()}
     assert any(key.startswith("head.") for key in tensors)
-    save_file(scaled, weights)
+    if items_shuffled:
+        table = changed["embedding.item"]
+        changed["embedding.item"] = table[torch.randperm(len(table), generator=torch.manual_seed(1))]
+    save_file(changed, weights)
     return str(copy)
 
 
@@ -127,29 +155,27 @@ async def share(fleet: Fleet) -> int:
     return 0 if routes is None else routes.share_of("next")
 
 
-@pytest.mark.parametrize(
-    ("factor", "reason"),
-    [(1e38, "failed or were rejected|not finite"), (30.0, "another distribution")],
-    ids=["overflow", "scale"],
-)
-async def test_a_bad_model_is_stopped_at_the_canary(
-    embedded_settings: Kafka, tmp_path: Path, factor: float, reason: str
-) -> None:
+async def test_each_bad_model_is_stopped_at_the_canary_or_before(embedded_settings: Kafka, tmp_path: Path) -> None:
+    """Not finite, another vocabulary: before any user moves. Another scale, slower: only users show it."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    slowly = ("--set", "model.factory=slow:make", "--set", f"model.path={tmp_path}")
     async with serving_fleet(embedded_settings, tmp_path, "w") as fleet, traffic(fleet) as asked:
-        bad = changed_model(tmp_path, "bad", factor)
-        arguments = ("--checkpoint", bad, "--canary", "50%", "--steps", "100", "--hold", "1h")
-        async with rollout(fleet, tmp_path, *arguments) as command:
-            code = await command.process.wait()
-            await until(lambda: "the users came back" in command.text)
-        assert code == 1
-        assert re.search(reason, command.text)
-        assert "step 1 of 2" in command.text
-        assert "step 2 of 2" not in command.text
-        assert await share(fleet) == 0
-        before, errors = asked.total, asked.errors.total()
-        await until(lambda: asked.total > before + 100, "answers after it")
-        assert asked.errors.total() == errors
-        if factor < 1e38:
+        for bad, reason, canary, *more in (
+            (changed_model(tmp_path, "overflow", 1e38), "failed or were rejected", False),
+            (changed_model(tmp_path, "vocabulary", items_shuffled=True), "in another order", False),
+            (changed_model(tmp_path, "scale", 30.0), "another distribution", True),
+            (changed_model(tmp_path, "slow"), "P99 of", True, *slowly),
+        ):
+            arguments = ("--checkpoint", bad, *more, "--canary", "50%", "--steps", "100", "--hold", "1h", "--cold")
+            async with rollout(fleet, tmp_path, *arguments) as command:
+                code = await command.process.wait()
+                await until(lambda: "the users came back" in command.text or "nobody moved" in command.text)
+            assert code == 1
+            assert re.search(reason, command.text), bad
+            assert ("step 1 of 2" in command.text) is canary, bad
+            assert "step 2 of 2" not in command.text
+            assert await share(fleet) == 0
+            await asked.more(100)
             assert asked.errors == {}
 
 

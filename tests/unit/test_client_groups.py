@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.bus import routes as bus_routes
+from relaygr_stream.bus import newest as bus_newest
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists
@@ -20,7 +20,8 @@ from relaygr_stream.client.groups import LOOK_S
 from relaygr_stream.errors import ConfigError, UnknownScenario
 from relaygr_stream.ops.erase import erase_from_fleet
 from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout
-from relaygr_stream.ops.rollout.run import Bus, Plan
+from relaygr_stream.ops.rollout.routing import Bus
+from relaygr_stream.ops.rollout.run import Plan
 from relaygr_stream.settings import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
@@ -63,7 +64,7 @@ class World:
 
 @pytest.fixture
 async def world(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(bus_routes, "ASK_S", 0.1)
+    monkeypatch.setattr(bus_newest, "ASK_S", 0.1)
     kafka = msgspec.structs.replace(embedded_settings, partitions=LANES)
     async with AsyncExitStack() as stack:
         own = await stack.enter_async_context(responder_on(kafka))

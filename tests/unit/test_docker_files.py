@@ -21,6 +21,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.gateway.metrics import Metrics as GatewayMetrics
+from relaygr_stream.ops.planner.metrics import PlannerMetrics
 from relaygr_stream.settings.load import ENV_CONFIG, ENV_NOT_SETTINGS, FIELDS, load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.loopwatch import LoopWatch
@@ -42,12 +43,16 @@ SERVICES = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
 OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("relaygr-stream:")}
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 PROMETHEUS = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
-DASHBOARD = json.loads((DOCKER / "grafana" / "dashboards" / "relay.json").read_text())
+BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(DOCKER.glob("grafana/dashboards/*.json"))}
+PANELS = [panel for board in BOARDS.values() for panel in board["panels"]]
 FILES = [path for path in sorted(DOCKER.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
-RULES = yaml.safe_load((DOCKER / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
+GROUPS = yaml.safe_load((DOCKER / "prometheus" / "alerts.yml").read_text())["groups"]
+RULES = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule["expr"] for rule in RULES]
-EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
+#: A metric of ours, or what a rule records.
+METRIC = r"\brelaygr[_:][\w:]+"
 
 
 PORT = re.findall(r"RELAYGR_TELEMETRY_PORT=(\d+)", DOCKERFILE)[0]
@@ -228,9 +233,15 @@ def test_every_service_has_a_memory_limit() -> None:
 def test_every_process_of_the_testbed_is_of_a_fleet_that_the_dashboard_can_choose() -> None:
     jobs = [each for job in PROMETHEUS["scrape_configs"] for each in job["static_configs"]]
     assert [job["labels"] for job in jobs] == [{"fleet": "testbed"}] * len(jobs)
-    assert [variable["name"] for variable in DASHBOARD["templating"]["list"]] == ["fleet"]
-    chosen = [len(re.findall(r'relaygr_\w+\{fleet=~"\$fleet"', each)) for each in EXPRESSIONS]
-    assert chosen == [len(re.findall(r"relaygr_\w+", each)) for each in EXPRESSIONS]
+    variables = {name: [each["name"] for each in board["templating"]["list"]] for name, board in BOARDS.items()}
+    assert variables == {"relay": ["fleet"], "scenarios": ["fleet", "scenario"]}
+    chosen = [len(re.findall(METRIC + r'\{fleet=~"\$fleet"', each)) for each in EXPRESSIONS]
+    assert chosen == [len(re.findall(METRIC, each)) for each in EXPRESSIONS]
+
+
+def test_every_panel_of_the_scenarios_is_of_the_chosen_ones() -> None:
+    expressions = [target["expr"] for panel in BOARDS["scenarios"]["panels"] for target in panel["targets"]]
+    assert expressions and [each for each in expressions if 'scenario=~"$scenario"' not in each] == []
 
 
 def test_ports_are_published_on_the_loopback_address_only() -> None:
@@ -253,7 +264,7 @@ def test_grafana_reads_the_prometheus_of_the_testbed() -> None:
     (source,) = yaml.safe_load(TEXTS["docker/grafana/provisioning/datasources/prometheus.yaml"])["datasources"]
     assert source["url"] == "http://prometheus:9090"
     assert SERVICES["prometheus"]["ports"][0].endswith(":9090")
-    assert {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]} == {source["uid"]}
+    assert {panel["datasource"]["uid"] for panel in PANELS} == {source["uid"]}
     (provider,) = yaml.safe_load(TEXTS["docker/grafana/provisioning/dashboards/relay.yaml"])["providers"]
     folder, grafana = provider["options"]["path"], SERVICES["grafana"]
     assert f"./grafana/dashboards:{folder}:ro" in grafana["volumes"]
@@ -267,16 +278,17 @@ def _samples() -> dict[str, set[str]]:
     registry = CollectorRegistry()
     samples: dict[str, set[str]] = {}
     LoopWatch(registry, stall_s=1.0)
-    _describe(registry, "worker")
+    _describe(registry, "worker", "feed")
     export_readiness(registry, lambda: None)
     serving = WorkerMetrics(registry), TriggerMetrics(registry), HistoryMetrics(registry), SpanCounts(registry)
-    parts = (*serving, ClientMetrics(registry), GatewayMetrics(registry))
+    parts = (*serving, ClientMetrics(registry), GatewayMetrics(registry), PlannerMetrics(registry))
     for metrics in parts:
         for metric in vars(metrics).values():
             if isinstance(metric, MetricWrapperBase):
                 (family,) = metric.describe()
                 samples |= {family.name + suffix: set(metric._labelnames) for suffix in suffixes[family.type]}
     samples["relaygr_parts_made_anew_total"] = {"part"}
+    samples |= {rule["record"]: {"fleet", "scenario"} for rule in RULES if "record" in rule}
     for family in registry.collect():  # those that are collected from plain numbers
         for sample in family.samples:
             samples.setdefault(sample.name, set()).update(sample.labels)
@@ -286,7 +298,7 @@ def _samples() -> dict[str, set[str]]:
 @pytest.mark.parametrize("expression", EXPRESSIONS + ALERTS)
 def test_every_metric_and_label_of_dashboard_and_alerts_is_exported(expression: str) -> None:
     samples = _samples()
-    named = set(re.findall(r"\brelaygr_\w+", expression))
+    named = set(re.findall(METRIC, expression))
     assert named or expression == "up == 0"
     assert named <= set(samples)
     labels = set(re.findall(r"(\w+)!?=~?\"", expression))

@@ -19,7 +19,7 @@ from relaygr_stream.cli.main import main
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.gateway.metrics import Metrics as GatewayMetrics
 from relaygr_stream.handover.desk import HandoverMetrics
-from relaygr_stream.ops.planner.process import PlannerMetrics
+from relaygr_stream.ops.planner.metrics import PlannerMetrics
 from relaygr_stream.ops.rollout.run import RolloutMetrics
 from relaygr_stream.settings import load as config
 from relaygr_stream.settings.schema import Settings, Telemetry

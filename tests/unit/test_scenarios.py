@@ -112,8 +112,7 @@ def test_a_later_file_counts_for_the_keys_that_it_has(tmp_path: Path) -> None:
         ("[scenario.'a\u00e4']\n", "[scenario.a\u00e4]"),
         ('[scenario."a\\n"]\n', "up to 24 of a–z, 0–9 and -"),
         (f"[scenario.{'a' * 25}]\n", "up to 24 of a–z, 0–9 and -"),
-        ("[scenario.default]\n", "not default or next; choose another one"),
-        ("[scenario.next]\n", "not default or next; choose another one"),
+        *((f"[scenario.{name}]\n", "not default, assignments or next; choose another one") for name in RESERVED),
         (
             f"[kafka]\nprefix = '{'p' * 60}'\n[scenario.feed]\n",
             "has more than 64 characters; shorten the name or `kafka.prefix`",

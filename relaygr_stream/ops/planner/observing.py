@@ -30,8 +30,14 @@ def observed(view: Overview) -> GroupSeen:
         prefix_ms += sum(grown[name] for name in PREFIX_MS)
         score_ms += grown[SCORE_MS] if told else each.last.busy_share * seconds * 1e3
         prefixes += max(own.answers["ok"], sum(grown[name] for name in READY) + own.outcomes["full"])
-        late = max(0, own.judged - own.within_slo)
-        workers.append(WorkerSeen(name=each.last.name, answers=own.all, late=late, busy=each.last.busy_share))
+        given_up = each.last.given_up or None
+        workers.append(
+            WorkerSeen(
+                name=each.last.name, answers=own.all, late=max(0, own.judged - own.within_slo),
+                busy=each.last.busy_share, lanes=len(each.last.lanes), epoch=each.last.assigned or 0,
+                given_up=given_up.epoch if given_up else 0, why=given_up.reason if given_up else "",
+            )
+        )  # fmt: skip
     return GroupSeen(
         workers=tuple(workers),
         per_second=per_second,

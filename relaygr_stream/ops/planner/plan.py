@@ -55,15 +55,24 @@ IDLE: Final = 0.5
 
 Amount = Annotated[float, Meta(ge=0, le=1e12)]
 Count = Annotated[int, Meta(ge=0, le=10_000_000)]
+Epoch = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A serving worker in the window: its answers, those late or without scores, its device's busy share."""
+    """A serving worker in the window: its answers, those late or without scores, its device's busy share.
+
+    lanes: that it owns. epoch: of the assignments that it obeys. given_up: of those of which it gave its move up, and
+    why; 0: of none.
+    """
 
     name: str
     answers: Count = 0
     late: Count = 0
     busy: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    lanes: Count = 0
+    epoch: Epoch = 0
+    given_up: Epoch = 0
+    why: str = ""
 
 
 class GroupSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +87,7 @@ class GroupSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All groups in a window that ended at `at_s`. reserve: workers that serve none. moving: a move is under way."""
+    """All groups in a window that ended at `at_s`. reserve: workers that serve none. moving: none may begin now."""
 
     at_s: Amount
     groups: dict[str, GroupSeen]
@@ -104,11 +113,13 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True)
 class Damping:
     """Damping, in seconds. floor_s: demand is averaged over it. patience_s: a group is below its floor, or late, for so
-    long before it takes a worker. settle_s: after a change the caches fill; the next move waits."""
+    long before it takes a worker. settle_s: after a change the caches fill; the next move waits. arrive_s: after that a
+    move is given up; the worker drains, loads another model and warms up meanwhile."""
 
     floor_s: float = 180.0
     patience_s: float = 30.0
     settle_s: float = 60.0
+    arrive_s: float = 180.0
 
 
 DAY: Final = Damping()

@@ -1,4 +1,4 @@
-"""The process `relaygr planner`: watches the groups of all scenarios, decides, and publishes what it proposes."""
+"""The process `relaygr planner`: watches the groups of all scenarios, decides, publishes what it proposes, and acts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import IO, Final
 
 import msgspec
 import structlog
-from prometheus_client import CollectorRegistry, Gauge
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.errors import BrokerError, ConfigError
+from relaygr_stream.ops.planner.acting import Acting, acting
+from relaygr_stream.ops.planner.metrics import PlannerMetrics
 from relaygr_stream.ops.planner.observing import observed
-from relaygr_stream.ops.planner.plan import Memory, Observation, decide
+from relaygr_stream.ops.planner.plan import DAY, Damping, Memory, Observation, decide
 from relaygr_stream.ops.status.overview import LISTEN_S, Overview, listening
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Settings
@@ -41,32 +42,13 @@ FAREWELL_S: Final = 2.0
 
 @dataclass(frozen=True)
 class PlannerOptions:
-    """period_s: between two decisions. record: a file that gets each observation; None: none."""
+    """period_s: between two decisions. record: a file that gets each observation; None: none. act: carry proposals
+    out, while no other planner does."""
 
     period_s: float = 10.0
     record: Path | None = None
-
-
-class PlannerMetrics:
-    """What it proposes, by scenario."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, meaning: str) -> Gauge:
-            return Gauge(f"relaygr_{name}", meaning, ["scenario"], registry=registry)
-
-        self._wanted = gauge("workers_wanted", "Workers that the scenario's traffic needs, min_workers at least.")
-        self._current = gauge("workers_current", "Workers that serve the scenario.")
-        self._headroom = gauge(
-            "slo_headroom_seconds", "The scenario's SLO less the P99 of its rankings, on the worker."
-        )
-
-    def show(self, plan: FleetPlan) -> None:
-        """Of the newest plan."""
-        for name, each in plan.scenarios.items():
-            self._wanted.labels(name).set(each.wanted)
-            self._current.labels(name).set(each.workers)
-            headroom_ms = float("nan") if each.headroom_ms is None else each.headroom_ms
-            self._headroom.labels(name).set(headroom_ms / 1e3)
+    act: bool = False
+    damping: Damping = DAY
 
 
 def scenarios_of(settings: Settings) -> Sequence[Scenario]:
@@ -79,16 +61,28 @@ def scenarios_of(settings: Settings) -> Sequence[Scenario]:
 class Planner:
     """Observes the groups, by scenario, and decides again and again. file: gets each observation as a line of JSON."""
 
-    def __init__(self, scenarios: Sequence[Scenario], views: Mapping[str, Overview], file: IO[bytes] | None) -> None:
+    def __init__(
+        self,
+        scenarios: Sequence[Scenario],
+        views: Mapping[str, Overview],
+        file: IO[bytes] | None,
+        damping: Damping,
+        acting: Acting | None,
+    ) -> None:
         self._scenarios, self._views, self._file = scenarios, views, file
+        self._damping, self._acting = damping, acting
         self._memory = Memory()
 
-    def look(self, at_s: float) -> FleetPlan:
-        """Observe, and decide. at_s: Unix time."""
+    async def turn(self, at_s: float) -> FleetPlan:
+        """Observe, decide, and act if it does. at_s: Unix time."""
         seen = Observation(at_s=at_s, groups={name: observed(view) for name, view in self._views.items()})
+        if self._acting is not None:
+            seen = await self._acting.follow(seen)
         if self._file is not None:
             self._write(self._file, seen)
-        self._memory, plan = decide(self._memory, seen, self._scenarios)
+        self._memory, plan = decide(self._memory, seen, self._scenarios, self._damping)
+        if self._acting is not None:
+            await self._acting.act(seen, plan.move)
         return plan
 
     def _write(self, file: IO[bytes], seen: Observation) -> None:
@@ -106,17 +100,19 @@ class PlannerStatements:
         topics = load_topics(settings.kafka)
         self.reader: Final = StatusReader.of(settings, topics)
         self._topic, self._producer = topics.worker_status.name, producer
-        self._name = f"{socket.gethostname()}-{os.getpid()}"
+        self.name: Final = f"{socket.gethostname()}-{os.getpid()}"
         self._started_ms = self._sent_ms = now_ms()
 
-    async def publish(self, plan: FleetPlan) -> None:
+    async def publish(self, plan: FleetPlan, acting: Acting | None) -> None:
         """Publish it now."""
         self._sent_ms = rising_ms(self._sent_ms, now_ms())
         status = PlannerStatus(
-            name=self._name,
+            name=self.name,
             incarnation=self._started_ms,
             sent_ms=self._sent_ms,
-            state="serving",
+            state="serving" if acting is None or acting.leads else "standby",
+            mode="advise" if acting is None else "act",
+            moves="" if acting is None else acting.says,
             plan=plan,
             version=version(),
         )
@@ -131,7 +127,7 @@ class PlannerStatements:
             log.warning("the planner's record is not removed")
 
     async def _send(self, value: bytes | None) -> None:
-        key, headers = (KEY_PREFIX + self._name).encode(), [(HEADER_KIND, KIND.encode())]
+        key, headers = (KEY_PREFIX + self.name).encode(), [(HEADER_KIND, KIND.encode())]
         if self.reader.signer is not None:
             headers = self.reader.signer.sign(self._topic, key, value, headers)
         try:
@@ -156,16 +152,22 @@ async def run_planner(context: ProcessContext, options: PlannerOptions) -> None:
         producer = await stack.enter_async_context(Producer(settings.kafka, client_id="relaygr-planner"))
         statements = PlannerStatements(settings, producer)
         await statements.reader.prepare()
-        planner = Planner(scenarios, views, file)
+        works = None
+        if options.act:
+            made = acting(settings, statements.name, statements.reader, producer, metrics, options.damping)
+            works = await stack.enter_async_context(made)
+            context.conditions.append(lambda: works.trouble)
+            tails.append(works.tail)
+        planner = Planner(scenarios, views, file, options.damping, works)
         await _wait(context, LISTEN_S)
         said = ""
         while not context.stop.is_set():
-            plan = planner.look(time.time())
+            plan = await planner.turn(time.time())
             metrics.show(plan)
-            await statements.publish(plan)
+            await statements.publish(plan, works)
             context.set_ready(True)
             move = "" if plan.move is None else plan.move.reason
-            if move != said and plan.move is not None:
+            if works is None and move != said and plan.move is not None:
                 log.info("proposes a move", source=plan.move.source, target=plan.move.target, reason=move)
             said = move
             await _wait(context, options.period_s)

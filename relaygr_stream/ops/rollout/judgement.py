@@ -5,7 +5,7 @@ observed (new, old), seconds in the step ─► stay, next step, done, or back, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -135,8 +135,7 @@ def _late(tally: Tally) -> int:
 
 
 def _other_scores(new: Scores, old: Scores) -> Iterator[str]:
-    if new.keys() != old.keys():
-        yield f"the new model scores {', '.join(sorted(new)) or 'nothing'}, the old one {', '.join(sorted(old))}"
+    yield from other_tasks(new, old)
     for task in sorted(new.keys() & old.keys()):
         distance = psi(old[task], new[task])
         if distance > MAX_PSI:
@@ -144,6 +143,13 @@ def _other_scores(new: Scores, old: Scores) -> Iterator[str]:
                 f"scores of {task!r} have another distribution: population stability index {distance:.2f}, the limit "
                 f"is {MAX_PSI:g}; medians {np.median(old[task]):.4g} (old), {np.median(new[task]):.4g} (new)"
             )
+
+
+def other_tasks(new: Iterable[str], old: Iterable[str]) -> Iterator[str]:
+    """An objection to a model that scores other tasks."""
+    here, there = sorted(new), sorted(old)
+    if here != there:
+        yield f"the new model scores {', '.join(here) or 'nothing'}, the old one {', '.join(there)}"
 
 
 def psi(before: npt.NDArray[np.float32], now: npt.NDArray[np.float32]) -> float:

@@ -15,6 +15,7 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import topics_with
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.ops.rollout.agreement import Pairs
 from relaygr_stream.ops.rollout.judgement import Observed
 from relaygr_stream.ops.status.overview import Overview, listening
 from relaygr_stream.ops.status.tally import Tally, growth
@@ -42,6 +43,7 @@ class WorkersView:
         self._clock = clock
         self._whole_s = clock()
         self.answers: TopicTail | None = None  # what feeds `on_scores`
+        self.pairs: Pairs | None = None  # gets the answers, too
         self.begin()
 
     def begin(self) -> None:
@@ -58,6 +60,8 @@ class WorkersView:
 
     def on_scores(self, records: list[Record]) -> None:
         """Take some scores of each answer."""
+        if self.pairs is not None:
+            self.pairs.on_answers(records)
         for record in records:
             if self._scored >= MOST_ANSWERS:
                 return

@@ -16,18 +16,10 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.children import end_with_parent
+from relaygr_stream.ops.rollout.comparing import Comparison
 from relaygr_stream.ops.rollout.observing import watching
-from relaygr_stream.ops.rollout.run import (
-    FIRST_S,
-    Bus,
-    Parts,
-    Plan,
-    Rollout,
-    RolloutMetrics,
-    label,
-    next_group,
-    source_of,
-)
+from relaygr_stream.ops.rollout.routing import Bus, label, next_group, source_of
+from relaygr_stream.ops.rollout.run import FIRST_S, Parts, Plan, Rollout, RolloutMetrics
 from relaygr_stream.ops.rollout.warming import warming
 from relaygr_stream.ops.status.overview import LISTEN_S
 from relaygr_stream.settings.scenarios import LONGEST_PREFIX
@@ -46,13 +38,15 @@ END_S: Final = 20.0
 @dataclass(frozen=True)
 class RolloutRequest:
     """group: where users move to; None: the other one of two. lanes: of the group; 0: as it has, or as the others have.
-    up: arguments of `relaygr up` for its processes; None: an operator starts them. warm: prefill before users move."""
+    up: arguments of `relaygr up` for its processes; None: an operator starts them. warm: prefill before users move.
+    unlike: the models may rank the same candidates in another order."""
 
     plan: Plan
     group: str | None = None
     lanes: int = 0
     up: Sequence[str] | None = None
     warm: bool = True
+    unlike: bool = False
 
 
 async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) -> None:
@@ -91,11 +85,14 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
             await bus.write(producer, msgspec.structs.replace(routes, epoch=max(routes.epoch, now_ms())))
         background = Background()
         async with (
-            warming(of_source, of_group, to, producer, background) if asked.warm else nullcontext() as warm,
+            warming(of_source, of_group, to, (old.lanes, new.lanes), producer, background)
+            if asked.warm
+            else nullcontext() as warm,
             _started(asked.up, of_group) as started,
         ):
             parts = Parts(bus, producer, RolloutMetrics(context.registry), say, started)
-            rollout = Rollout(parts, asked.plan, routes, to, new, old, warm)
+            comparison = None if asked.unlike else Comparison(of_source, of_group, producer, new, old)
+            rollout = Rollout(parts, asked.plan, routes, to, new, old, warm, comparison)
             context.set_ready(True)
             try:
                 await background.until(_run(context, rollout, started, say, background))
@@ -126,7 +123,7 @@ async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, sa
         return
     if started is not None:
         await asyncio.sleep(HEARD_S + context.settings.relay.life_window_ms / 1e3)
-    raise RelayError(f"the users came back: {rollout.why_back}")
+    raise RelayError(rollout.why_back)
 
 
 async def _whole(rollout: Rollout) -> bool:

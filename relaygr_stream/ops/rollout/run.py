@@ -7,6 +7,7 @@ step at a time; what they have in the old group stays there, and is used again i
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,28 +18,26 @@ import structlog
 from prometheus_client import CollectorRegistry, Gauge
 
 from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.newest import ASK_S
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import ASK_S, read_all_routes, read_routes, write_routes
-from relaygr_stream.bus.topics import topic_exists, verify_topics
-from relaygr_stream.errors import BrokerError, ConfigError, RelayError
+from relaygr_stream.errors import AccessDenied, BrokerError, ConfigError, RelayError
+from relaygr_stream.ops.rollout.comparing import Comparison
 from relaygr_stream.ops.rollout.judgement import Observed, decide
 from relaygr_stream.ops.rollout.observing import WorkersView
+from relaygr_stream.ops.rollout.routing import Bus, label, source_of
 from relaygr_stream.ops.rollout.warming import ENOUGH, Warming
-from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import Say
-from relaygr_stream.wire.routes import OWN, POSITIONS, RolloutProgress, Routes, routes_topic
-from relaygr_stream.wire.topic_files import load_topics
-from relaygr_stream.wire.worker_status import StatusReader
+from relaygr_stream.wire.routes import POSITIONS, RolloutProgress, Routes
 
 log = structlog.get_logger(__name__)
 
-#: The group that a rollout makes where none is named; back from it the users come to the group "".
-OTHER: Final = "next"
 LOOK_S: Final = 0.5
 #: Figures are stated so often.
 TELL_S: Final = 5.0
 #: Clients look for a topic that is new every ASK_S; one that is told late serves its users where they were.
 FIRST_S: Final = 2 * ASK_S
+#: How far the comparison of models has come is told so often.
+COMPARING_S: Final = 30.0
 #: A new group must have all its lanes served within this: a large model loads for minutes.
 START_S: Final = 1800.0
 
@@ -57,16 +56,6 @@ class Plan:
         if not shares or shares[0] <= 0 or list(shares) != sorted(set(shares)) or shares[-1] != POSITIONS:
             raise ConfigError("--canary and --steps must rise to 100, such as --canary 5% --steps 25,50,100")
         return cls(shares, hold_s)
-
-
-def label(group: str) -> str:
-    """The group's name for people and metrics."""
-    return group or "default"
-
-
-def next_group(routes: Routes | None) -> str:
-    """Where a rollout goes that names no group: the other one of two."""
-    return OWN if routes is not None and routes.share_of(OTHER) == POSITIONS else OTHER
 
 
 class RolloutMetrics:
@@ -93,38 +82,6 @@ class RolloutMetrics:
             self.p99.labels(*labels).set(figures.p99_ms / 1e3)
 
 
-class Bus:
-    """The routes on the cluster, of a relay whose own settings are those of the group ""."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.topics = load_topics(settings.kafka)
-        self._reader = StatusReader.of(settings, self.topics)
-
-    async def read(self) -> Routes:
-        """The newest routes; all users in the group "" where there are none. Raises BrokerError, TopicError."""
-        await verify_topics(self.settings.kafka)
-        await self._reader.prepare()
-        found = await read_routes(self.settings.kafka, self.topics, self._reader)
-        return found or Routes.of_one(OWN, self.topics.lanes)
-
-    async def scenarios_of(self, group: str) -> list[str]:
-        """The scenarios whose requests the group serves. Raises BrokerError."""
-        every = await read_all_routes(self.settings.kafka, self.topics, self._reader)
-        return [name for name, routes in every.items() if name and group in routes.groups]
-
-    async def write(self, producer: Producer, routes: Routes) -> None:
-        """Write them, at this time. Raises BrokerError."""
-        await write_routes(producer, self.topics, self._reader, msgspec.structs.replace(routes, sent_ms=now_ms()))
-
-    async def make_topic(self) -> bool:
-        """Make `routes` if it is not there; returns whether it was."""
-        topic = routes_topic(self.topics)
-        return await topic_exists(self.settings.kafka, topic) or not await topic_exists(
-            self.settings.kafka, topic, create=True
-        )
-
-
 class Started(Protocol):
     """The processes that a rollout has started for its group."""
 
@@ -145,7 +102,10 @@ class Parts:
 
 
 class Rollout:
-    """One rollout to the group `to`; new, old: the views of that group, and of the one that the users come from."""
+    """One rollout to the group `to`; new, old: the views of that group, and of the one that the users come from.
+
+    comparison: of both models before the first step; None: they may be unlike.
+    """
 
     def __init__(
         self,
@@ -156,6 +116,7 @@ class Rollout:
         new: WorkersView,
         old: WorkersView,
         warming: Warming | None = None,
+        comparison: Comparison | None = None,
     ) -> None:
         self._parts = parts
         self._plan = plan
@@ -163,7 +124,7 @@ class Rollout:
         self._to = to
         self._from = source_of(routes, to)
         self._new, self._old = new, old
-        self._warming = warming
+        self._warming, self._comparison = warming, comparison
         self.why_back = ""
         self.moved = False  # whether any user has moved
         self._before = Observed()  # what the old group did in the last step in which it had users
@@ -192,6 +153,9 @@ class Rollout:
         left = [number for number, share in enumerate(steps) if share > self._routes.share_of(self._to)]
         left = left or [len(steps) - 1]  # of a rollout that is continued
         self._aim(steps[left[0]])
+        if (why := await self._why_unlike()) is not None:
+            await self.back(why)
+            return False
         await self._wait_until_warm()
         for number in left:
             if self._warming is not None and (progress := self._warming.progress()).users:
@@ -212,11 +176,13 @@ class Rollout:
 
     async def back(self, why: str) -> None:
         """Move the users back, and say why."""
-        self.why_back = why
+        who = "the users came back" if self._routes.share_of(self._to) else "nobody moved"
+        self.why_back = f"{who}: {why}"
         self._parts.say(f"back: {why}")
-        assert self._routes.rollout, "it has moved"
-        await self._move(0, msgspec.structs.replace(self._routes.rollout, state="back", reason=why[:500]))
-        self._parts.say(f"all users are in group {label(self._from)} again")
+        steps = self._plan.steps
+        now = self._routes.rollout or RolloutProgress(state="back", group=self._to, steps=steps)
+        await self._move(0, msgspec.structs.replace(now, state="back", reason=why[:500]))
+        self._parts.say(f"all users are in group {label(self._from)}")
 
     def _aim(self, share: int) -> None:
         """Have users prefilled who move next, to this share."""
@@ -233,6 +199,29 @@ class Rollout:
         while warming and time.monotonic() - began < self._plan.hold_s and (warming.looking_s > 0 or not self._warm):
             self._check_started()
             await asyncio.sleep(min(LOOK_S, self._plan.hold_s))
+
+    async def _why_unlike(self) -> str | None:
+        """Compare the models while the old group has users; returns why nobody must move."""
+        if self._comparison is None or not self._routes.share_of(self._from):
+            return None
+        try:
+            async with self._comparison as comparison:
+                return await self._compared(comparison)
+        except AccessDenied as error:
+            log.warning("the models are not compared: rankings cannot be read", error=str(error))
+            return None
+
+    async def _compared(self, comparison: Comparison) -> str | None:
+        told = -math.inf
+        while (decision := await comparison.turn()).action == "stay":
+            self._check_started()
+            if time.monotonic() - told >= COMPARING_S:
+                told = time.monotonic()
+                self._parts.say(decision.reason)
+        if decision.action == "back":
+            return decision.reason
+        self._parts.say(decision.reason)
+        return None
 
     async def _hold(self, *, last: bool) -> str | None:
         """Watch the step to its end; returns why the users must go back."""
@@ -295,11 +284,3 @@ class Rollout:
         started = self._parts.started
         if started is not None and started.exit_code is not None:
             raise RelayError(f"the processes of group {label(self._to)} ended with exit code {started.exit_code}")
-
-
-def source_of(routes: Routes, to: str) -> str:
-    """The group that users come from. Raises ConfigError if they would come from several."""
-    beside = [part for part in routes.parts if part.group != to]
-    if len(serving := [label(part.group) for part in beside if part.share]) > 1:
-        raise ConfigError(f"groups {' and '.join(serving)} have users: finish that rollout, or take it --back, first")
-    return max(beside, key=lambda part: part.share).group if beside else OWN

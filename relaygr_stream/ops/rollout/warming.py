@@ -69,9 +69,10 @@ class Warmed(NamedTuple):
 
 
 class Warming:
-    """Sends the signals. group: settings of the new group, of this name. Call `aim` before each step."""
+    """Sends the signals. group: settings of the new group, of this name. lanes: that it has. Call `aim` before each
+    step."""
 
-    def __init__(self, group: Settings, name: str, producer: Producer, reader: StatusReader) -> None:
+    def __init__(self, group: Settings, name: str, lanes: int, producer: Producer, reader: StatusReader) -> None:
         self._topics: TopicSet = load_topics(group.kafka)
         self._name = name
         self._life_ms = group.relay.life_window_ms
@@ -79,7 +80,7 @@ class Warming:
         self._reader = reader
         self._owners = OwnerDirectory(group.trigger.max_status_age_ms, reader=reader)
         self._books: Books[SentSignals] = Books(SentSignals)
-        self._known = KnownUsers(self._topics.lanes)
+        self._known = KnownUsers(lanes)
         self._since_s = time.monotonic()
         self._aim: tuple[Routes, Routes] | None = None  # now, and after the next step
         self._queues: dict[str, deque[User]] = {}  # by worker, the worthiest first
@@ -225,22 +226,20 @@ class Warming:
 
 @asynccontextmanager
 async def warming(
-    source: Settings, group: Settings, name: str, producer: Producer, background: Background
+    source: Settings, group: Settings, name: str, lanes: tuple[int, int], producer: Producer, background: Background
 ) -> AsyncIterator[Warming | None]:
     """Follow the old group's rankings and the new group's workers. None, and a warning, where they cannot be read.
 
-    background: runs it, and fails with it.
+    lanes: that the old group has on the cluster, and the new one. background: runs it, and fails with it.
     """
     topics, of_group = load_topics(source.kafka), load_topics(group.kafka)
     reader = StatusReader.of(group, of_group)
     await reader.prepare()
-    found = Warming(group, name, producer, reader)
+    found = Warming(group, name, lanes[1], producer, reader)
     statuses = TopicTail(
         group.kafka, of_group.worker_status.name, [0], "latest", found.on_statuses, pause_s=STATUS_PAUSE_S
     )
-    rankings = TopicTail(
-        source.kafka, topics.ranking.name, range(topics.lanes), "latest", found.on_rankings, relaxed=True
-    )
+    rankings = TopicTail(source.kafka, topics.ranking.name, range(lanes[0]), "latest", found.on_rankings, relaxed=True)
     async with statuses:
         try:
             await rankings.start()

@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.cli.main import main
-from relaygr_stream.ops.planner.process import PlannerMetrics, PlannerOptions, run_planner
+from relaygr_stream.ops.planner.metrics import PlannerMetrics
+from relaygr_stream.ops.planner.process import PlannerOptions, run_planner
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext

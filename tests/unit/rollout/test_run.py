@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,20 +20,28 @@ from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.rollout import process, warming
 from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back
-from relaygr_stream.ops.rollout.run import Bus, Plan, next_group, source_of
+from relaygr_stream.ops.rollout.routing import Bus, next_group, source_of
+from relaygr_stream.ops.rollout.run import Plan
 from relaygr_stream.ops.rollout.warming import Warming
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.erase import KIND as ERASE
 from relaygr_stream.wire.erase import Erase, encode_erase
-from relaygr_stream.wire.messages import PreInferSignal
-from relaygr_stream.wire.records import HEADER_KIND, KIND_DELEGATED, Record, kind_of
+from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, ScoreReply
+from relaygr_stream.wire.records import (
+    HEADER_CORRELATION,
+    HEADER_KIND,
+    HEADER_REPLY_PARTITION,
+    KIND_DELEGATED,
+    Record,
+    kind_of,
+)
 from relaygr_stream.wire.routes import POSITIONS, Routes, group_settings
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import WITHIN_SLO, StatusReader
 from tests.statuses import lane_statuses, worker_status
-from tests.unit.client_peers import PREFIX, request
+from tests.unit.client_peers import PREFIX, request, responder_on, scored, scores_for
 from tests.waiting import until
 
 LANES = 8
@@ -89,7 +99,8 @@ class World:
 
     async def roll_out(self, hold_s: float = 0.2, **asked: object) -> None:
         plan = Plan.of([0.05, 0.5, 1.0], hold_s)
-        await run_rollout(self.context, RolloutRequest(plan, **asked), self.say)  # type: ignore[arg-type]
+        plain: dict[str, Any] = {"unlike": True}  # no rankings to compare
+        await run_rollout(self.context, RolloutRequest(plan, **{**plain, **asked}), self.say)
 
     @asynccontextmanager
     async def stating(self, *groups: Group) -> AsyncIterator[None]:
@@ -102,11 +113,14 @@ class World:
 
 
 @pytest.fixture
-async def world(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+async def world(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[World]:
+    """The parameter: by how much the lanes of the group "" have grown."""
     monkeypatch.setattr(process, "FIRST_S", 0.0)
     monkeypatch.setattr(warming, "SEEN_S", 0.0)
     kafka = msgspec.structs.replace(embedded_settings, partitions=LANES)
-    await apply_topics(kafka)
+    await apply_topics(msgspec.structs.replace(kafka, partitions=LANES * getattr(request, "param", 1)))
     await apply_topics(group_settings(Settings(kafka=kafka), "next", LANES).kafka)
     async with Producer(kafka, client_id="groups") as producer:
         yield World(kafka, producer)
@@ -132,7 +146,51 @@ async def test_all_users_move_by_steps_and_the_next_rollout_comes_back(world: Wo
         assert await world.share("") == POSITIONS
 
 
-async def test_users_are_prefilled_in_the_new_group_before_they_move(world: World) -> None:
+def in_turn(request: RankingRequest) -> ScoreReply:
+    """As a model whose item ids are another's."""
+    return msgspec.structs.replace(scored(request), scores=(-scores_for(request)).tobytes())
+
+
+async def ask(world: World) -> None:
+    """Rankings in the old group, as clients send them."""
+    topic = load_topics(world.settings.kafka).ranking.name
+    for number in itertools.count():
+        asked = request(number, candidates=(number, number + 7, number + 3), user_id=f"u{number}")
+        headers = [(HEADER_CORRELATION, b"%d" % number), (HEADER_REPLY_PARTITION, b"3")]
+        lane = lane_of(asked.user_id, LANES)
+        await world.producer.send_and_wait(topic, encode(asked), partition=lane, headers=headers)
+
+
+@pytest.mark.parametrize("answers", [scored, in_turn], ids=["alike", "unlike"])
+async def test_nobody_moves_to_a_model_that_ranks_the_same_in_another_order(
+    world: World, answers: Callable[[RankingRequest], ScoreReply]
+) -> None:
+    async with (
+        world.stating(world.old, world.new),
+        responder_on(world.settings.kafka) as here,
+        responder_on(world.new_settings.kafka, lambda asked: [answers(asked)]) as there,
+    ):
+        asking = asyncio.create_task(ask(world))
+        if answers is scored:
+            await world.roll_out(unlike=False, warm=False)
+        else:
+            with pytest.raises(RelayError, match=r"nobody moved: .* in another order: rank correlation -1"):
+                await world.roll_out(unlike=False, warm=False)
+        asking.cancel()
+        await asyncio.wait({asking})
+    assert await world.share() == (POSITIONS if answers is scored else 0)
+    assert {asked.mode for _, asked in there.requests} == {"full"}
+    assert {asked.mode for _, asked in here.requests} == {"auto"}
+    if answers is in_turn:
+        assert not any(line.startswith("step") for line in world.lines)
+        routes = await read_routes(world.settings.kafka, load_topics(world.settings.kafka), StatusReader())
+        assert routes is not None
+        assert routes.rollout
+        assert (routes.rollout.state, "another order" in routes.rollout.reason) == ("back", True)
+
+
+@pytest.mark.parametrize(("world", "grown"), [(1, 1), (2, 2)], indirect=["world"], ids=["as stated", "grown"])
+async def test_users_are_prefilled_in_the_new_group_before_they_move(world: World, grown: int) -> None:
     """Each once, by delegated signals on its lane there; nobody who stays, and nobody of whom nothing is to be used."""
     old, new = (load_topics(settings.kafka) for settings in (world.settings, world.new_settings))
     signals: list[tuple[int, PreInferSignal]] = []
@@ -151,7 +209,7 @@ async def test_users_are_prefilled_in_the_new_group_before_they_move(world: Worl
         await until(lambda: any(line.startswith("step 1") for line in world.lines))
         for number, user in enumerate(users):
             asked = msgspec.structs.replace(request(number, user_id=user), mode="full" if number % 5 == 0 else "auto")
-            lane = lane_of(user, LANES)
+            lane = lane_of(user, grown * LANES)
             await world.producer.send_and_wait(old.ranking.name, encode(asked), key=user.encode(), partition=lane)
         half = first.moved("next", LANES, POSITIONS // 2)
         expected = {user for user in users[1:] if half.group_of(user) == "next"} - canary - set(users[::5])
@@ -166,7 +224,7 @@ async def test_users_are_prefilled_in_the_new_group_before_they_move(world: Worl
 async def test_a_user_who_is_erased_is_not_prefilled(world: World) -> None:
     """Nor by a ranking of before, that is read later; the routes name the group before anyone is prefilled in it."""
     topics, reader = load_topics(world.new_settings.kafka), StatusReader()
-    found = Warming(world.new_settings, "next", world.producer, reader)
+    found = Warming(world.new_settings, "next", LANES, world.producer, reader)
 
     def asked(user: str, at_ms: int) -> Record:
         return Record("ranking", 0, 0, at_ms, user.encode(), encode(request(user_id=user)), ())

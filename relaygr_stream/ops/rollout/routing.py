@@ -1,0 +1,70 @@
+"""The routes as they are on the cluster, and which group users move to, and from."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.routes import read_all_routes, read_routes, write_routes
+from relaygr_stream.bus.topics import topic_exists, verify_topics
+from relaygr_stream.errors import ConfigError
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.routes import OWN, POSITIONS, Routes, routes_topic
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.worker_status import StatusReader
+
+#: The group that a rollout makes where none is named; back from it the users come to the group "".
+OTHER: Final = "next"
+
+
+class Bus:
+    """The routes on the cluster, of a relay whose own settings are those of the group ""."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.topics = load_topics(settings.kafka)
+        self._reader = StatusReader.of(settings, self.topics)
+
+    async def read(self) -> Routes:
+        """The newest routes; all users in the group "" where there are none. Raises BrokerError, TopicError."""
+        await verify_topics(self.settings.kafka)
+        await self._reader.prepare()
+        found = await read_routes(self.settings.kafka, self.topics, self._reader)
+        return found or Routes.of_one(OWN, self.topics.lanes)
+
+    async def scenarios_of(self, group: str) -> list[str]:
+        """The scenarios whose requests the group serves. Raises BrokerError."""
+        every = await read_all_routes(self.settings.kafka, self.topics, self._reader)
+        return [name for name, routes in every.items() if name and group in routes.groups]
+
+    async def write(self, producer: Producer, routes: Routes) -> None:
+        """Write them, at this time. Raises BrokerError."""
+        await write_routes(producer, self.topics, self._reader, msgspec.structs.replace(routes, sent_ms=now_ms()))
+
+    async def make_topic(self) -> bool:
+        """Make `routes` if it is not there; returns whether it was."""
+        topic = routes_topic(self.topics)
+        return await topic_exists(self.settings.kafka, topic) or not await topic_exists(
+            self.settings.kafka, topic, create=True
+        )
+
+
+def label(group: str) -> str:
+    """The group's name for people and metrics."""
+    return group or "default"
+
+
+def next_group(routes: Routes | None) -> str:
+    """Where a rollout goes that names no group: the other one of two."""
+    return OWN if routes is not None and routes.share_of(OTHER) == POSITIONS else OTHER
+
+
+def source_of(routes: Routes, to: str) -> str:
+    """The group that users come from. Raises ConfigError if they would come from several."""
+    beside = [part for part in routes.parts if part.group != to]
+    if len(serving := [label(part.group) for part in beside if part.share]) > 1:
+        raise ConfigError(f"groups {' and '.join(serving)} have users: finish that rollout, or take it --back, first")
+    return max(beside, key=lambda part: part.share).group if beside else OWN
