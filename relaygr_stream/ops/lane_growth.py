@@ -23,7 +23,7 @@ from relaygr_stream.ops.rollout.routing import Bus, label
 from relaygr_stream.ops.status.overview import Overview, listening
 from relaygr_stream.settings.schema import MAX_LANES, Settings
 from relaygr_stream.telemetry.printable import Say
-from relaygr_stream.wire.routes import Routes, group_settings
+from relaygr_stream.wire.routes import group_settings
 from relaygr_stream.wire.topic_files import TopicSet
 
 #: Owners are looked for so often, and told of when they change.
@@ -118,21 +118,22 @@ class LiveFleet:
 
     async def announced(self) -> int:
         """The number of lanes that clients go by."""
-        return max((await self._bus.read()).lanes_of(self._group), self._topics.stated)
+        found = await self._bus.naming(self._group)
+        return max(min(routes.lanes_of(self._group) for routes in found.values()), self._topics.stated)
 
     async def announce(self, lanes: int) -> None:
         """Have clients go by so many."""
         await self._bus.make_topic()
-        routes = (await self._bus.read()).grown(self._group, lanes)
         async with Producer(self._settings.kafka, client_id="relaygr-lanes") as producer:
-            await self._bus.write(producer, routes)
+            for scenario, routes in (await self._bus.naming(self._group)).items():
+                await self._bus.write(producer, routes.grown(self._group, lanes), scenario)
 
 
 async def grow_lanes(settings: Settings, group: str, lanes: int, say: Say) -> None:
     """Grow the lanes of a group. Raises RelayError."""
     bus = Bus(settings)
-    routes: Routes = await bus.read()
-    of_group = group_settings(settings, group, routes.lanes_of(group) or bus.topics.lanes)
+    stated = min(routes.lanes_of(group) for routes in (await bus.naming(group)).values())
+    of_group = group_settings(settings, group, stated)
     topics = topics_with(of_group.kafka, await verify_topics(of_group.kafka))
     async with AsyncExitStack() as stack:
         view, _ = await stack.enter_async_context(listening(of_group, topics))

@@ -14,9 +14,10 @@ from relaygr_stream.client.sender import SILENT_S
 from relaygr_stream.errors import BrokerUnavailable
 from relaygr_stream.ops.children import Child
 from tests.faults.cluster import Node, ThreeBrokers, relay_topics
+from tests.faults.growth import grows_through_kills
 from tests.faults.load import TIMEOUT_S
 from tests.faults.proxy import links
-from tests.faults.scene import Scene, relay_on, scene
+from tests.faults.scene import LANES, Scene, relay_on, scene
 
 pytestmark = [pytest.mark.faults, pytest.mark.kafka, pytest.mark.timeout(800)]
 
@@ -50,7 +51,7 @@ async def test_a_lanes_leader_is_killed(cluster: ThreeBrokers, tmp_path: Path, c
         assert cost.served if copies == 1 else cost.recovered(3.0), cost
 
 
-async def test_the_coordinator_of_the_workers_is_killed(cluster: ThreeBrokers, tmp_path: Path) -> None:
+async def test_the_coordinator_is_killed_then_lanes_grow_through_kills(cluster: ThreeBrokers, tmp_path: Path) -> None:
     kafka = relay_on(cluster, relay_topics(tmp_path / "topics"))
     async with scene(cluster, kafka, tmp_path, "w1", "w2", "w3") as stage:
         victim = await cluster.coordinator(f"{kafka.prefix}workers")
@@ -67,6 +68,12 @@ async def test_the_coordinator_of_the_workers_is_killed(cluster: ThreeBrokers, t
         await stage.calm()
         nobody_restarted(stage)
         cost = await stage.cost("group coordinator killed")
+        assert cost.served, cost
+
+        await stage.another()
+        await grows_through_kills(cluster, stage, tmp_path, 2 * LANES, "w2")
+        await stage.calm()
+        cost = await stage.cost("lanes grow while the command, a worker and a broker are killed")
         assert cost.served, cost
 
 

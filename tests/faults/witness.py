@@ -98,6 +98,13 @@ class Witness:
         offset = await self._bad.send_and_wait(topic, value, key=key, partition=lane, headers=headers)
         self.ledger.bad[topic, lane, offset] = reason
 
+    async def follow(self, lanes: int) -> None:
+        """There are so many lanes now: see the added ones, too, from their beginning."""
+        ranking, before = self._topics.ranking.name, self._topics.lanes
+        assert self._topics.grow(lanes)
+        tail = TopicTail(self._settings.kafka, ranking, range(before, lanes), "earliest", self._on_rankings)
+        await self._stack.enter_async_context(tail)
+
     def expect_exits(self, codes: Mapping[str, int], due: int = 0) -> None:
         """These processes have ended: a worker's code tells whether its books balanced."""
         self.ledger.exits += [(name, code, due) for name, code in codes.items()]

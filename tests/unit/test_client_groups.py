@@ -19,9 +19,11 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.client.groups import LOOK_S
 from relaygr_stream.errors import ConfigError, UnknownScenario
 from relaygr_stream.ops.erase import erase_from_fleet
+from relaygr_stream.ops.lane_growth import LiveFleet
 from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout
 from relaygr_stream.ops.rollout.routing import Bus
 from relaygr_stream.ops.rollout.run import Plan
+from relaygr_stream.ops.status.overview import listening
 from relaygr_stream.settings import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
@@ -329,6 +331,21 @@ async def test_a_rollout_takes_no_scenarios_group(world: World) -> None:
         asked = RolloutRequest(Plan.of([1.0], 1.0), group="feed")
         with pytest.raises(ConfigError, match="--group feed serves scenario feed"):
             await run_rollout(context, asked, print)
+
+
+async def test_lanes_of_a_scenarios_group_are_announced_to_its_clients(world: World) -> None:
+    settings = Settings(kafka=world.kafka)
+    group = group_settings(settings, "feed", 2)
+    async with feed_on(world), opened(world) as relay, listening(group, load_topics(group.kafka)) as (view, _):
+        bus = Bus(settings)
+        fleet = LiveFleet(bus, "feed", group, load_topics(group.kafka), view)
+        assert await fleet.announced() == 2
+        await fleet.announce(8)
+        assert await fleet.announced() == 8
+        await until(lambda: relay.lane("u5", "feed") == lane_of("u5", 8) != lane_of("u5", 2), "the client hears of it")
+        assert (await bus.read()).groups == ("",), "no other routes change"
+        with pytest.raises(ConfigError, match="group ads: no routes name it, only default, feed"):
+            await bus.naming("ads")
 
 
 async def test_an_erasure_asks_the_groups_of_all_scenarios(world: World) -> None:

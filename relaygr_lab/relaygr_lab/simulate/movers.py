@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from relaygr_lab.simulate.groups import Day, Mover, Surface
-from relaygr_stream.ops.planner.plan import Damping, Memory, Observation, decide
+from relaygr_stream.ops.planner.plan import Damping, Memory, decide
+from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.planner_status import Move
 

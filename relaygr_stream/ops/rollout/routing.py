@@ -40,9 +40,21 @@ class Bus:
         every = await read_all_routes(self.settings.kafka, self.topics, self._reader)
         return [name for name, routes in every.items() if name and group in routes.groups]
 
-    async def write(self, producer: Producer, routes: Routes) -> None:
-        """Write them, at this time. Raises BrokerError."""
-        await write_routes(producer, self.topics, self._reader, msgspec.structs.replace(routes, sent_ms=now_ms()))
+    async def naming(self, group: str) -> dict[str, Routes]:
+        """By scenario ("": none), the newest routes that name the group; without any, those of all users in the group
+        "". Raises BrokerError, TopicError; ConfigError for a group that no routes name."""
+        own = await self.read()
+        every = {**await read_all_routes(self.settings.kafka, self.topics, self._reader), "": own}
+        found = {name: routes for name, routes in every.items() if group in routes.groups}
+        if not found:
+            known = ", ".join(sorted({label(each) for routes in every.values() for each in routes.groups}))
+            raise ConfigError(f"group {label(group)}: no routes name it, only {known}")
+        return found
+
+    async def write(self, producer: Producer, routes: Routes, scenario: str = "") -> None:
+        """Write them, at this time. scenario: whose they are; "": of none. Raises BrokerError."""
+        routes = msgspec.structs.replace(routes, sent_ms=now_ms())
+        await write_routes(producer, self.topics, self._reader, routes, scenario)
 
     async def make_topic(self) -> bool:
         """Make `routes` if it is not there; returns whether it was."""
