@@ -20,6 +20,7 @@ import yaml  # type: ignore[import-untyped]
 
 from relaygr_stream.settings.schema import Kafka
 from tests import needs
+from tests.chart import render
 from tests.e2e.test_alerts import RECORDS, RULES
 from tests.e2e.test_up import up
 from tests.ports import ports_in_a_row
@@ -109,6 +110,15 @@ async def relaygr(folder: Path, port: int, command: str, *options: str) -> Async
         await process.wait()
 
 
+def keda_query() -> str:
+    """By which the Helm chart has KEDA scale the scenario."""
+    keda = {"enabled": True, "prometheus": {"serverAddress": "http://prometheus:9090"}}
+    settings = {"kafka": {"bootstrap": "kafka:9092"}, "scenario": {SCENARIO: {}}}
+    (objects,) = render({"fleetName": FLEET, "fleet": settings, "keda": keda})
+    (scaled,) = (each for each in objects if isinstance(each, dict) and each["kind"] == "ScaledObject")
+    return str(scaled["spec"]["triggers"][0]["metadata"]["query"])
+
+
 #: A client of the scenario: its histories are short, and its requests as many as a busy machine serves.
 REPLAY = ("--generate", "--requests", "0", "--rate", "5", "--length", "150", "--candidates", "20", "--items", "5000")
 
@@ -116,6 +126,7 @@ REPLAY = ("--generate", "--requests", "0", "--rate", "5", "--length", "150", "--
 @pytest.mark.stack
 async def test_every_query_of_the_dashboards_has_data(embedded_settings: Kafka, tmp_path: Path) -> None:
     needs.programs("prometheus")
+    wanted = keda_query()
     first = ports_in_a_row(6)  # the trigger's, the workers', the client's, the planner's, Prometheus's
     addresses = [f"127.0.0.1:{first + number}" for number in range(5)]
     targets = {"trigger": addresses[:1], "worker": addresses[1:3], "client": addresses[3:4], "planner": addresses[4:]}
@@ -131,7 +142,7 @@ async def test_every_query_of_the_dashboards_has_data(embedded_settings: Kafka, 
             relaygr(tmp_path, first + 3, "replay", "--set", "client.tenant=shop", *REPLAY),
             relaygr(tmp_path, first + 4, "planner", "--period", "1"),
         ):
-            for query in QUERIES:
+            for query in [*QUERIES, wanted]:
                 await until(lambda query=query: server.values(query), f"data for {query}", 120)  # type: ignore[misc]
             (hits,) = server.values('sum(relaygr_answers_total{status="ok",outcome=~"hbm|dram|joined"})')
             assert hits > 0

@@ -245,8 +245,12 @@ def test_with_the_fleets_secret_workers_reach_each_other(tmp_path: Path) -> None
 
 
 def test_network_policies_let_out_to_the_brokers_and_the_store() -> None:
-    out = of_kind(rendered()["three"], "NetworkPolicy")["shop-processes"]["spec"]["egress"]
-    assert [[port["port"] for port in rule["ports"]] for rule in out] == [[53, 53], [9092, 6380]]
+    def ports(example: str) -> list[list[int]]:
+        out = of_kind(rendered()[example], "NetworkPolicy")["shop-processes"]["spec"]["egress"]
+        return [[port["port"] for port in rule["ports"]] for rule in out]
+
+    assert ports("three") == [[53, 53], [9092, 6380]]
+    assert ports("scaled") == [[53, 53], [9092, 6379]]
 
 
 def test_keda_follows_the_planner_and_nothing_else_sets_the_number_of_workers() -> None:
@@ -276,13 +280,16 @@ def test_keda_follows_the_planner_and_nothing_else_sets_the_number_of_workers() 
 
 def test_a_new_scenario_restarts_no_worker_and_a_new_model_those_that_serve_it() -> None:
     fleet = FEED["fleet"]
-    feed, both, model, larger = (
+    act = {"planner": {"mode": "act"}}
+    feed, both, model, larger, acts, both_act = (
         {name: each["metadata"]["annotations"]["relaygr/settings"] for name, each in processes(made).items()}
         for made in render(
             FEED,
             {"fleet": {**fleet, "scenario": {"feed": {"priority": 2}, "ads": {}}}},
             {"fleet": {**fleet, "scenario": {"feed": {"priority": 2, "model": "demo"}, "ads": {}}}},
             {"fleet": {**fleet, "relay": {"max_candidates": 512}}},
+            FEED | act,
+            {"fleet": {**fleet, "scenario": {"feed": {}, "ads": {}}}} | act,
         )
         if not isinstance(made, str)
     )
@@ -290,6 +297,7 @@ def test_a_new_scenario_restarts_no_worker_and_a_new_model_those_that_serve_it()
     of_feed = {"shop-planner", "shop-worker-feed", "shop-trigger-feed"}
     assert {name for name in both if model[name] != both[name]} == of_feed
     assert not {name for name in feed if name != "shop-topics" and larger[name] == feed[name]}
+    assert acts["shop-worker-feed"] != both_act["shop-worker-feed"], "it must know where it may be moved to"
 
 
 #: Values, and what the error says of them.

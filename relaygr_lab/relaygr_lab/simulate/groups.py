@@ -25,7 +25,7 @@ from relaygr_lab.simulate.timeline import Timeline
 from relaygr_lab.simulate.worker import SimulatedWorker
 from relaygr_stream.engine.commands import Answer
 from relaygr_stream.ops.planner.observing import PREFIX_MS, READY, SCORE_MS
-from relaygr_stream.ops.planner.plan import GroupSeen, Observation, WorkerSeen
+from relaygr_stream.ops.planner.seen import GroupSeen, Observation, WorkerSeen
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.planner_status import Move

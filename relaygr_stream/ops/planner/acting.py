@@ -24,7 +24,8 @@ from relaygr_stream.bus.topics import topic_exists
 from relaygr_stream.errors import BrokerError, DecodeError, TopicError
 from relaygr_stream.ops.planner.metrics import PlannerMetrics
 from relaygr_stream.ops.planner.moves import MovesMemory, PendingMove, begun, followed
-from relaygr_stream.ops.planner.plan import Damping, Observation
+from relaygr_stream.ops.planner.plan import Damping
+from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.assignments import Assignments, newer_assignments

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
-from relaygr_stream.ops.planner.plan import Damping, Observation, WorkerSeen
+from relaygr_stream.ops.planner.plan import Damping
+from relaygr_stream.ops.planner.seen import Observation, WorkerSeen
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.assignments import MAX_WORKERS
 from relaygr_stream.wire.planner_status import Move

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from relaygr_stream.ops.planner.plan import GroupSeen, WorkerSeen
+from relaygr_stream.ops.planner.seen import GroupSeen, WorkerSeen
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.tally import KINDS, Tally, growth, lately
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
-from msgspec import Meta
 
+from relaygr_stream.ops.planner.seen import GroupSeen, Observation
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.planner_status import FleetPlan, Move, ScenarioPlan
 
@@ -48,51 +48,12 @@ DOWN_SPARE: Final = 0.1
 #: fits, or none is though it does not.
 MOST_FACTOR: Final = 3.0
 FADE_S: Final = 86_400.0
+#: How much better off an equal must be that gives a worker which it needs.
+MORE: Final = 1.25
 #: Answers of a group in a window below which it does not show that it keeps its SLO.
 ENOUGH: Final = 200
 #: Late workers whose devices are used less than this share of the wanted use are not late for lack of workers.
 IDLE: Final = 0.5
-
-Amount = Annotated[float, Meta(ge=0, le=1e12)]
-Count = Annotated[int, Meta(ge=0, le=10_000_000)]
-Epoch = Annotated[int, Meta(ge=0, lt=2**53)]
-
-
-class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A serving worker in the window: its answers, those late or without scores, its device's busy share.
-
-    lanes: that it owns. epoch: of the assignments that it obeys. given_up: of those of which it gave its move up, and
-    why; 0: of none.
-    """
-
-    name: str
-    answers: Count = 0
-    late: Count = 0
-    busy: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    lanes: Count = 0
-    epoch: Epoch = 0
-    given_up: Epoch = 0
-    why: str = ""
-
-
-class GroupSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A scenario's group in the window. per_second: rankings. prefix_ms, score_ms: device time of one. p99_ms: of the
-    answers with scores, on the worker; None: there were none."""
-
-    workers: tuple[WorkerSeen, ...] = ()
-    per_second: Amount = 0.0
-    prefix_ms: Amount = 0.0
-    score_ms: Amount = 0.0
-    p99_ms: Amount | None = None
-
-
-class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All groups in a window that ended at `at_s`. reserve: workers that serve none. moving: none may begin now."""
-
-    at_s: Amount
-    groups: dict[str, GroupSeen]
-    reserve: Count = 0
-    moving: bool = False
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -310,24 +271,39 @@ def _move(lacking: Sequence[_Need], needs: Iterable[_Need], reserve: int) -> Mov
         givers = [each for each in every if each.may_give and each is not taker]
         whole = [each for each in givers if each.is_whole_without_one]
         lower = [each for each in givers if _may_be_cut(each, taker)]
-        if found := sorted(whole, key=_worth) or sorted(lower, key=_worth):
-            giver = found[0]
-            how = f"needs {giver.demand:.2f} of {giver.workers}" if giver in whole else "is of lower priority"
-            if giver not in whole and taker.workers < taker.scenario.min_workers:
-                how = f"has more than its min_workers, and {name} has fewer"
-            return Move(source=giver.scenario.name, target=name, reason=f"{why}; {giver.scenario.name} {how}")
+        richer = [each for each in givers if _is_richer(each, taker)]
+        for found, how in (
+            (whole, "needs {0.demand:.2f} of {0.workers}"),
+            (lower, "has more than its min_workers" if _lacks_least(taker) else "is of lower priority"),
+            (richer, "has more for its need, {0.workers} for {0.demand:.2f}"),
+        ):
+            if found:
+                giver = min(found, key=_worth)
+                reason = f"{why}; {giver.scenario.name} {how.format(giver)}"
+                return Move(source=giver.scenario.name, target=name, reason=reason)
     return None
 
 
 def _urgency(need: _Need) -> tuple[bool, int, float, str]:
     """Those below min_workers first, then by priority, then who lacks the largest part."""
     scenario = need.scenario
-    return need.workers >= scenario.min_workers, -scenario.priority, need.workers / need.floor, scenario.name
+    return not _lacks_least(need), -scenario.priority, need.workers / need.floor, scenario.name
+
+
+def _lacks_least(need: _Need) -> bool:
+    return need.workers < need.scenario.min_workers
 
 
 def _may_be_cut(giver: _Need, taker: _Need) -> bool:
     """Whether it gives a worker that it needs itself."""
-    return giver.scenario.priority < taker.scenario.priority or taker.workers < taker.scenario.min_workers
+    return giver.scenario.priority < taker.scenario.priority or _lacks_least(taker)
+
+
+def _is_richer(giver: _Need, taker: _Need) -> bool:
+    """Whether it gives a worker that it needs itself to an equal that lacks more. Without the worker it still has MORE
+    times as much of its need as the taker had, so none goes back."""
+    is_equal = giver.scenario.priority == taker.scenario.priority
+    return is_equal and (giver.workers - 1) * taker.demand >= MORE * taker.workers * giver.demand
 
 
 def _worth(need: _Need) -> tuple[int, float, str]:

@@ -22,7 +22,8 @@ from relaygr_stream.errors import BrokerError, ConfigError
 from relaygr_stream.ops.planner.acting import Acting, acting
 from relaygr_stream.ops.planner.metrics import PlannerMetrics
 from relaygr_stream.ops.planner.observing import observed
-from relaygr_stream.ops.planner.plan import DAY, Damping, Memory, Observation, decide
+from relaygr_stream.ops.planner.plan import DAY, Damping, Memory, decide
+from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.ops.status.overview import LISTEN_S, Overview, listening
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Settings

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from relaygr_stream.errors import InputError
-from relaygr_stream.ops.planner.plan import Memory, Observation, decide
+from relaygr_stream.ops.planner.plan import Memory, decide
+from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.planner_status import FleetPlan
 

@@ -17,7 +17,8 @@ from relaygr_stream.bus.topics import topic_exists
 from relaygr_stream.errors import TopicError
 from relaygr_stream.ops.planner.acting import Acting, acting
 from relaygr_stream.ops.planner.metrics import PlannerMetrics
-from relaygr_stream.ops.planner.plan import DAY, WorkerSeen
+from relaygr_stream.ops.planner.plan import DAY
+from relaygr_stream.ops.planner.seen import WorkerSeen
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.assignments import Assignments, newer_assignments
 from relaygr_stream.wire.routes import routes_topic

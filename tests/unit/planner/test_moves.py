@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from relaygr_stream.ops.planner.moves import ABSENT_S, EndedMove, MovesMemory, begun, followed
-from relaygr_stream.ops.planner.plan import DAY, GroupSeen, Observation, WorkerSeen
+from relaygr_stream.ops.planner.plan import DAY
+from relaygr_stream.ops.planner.seen import GroupSeen, Observation, WorkerSeen
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.planner_status import Move
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.ops.planner.plan import DAY, Memory, Observation, decide, demand_of, utilisation
+from relaygr_stream.ops.planner.plan import DAY, Memory, decide, demand_of, utilisation
+from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.settings.scenarios import Scenario
 from tests.unit.planner.worlds import FEED, SEARCH, World, group, rate_for
 
@@ -98,6 +99,15 @@ def test_who_would_lack_a_worker_gives_none_to_an_equal() -> None:
     world = World([FEED, SEARCH], {"feed": 2, "search": 3}, constant(feed=2.6, search=2.2))  # type: ignore[arg-type]
     world.run(HOUR)
     assert not world.moves
+
+
+def test_where_all_lack_workers_the_shortage_is_shared() -> None:
+    """A tide: one needs five of two workers, the other 1.2. One of two stays late, but not by a factor."""
+    world = World([FEED, SEARCH], {"feed": 2, "search": 2}, constant(feed=4.6, search=1.2))  # type: ignore[arg-type]
+    world.run(HOUR)
+    assert world.workers == {"feed": 3, "search": 1}
+    ((_, move),) = world.moves
+    assert "search has more for its need, 2 for 1.20" in move.reason
 
 
 def test_a_higher_priority_takes_what_a_lower_one_needs_down_to_its_least() -> None:

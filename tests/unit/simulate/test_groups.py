@@ -8,7 +8,7 @@ import pytest
 from relaygr_lab.simulate.groups import LANES, Day, GroupsDay, Mover, Surface, run_mixed
 from relaygr_lab.simulate.movers import foreseen
 
-from relaygr_stream.ops.planner.plan import GroupSeen, Observation, WorkerSeen
+from relaygr_stream.ops.planner.seen import GroupSeen, Observation, WorkerSeen
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.planner_status import Move

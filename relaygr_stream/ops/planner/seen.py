@@ -1,0 +1,49 @@
+"""What a planner sees of a fleet in a window: the argument of its rules, and a line of a recorded day."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Amount = Annotated[float, Meta(ge=0, le=1e12)]
+Count = Annotated[int, Meta(ge=0, le=10_000_000)]
+Epoch = Annotated[int, Meta(ge=0, lt=2**53)]
+
+
+class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A serving worker in the window: its answers, those late or without scores, its device's busy share.
+
+    lanes: that it owns. epoch: of the assignments that it obeys. given_up: of those of which it gave its move up, and
+    why; 0: of none.
+    """
+
+    name: str
+    answers: Count = 0
+    late: Count = 0
+    busy: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    lanes: Count = 0
+    epoch: Epoch = 0
+    given_up: Epoch = 0
+    why: str = ""
+
+
+class GroupSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A scenario's group in the window. per_second: rankings. prefix_ms, score_ms: device time of one. p99_ms: of the
+    answers with scores, on the worker; None: there were none."""
+
+    workers: tuple[WorkerSeen, ...] = ()
+    per_second: Amount = 0.0
+    prefix_ms: Amount = 0.0
+    score_ms: Amount = 0.0
+    p99_ms: Amount | None = None
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All groups in a window that ended at `at_s`. reserve: workers that serve none. moving: none may begin now."""
+
+    at_s: Amount
+    groups: dict[str, GroupSeen]
+    reserve: Count = 0
+    moving: bool = False
