@@ -7,6 +7,7 @@ import msgspec
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_all_routes, write_routes
+from relaygr_stream.bus.topic_check import topics_with
 from relaygr_stream.bus.topics import apply_topics, topic_exists
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import Say
@@ -31,9 +32,10 @@ async def make_groups(settings: Settings, say: Say, *, alter: bool = False) -> N
     async with Producer(settings.kafka, client_id="relaygr-up") as producer:
         for scenario in settings.scenarios:
             group = settings.serving(scenario.name).kafka
-            made += len((await apply_topics(group, alter=alter)).created)
+            report = await apply_topics(group, alter=alter)
+            made += len(report.created)
             if scenario.name not in known:
-                routes = Routes.of_one(scenario.name, load_topics(group).lanes, epoch=now_ms())
+                routes = Routes.of_one(scenario.name, topics_with(group, report.rows).lanes, epoch=now_ms())
                 routes = msgspec.structs.replace(routes, sent_ms=now_ms())
                 await write_routes(producer, topics, reader, routes, scenario.name)
     if made:

@@ -92,8 +92,8 @@ class Relay(Section, frozen=True, kw_only=True):
     max_prefix_tokens: Annotated[Positive, doc("longest prefix; a longer one is refused")] = 4096
     max_suffix_tokens: Annotated[int, Meta(ge=0), doc("longest suffix; a longer one is refused")] = 256
     max_candidates: Annotated[Positive, doc("most candidates in a request")] = 2048
-    # Multiplies the times over which load (1 s), reuse (10 s) and demand (30 s) are averaged. The laboratory's fleet,
-    # whose times are all stretched, has another.
+    # Multiplies the time over which load is averaged, 1 s. The laboratory's fleet, whose times are all stretched, has
+    # another.
     averaging: Annotated[float, Meta(gt=0, le=1e3)] = 1.0
     answer_secret: Annotated[
         SharedSecret,

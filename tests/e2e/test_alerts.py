@@ -165,7 +165,7 @@ CASES = {
     ),
     "RelaygrLanesWithoutOwner": Case(
         of("relaygr_trigger_decisions_total", PER_STEP, reason="no_owner"),
-        of("relaygr_trigger_decisions_total", PER_STEP, reason="over_load"),
+        of("relaygr_trigger_decisions_total", PER_STEP, reason="stale"),
     ),
     "RelaygrOverload": Case(
         overloaded(within="0+14x240", device="0+14x240"),

@@ -62,7 +62,8 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
         raise ConfigError(
             f"--group {to} serves scenario {', '.join(scenarios)}, whose model is another one: name another group"
         )
-    of_group = group_settings(context.settings, to, asked.lanes or routes.lanes_of(to) or bus.topics.lanes)
+    lanes = asked.lanes or routes.lanes_of(to) or routes.lanes_of(source) or bus.topics.lanes
+    of_group = group_settings(context.settings, to, lanes)
     _check(of_group, to)
     report = await apply_topics(of_group.kafka)
     say(f"rollout from group {label(source)} to group {label(to)}, topics {of_group.kafka.prefix}…")

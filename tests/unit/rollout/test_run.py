@@ -16,7 +16,7 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.bus.topics import apply_topics, verify_topics
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.rollout import process, warming
 from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back
@@ -219,6 +219,19 @@ async def test_users_are_prefilled_in_the_new_group_before_they_move(world: Worl
     assert sorted(signal.user_id for _, signal in signals) == sorted(expected)
     assert all(lane == lane_of(signal.user_id, LANES) for lane, signal in signals)
     assert {signal.prefix for _, signal in signals} == {PREFIX}
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+async def test_a_new_group_has_as_many_lanes_as_the_one_before_has_grown_to(world: World) -> None:
+    bus = Bus(world.settings)
+    await bus.make_topic()
+    await bus.write(world.producer, Routes.of_one("", LANES).grown("", 2 * LANES))
+    rolling = asyncio.create_task(world.roll_out(group="third"))
+    await until(lambda: any(line.startswith("made ") for line in world.lines), "the group's topics")
+    rolling.cancel()
+    await asyncio.wait({rolling})
+    rows = await verify_topics(group_settings(world.settings, "third", 2 * LANES).kafka)
+    assert {row.found.partitions for row in rows if row.found and row.topic.lanes} == {2 * LANES}
 
 
 async def test_a_user_who_is_erased_is_not_prefilled(world: World) -> None:

@@ -50,7 +50,7 @@ def worker(name: str = "w1", lanes: range = LANES, budget: int = 128 * MIB, **ch
 
 
 def trigger(name: str = "t1", lanes: range = LANES, **changes: Any) -> TriggerStatus:
-    policy = PolicyStatus(stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=4096)
+    policy = PolicyStatus(stale_ms=1000.0, life_ms=2000.0, max_prefix_tokens=4096)
     plain = TriggerStatus(
         name=name,
         incarnation=1,
@@ -62,7 +62,7 @@ def trigger(name: str = "t1", lanes: range = LANES, **changes: Any) -> TriggerSt
         lanes=tuple(lanes),
         policy=policy,
         version="0.1.0",
-        decisions={"admitted": 3.0, "over_load": 1.0},
+        decisions={"admitted": 3.0, "stale": 1.0},
     )
     return msgspec.structs.replace(plain, **changes)
 
