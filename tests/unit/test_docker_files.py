@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import pytest
 import yaml  # type: ignore[import-untyped]
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 
 from relaygr_stream.cli.main import main
@@ -279,6 +279,8 @@ def _samples() -> dict[str, set[str]]:
     samples: dict[str, set[str]] = {}
     LoopWatch(registry, stall_s=1.0)
     _describe(registry, "worker", "feed")
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
     export_readiness(registry, lambda: None)
     serving = WorkerMetrics(registry), TriggerMetrics(registry), HistoryMetrics(registry), SpanCounts(registry)
     parts = (*serving, ClientMetrics(registry), GatewayMetrics(registry), PlannerMetrics(registry))
