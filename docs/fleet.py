@@ -33,7 +33,7 @@ HERE: Final = Path(__file__).parent
 SHOTS: Final = ((1280, 1010, 1), (390, 1240, 0))
 SLOW: Final = 1  # the worker whose device is busy
 SINCE: Final = 600  # when more traffic comes
-POLICY: Final = PolicyStatus(stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=4096)
+POLICY: Final = PolicyStatus(stale_ms=1000.0, life_ms=2000.0, max_prefix_tokens=4096)
 
 
 class Fleet:
@@ -43,7 +43,7 @@ class Fleet:
         self._board, self._now, self._chance = board, now, random.Random(7)
         self._metrics = [WorkerMetrics(CollectorRegistry(), 50.0) for _ in range(3)]
         self._offsets = [0] * LANES
-        self._decisions = dict.fromkeys(("admitted", "over_load", "stale", "delegated"), 0.0)
+        self._decisions = dict.fromkeys(("admitted", "too_long", "stale", "delegated"), 0.0)
 
     def state(self, second: int) -> None:
         """What all state at that second."""
@@ -81,7 +81,7 @@ class Fleet:
             lanes=tuple(
                 LaneStatus(
                     lane=lane, budget_bytes=512 << 20, pinned_bytes=int(chance.random() * 256) << 20,
-                    pre_infer_offset=self._offsets[lane], device_ms_per_s=10,
+                    pre_infer_offset=self._offsets[lane],
                 )
                 for lane in mine
             ),

@@ -116,32 +116,43 @@ class SentRankings:
 class _Signal(NamedTuple):
     at_s: float
     ms: float
+    nbytes: int
+    delegated: bool
+
+
+class Ahead(NamedTuple):
+    """What a worker has before it. ms: until it has finished its stated queue and the signals sent since its status;
+    own_bytes, delegated_bytes: the prefix KV of those signals, for its lanes' users and for other workers'."""
+
+    ms: float
+    own_bytes: int
     delegated_bytes: int
 
 
 class SentSignals:
-    """Signals. Each counts until the worker states that it has read it: its stated queue has it then."""
+    """Signals. Each counts until the worker's next status, whose queue and pinned bytes have it."""
 
     def __init__(self, at_s: float) -> None:
         self.at_s = at_s  # when it was used last
         self._sent: deque[_Signal] = deque(maxlen=MOST_SENT)
 
-    def send(self, ms: float, delegated_bytes: int, now_s: float) -> None:
-        """Count a signal that takes so long there. delegated_bytes: of prefix KV for another worker's user; 0: for a
-        lane's own."""
+    def send(self, ms: float, nbytes: int, now_s: float, *, delegated: bool) -> None:
+        """Count a signal that takes so long there, and whose prefix KV take so many bytes. delegated: for another
+        worker's user."""
         self.at_s = now_s
-        self._sent.append(_Signal(now_s, ms, delegated_bytes))
+        self._sent.append(_Signal(now_s, ms, nbytes, delegated))
 
-    def ahead(self, claim: Claim, now_s: float) -> tuple[float, int]:
-        """Milliseconds until the worker has finished its stated queue and the signals sent since its status, and the
-        delegated bytes among those. Drops older ones."""
+    def ahead(self, claim: Claim, now_s: float) -> Ahead:
+        """What the worker has before it, by its newest claim. Drops older signals."""
         self.at_s, sent = now_s, self._sent
         while sent and sent[0].at_s < claim.received_s - TRAVEL_MS / 1e3:
             sent.popleft()
         done_s = claim.received_s + claim.worker.pre_infer_wait_ms / 1e3
+        nbytes = [0, 0]
         for each in sent:
             done_s = max(done_s, each.at_s) + each.ms / 1e3
-        return max(0.0, (done_s - now_s) * 1e3), sum(each.delegated_bytes for each in sent)
+            nbytes[each.delegated] += each.nbytes
+        return Ahead(max(0.0, (done_s - now_s) * 1e3), *nbytes)
 
 
 B = TypeVar("B", SentRankings, SentSignals)

@@ -22,7 +22,7 @@ SECRET_CHANGE = (
 
 def lane_statuses(lanes: Iterable[int], **changes: Any) -> tuple[LaneStatus, ...]:
     """What an owner states of lanes of these numbers; changes: fields of all of them."""
-    plain = LaneStatus(lane=0, budget_bytes=1, pinned_bytes=0, pre_infer_offset=0, device_ms_per_s=1.0)
+    plain = LaneStatus(lane=0, budget_bytes=1, pinned_bytes=0, pre_infer_offset=0)
     return tuple(msgspec.structs.replace(plain, **{"lane": lane, **changes}) for lane in lanes)
 
 

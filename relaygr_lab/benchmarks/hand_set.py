@@ -51,13 +51,11 @@ RETURNING: Final = {"0 %": (0.0, None), "50 %": (0.5, None), "90 %": (0.9, None)
 #: The values that are set by hand, each alone.
 VALUES: Final = {
     "worker.pinned_share": (0.25, 0.5, 0.7, 0.9),
-    "worker.pre_infer_share": (0.5, 0.7),
     "worker.max_ranking_delay_ms": (2.5, 5.0, 10.0, 20.0),
 }
 #: All of them, as a profile for fleets of emulated devices set them until they were derived.
 PROFILE: Final = (
     ("worker.pinned_share", 0.7),
-    ("worker.pre_infer_share", 0.95),
     ("worker.max_ranking_delay_ms", 10.0),
 )
 BY_HAND: Final = (PROFILE, *(((name, value),) for name, values in VALUES.items() for value in values))

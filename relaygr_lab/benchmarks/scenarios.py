@@ -1,10 +1,10 @@
 """Two scenarios with opposite tides on a few devices: `python relaygr_lab/benchmarks/scenarios.py`.
 
 In simulated time: a feed (2,000 tokens, 50 ms) and a search page (300 tokens, 20 ms), whose rates swing by 60 %, on
-devices with the assumed costs of an NPU. What is answered within both SLOs by one mixed pool, by the best fixed split,
-by groups that the planner's own rules move, and by an oracle that knows the day. First, what one device carries of
-each. With CHECK=1 in the environment it exits non-zero where moving groups miss their targets. The load of this
-machine does not matter; it takes half an hour of a core, five minutes with --quick.
+devices with the assumed costs of an NPU. What share of each is answered within its SLO, and the mean of both, by one
+mixed pool, by the best fixed split, by groups that the planner's own rules move, and by an oracle that knows the day.
+First, what one device carries of each. With CHECK=1 in the environment it exits non-zero where moving groups miss their
+targets. The load of this machine does not matter; it takes half an hour of a core, five minutes with --quick.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import multiprocessing
+import statistics
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -39,15 +40,16 @@ SCENARIOS: Final = (
     Scenario(name="search", slo_ms=20.0, lead_ms=150.0),
 )
 LENGTHS: Final = {"feed": 2000.0, "search": 300.0}
-#: A ranking of the feed takes 24 ms, longer than search may take; one of search 5 ms.
+#: A ranking of the feed takes 16 ms, which is nearly all that search may take; one of search takes 5 ms.
 CANDIDATES: Final = {"feed": 1000, "search": 300}
 #: Users return after so many seconds, half of the requests are theirs: a day of minutes must not begin cold.
 RETURN_S: Final = 4.0
 SWING: Final = 0.6
 #: A device's change of model: weights of 1 GB, their check, the warm-up of each size. Assumed.
 LOAD_S: Final = 2.0
-#: Mean load of all devices, of what they carry within the SLOs.
-LOAD: Final = 0.85
+#: Mean load of all devices, of what they carry with 1 % late. A device that gets more is late more often, and carries
+#: about twice as much before it refuses: at 1 no way of dividing devices loses much.
+LOAD: Final = 1.25
 GIVEN: Final = {
     # A ranking that no worker has in time is refused, not cut to its newest behaviours: it does not count as answered.
     "worker.truncate_to": "0", "worker.hbm_bytes": "32GiB", "worker.dram_bytes": "64GiB", "worker.audit_share": "0",
@@ -113,16 +115,16 @@ def run(arm: str, rates: Mapping[str, float], capacity: Mapping[str, float], dev
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="four devices and a day of two minutes")
+    parser.add_argument("--quick", action="store_true", help="four devices and a day of a minute")
     parser.add_argument("--devices", type=int, choices=[4, 5, 6], help="[6; 4 with --quick]")
-    parser.add_argument("--seconds", type=float, help="of the day [600; 120 with --quick]")
+    parser.add_argument("--seconds", type=float, help="of the day [600; 60 with --quick]")
     parser.add_argument(
         "--load", type=float, default=LOAD, help="mean, of what the devices carry (default %(default)s)"
     )
     parser.add_argument("--processes", type=int, default=2)
     chosen = parser.parse_args()
     devices = chosen.devices or (4 if chosen.quick else 6)
-    seconds = chosen.seconds or (120.0 if chosen.quick else 600.0)
+    seconds = chosen.seconds or (60.0 if chosen.quick else 600.0)
     started = time.monotonic()
     with ProcessPoolExecutor(chosen.processes, multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(partial(carried, seconds=10.0), SCENARIOS))
@@ -130,7 +132,12 @@ def main() -> None:
         rates = {name: chosen.load * devices / 2 * rate for name, rate in capacity.items()}
         for (name, rate), (_, need) in zip(capacity.items(), found, strict=True):
             say = f"for which the planner's bound asks for {need:.2f} devices"
-            print(f"{name}: a device carries {rate:.1f}/s, {say}; the day has {rates[name]:.1f}/s ± {SWING:.0%}")
+            floors = [rates[name] * (1 + swing) / rate for swing in (-SWING, 0, SWING)]
+            print(
+                f"{name}: a device carries {rate:.1f}/s, {say}; the day has {rates[name]:.1f}/s ± {SWING:.0%}: "
+                f"{floors[0]:.1f}, {floors[1]:.1f} and {floors[2]:.1f} devices at its ebb, mean and flood",
+                flush=True,
+            )
         arms = ["mixed", "moving", "oracle", *(str(feed) for feed in range(1, devices))]
         outcomes = {}
         for arm, outcome in zip(
@@ -148,12 +155,17 @@ def line(arm: str, outcome: Outcome) -> str:
     """One arm's day."""
     parts = [f"{name} {told.within / told.asked:.1%} (hits {told.hits:.0%})" for name, told in outcome.told.items()]
     moves = f", {len(outcome.moves)} moves" if outcome.moves else ""
-    return f"{arm:>20}: {outcome.within:,} of {outcome.asked:,} within their SLO; {', '.join(parts)}{moves}"
+    return f"{arm:>20}: {mean_share(outcome):.1%}; {', '.join(parts)}{moves}"
+
+
+def mean_share(outcome: Outcome) -> float:
+    """Of the scenarios' shares within their SLOs: by numbers of answers, cheap requests alone would count."""
+    return statistics.mean(told.within / told.asked for told in outcome.told.values())
 
 
 def judged(outcomes: Mapping[str, Outcome]) -> list[str]:
     """Print the ratios; returns the targets missed."""
-    within = {arm: outcome.within for arm, outcome in outcomes.items()}
+    within = {arm: mean_share(outcome) for arm, outcome in outcomes.items()}
     static = max((arm for arm in within if arm.isdigit()), key=lambda arm: within[arm])
     missed = []
     for name, against, least in (

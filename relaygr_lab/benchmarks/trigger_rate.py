@@ -149,9 +149,7 @@ async def _own(producer: Producer, topics: TopicSet, ends: LogEnds) -> None:
     while True:
         read_to = await ends.ask(topics.pre_infer.name, range(LANES))
         lanes = tuple(
-            LaneStatus(
-                lane=lane, budget_bytes=1 << 50, pinned_bytes=0, pre_infer_offset=end.offset, device_ms_per_s=1e9
-            )
+            LaneStatus(lane=lane, budget_bytes=1 << 50, pinned_bytes=0, pre_infer_offset=end.offset)
             for lane, end in sorted(read_to.items())
         )
         status = WorkerStatus(

@@ -20,16 +20,16 @@ if TYPE_CHECKING:  # a trigger does not load torch
 #: owner: as every client. lane: the same, and no worker forwards it. least: to the worker with the fewest rankings
 #: waiting, which keeps it. any: to any worker, at random, which keeps it.
 Route = Literal["owner", "lane", "least", "any"]
-#: relay: as it serves. everything: the trigger admits all. lru: tiers evict what was used longest ago.
-Policy = Literal["relay", "everything", "lru"]
+#: relay: as it serves. risk: the trigger chooses what is at risk. lru: tiers evict what was used longest ago.
+Policy = Literal["relay", "risk", "lru"]
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
-#: Reasons of the trigger that are bounds of its own: `everything` overrules them.
-BOUNDS: Final = frozenset({"over_load"})
+#: A fifth of the default SLO.
+AT_RISK_MS: Final = 10.0
 
 
 def decider(policy: Policy) -> Decide:
     """How a trigger decides."""
-    return decide_everything if policy == "everything" else decide
+    return decide_by_risk if policy == "risk" else decide
 
 
 def eviction(policy: Policy) -> MakePolicy:
@@ -37,13 +37,13 @@ def eviction(policy: Policy) -> MakePolicy:
     return LeastRecent if policy == "lru" else CostAwarePolicy
 
 
-def decide_everything(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: float) -> Decision:
-    """As `decide`, without these bounds: every request that can be pre-inferred is admitted.
-
-    For a lane without delegation (`trigger.delegate` off): a delegate is found where a bound refuses.
-    """
+def decide_by_risk(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: float) -> Decision:
+    """The paper's choice: as `decide`, for those alone whose full inference would take AT_RISK_MS at their owner now.
+    For all others it says what it says of those without a prefix."""
     decision = decide(event, lane, age_ms=age_ms, now_s=now_s)
-    return msgspec.structs.replace(decision, reason="admitted") if decision.reason in BOUNDS else decision
+    if decision.predicted_ms >= AT_RISK_MS:
+        return decision
+    return msgspec.structs.replace(decision, reason="empty_prefix", delegate=None)
 
 
 class LeastRecent(CostAwarePolicy[str]):

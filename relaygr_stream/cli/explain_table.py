@@ -34,7 +34,7 @@ def as_table(rows: Sequence[Explanation]) -> Table:
         "predicted ms",
         "KiB",
         "outstanding / budget KiB",
-        "cost / level ms",
+        "cost / wait ms",
     ):
         table.add_column(name, justify="right")
     table.add_column("owner")
@@ -52,9 +52,9 @@ def as_table(rows: Sequence[Explanation]) -> Table:
             str(row.tokens),
             f"{row.age_ms:.0f}",
             _number(row.predicted_ms),
-            "–" if row.nbytes is None else f"{row.nbytes / 1024:.0f}",
-            f"{row.outstanding_bytes / 1024:.0f} / {row.budget_bytes / 1024:.0f}" + (" on hold" if row.on_hold else ""),
-            f"{_number(row.cost_ms)} / {row.level_ms:.1f}",
+            _kib(row.nbytes),
+            f"{_kib(row.outstanding_bytes)} / {_kib(row.budget_bytes)}",
+            f"{_number(row.cost_ms)} / {_number(row.wait_ms)}",
             printable(row.owner or "–"),
             row.reason if row.delegate is None else f"{row.reason} to {printable(row.delegate)}",
             *(["yes" if row.signalled else "no", _ranked(row)] if live else []),
@@ -81,6 +81,10 @@ def _ranked(row: Explanation) -> str:
     if row.overload:
         return f"{row.answer}: overload"
     return row.answer
+
+
+def _kib(nbytes: int | None) -> str:
+    return "–" if nbytes is None else f"{nbytes / 1024:.0f}"
 
 
 def _number(value: float | None) -> str:

@@ -9,7 +9,6 @@ Everything here runs on one thread and takes the time as an argument.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -85,13 +84,12 @@ class DeviceTime:
 class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a frozen dataclass takes a microsecond more
     """The scheduler's numbers at one moment.
 
-    lane_bytes: pinned, of each lane asked for. delegated_bytes: pinned on other workers' behalf. demand, totals, cache:
-    running totals by lane or name. queue_ms: delay until the device takes a ranking, since the last snapshot.
-    head_start_ms: from a signal to its ranking, usually.
+    lane_bytes: pinned, of each lane asked for. delegated_bytes: pinned on other workers' behalf. totals, cache: running
+    totals by name. queue_ms: delay until the device takes a ranking, since the last snapshot. head_start_ms: from a
+    signal to its ranking, usually.
     """
 
     lane_bytes: dict[int, int]
-    demand: dict[int, int]
     totals: dict[str, float]
     cache: dict[str, int]
     hbm_used: int
@@ -127,7 +125,6 @@ class Scheduler:
         self._probe_after = GIVE_UP_AFTER
         self._erased_early: list[Erase] = []  # before the tier's file was read
         self.time = DeviceTime()
-        self.demand: defaultdict[int, int] = defaultdict(int)  # lane → prefix bytes that rankings asked for so far
         self._residents = residents = Residents(executor, cache, self._jobs, self._queue, self._waiters, auditor)
         self.pins = residents.pins
         self.signals = Signals(residents, answered, self._placed, limits.pinned_bytes, limits.delegated_bytes)
@@ -143,9 +140,6 @@ class Scheduler:
         what a Restore has found, for the cache's transit what Transit.handle says; None for the others. Rankings that
         are refused at once are answered here."""
         if isinstance(command, Rank):
-            task = command.task
-            if not task.hops:  # others come on any lane of the worker
-                self.demand[task.lane] += self.cache.nbytes(len(task.tokens))
             self.rankings.enqueue(command, now)
         elif isinstance(command, Prefill):
             self.signals.enqueue(command.task, now)
@@ -158,8 +152,6 @@ class Scheduler:
             return self.cache.restore(lambda user: any(erase.names(user) for erase in erases), drop=command.drop)
         elif isinstance(command, LanesLost):
             self.pins.release_lanes(command.lanes)
-            for lane in command.lanes:
-                self.demand.pop(lane, None)
         elif isinstance(command, Query):
             return self._snapshot(command.lanes, now)
         else:
@@ -299,7 +291,6 @@ class Scheduler:
         cache, pins = self.cache, self.pins
         return Snapshot(
             lane_bytes=dict(zip(lanes, map(pins.lane_bytes, lanes), strict=True)),
-            demand=dict(self.demand),
             totals=self.totals(),
             cache=cache.counters.as_dict(),
             hbm_used=cache.hbm_used,

@@ -2,11 +2,9 @@
 
     find ─► within its bytes? ─► acquire (residents.py) ─► pin
 
-A signal that waits for the beginning of its sequence pins what there is: the trigger's ledger counts its bytes from
-when it was read. It lives as long as that pin.
+A signal that waits for the beginning of its sequence pins what there is. It lives as long as that pin.
 
-Signals on other workers' behalf have bytes of their own, beside those that the lanes' triggers divide: whatever they
-pin, an own signal finds the room that its trigger was promised.
+Signals on other workers' behalf have bytes of their own, and take no room from the lanes' users.
 """
 
 from __future__ import annotations
@@ -47,8 +45,6 @@ class SignalCounters:
     signal_outranked: int = 0  # a delegated one, while a signal of the user's lane asked for another sequence
     signal_delegated: int = 0  # of the pinned ones, those on another worker's behalf
     signal_over_delegated: int = 0  # beyond the bytes for those
-    tokens_asked: int = 0  # of prefixes that were pinned for the lanes' own users
-    tokens_computed: int = 0  # of these, not found in the cache
 
 
 class Signals:
@@ -108,7 +104,6 @@ class Signals:
                 self._refuse("over_delegated", task)
                 return
         elif self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint + delegated:
-            # The trigger's bound comes first, unless waiting rankings hold memory that it does not count.
             self._refuse("over_footprint", task)
             return
         got = self._residents.acquire(task, found)
@@ -119,9 +114,7 @@ class Signals:
         self._pin(task, got.entry)
         if got.way in ("computing", "loading"):
             self._jobs.hurry(got.entry, task.due)
-        if got.whole:
-            self._asked(task, computed=got.missing)
-        else:
+        if not got.whole:
             self._residents.waiters.add(got.entry, task)
 
     def _count(self, result: str, task: PrefillTask) -> None:
@@ -144,12 +137,6 @@ class Signals:
             self.counters.signal_delegated += 1
         nbytes = self._cache.nbytes(len(task.tokens))
         self._pins.add(task.request_key, task.lane, entry, task.expires, nbytes, task.arrived)
-
-    def _asked(self, task: PrefillTask, computed: int) -> None:
-        """Count tokens, once a signal: what own users ask for says what admissions of theirs cost."""
-        if task.lane != DELEGATED_LANE:
-            self.counters.tokens_asked += len(task.tokens)
-            self.counters.tokens_computed += computed
 
     def _more(self, task: PrefillTask, entry: Entry | None, coverage: Coverage) -> int:
         """HBM bytes that pinning this signal's prefix would add to what is held."""

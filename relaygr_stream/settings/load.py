@@ -63,10 +63,11 @@ _INJECTED: Final = (
 
 #: Removed settings, which release 0.1 accepts with a warning and without effect, and why.
 REMOVED: Final[Mapping[str, str]] = {
-    "trigger.load_burst_ms": "a lane may ask at once for what one device computes within relay.life_window_ms",
-    "trigger.risk_share": "every request is pre-inferred within the bounds on its length, age, memory and device time",
+    "trigger.load_burst_ms": "pre-inference takes what device time rankings leave",
+    "trigger.risk_share": "every request is pre-inferred within the bounds on its length, age and memory",
     "worker.dram_int8_deviation": "copies in DRAM are exact",
     "worker.dram_storage": "copies in DRAM are exact",
+    "worker.pre_infer_share": "pre-inference takes what device time rankings leave",
     "worker.truncate_min_tokens": "worker.truncate_to says to how many behaviours a ranking that would be late is cut",
 }
 

@@ -50,8 +50,6 @@ class Worker(Section, frozen=True, kw_only=True):
         ),
     ] = ""
     pinned_share: Annotated[Share, doc("share of hbm_bytes for requests that are admitted and not yet ranked")] = 0.5
-    # Most device time for pre-inference. Rankings come first, and it gets what they leave.
-    pre_infer_share: Share = 1.0
     max_ranking_delay_ms: Annotated[
         float,
         Meta(ge=0, le=3.6e6),

@@ -1,7 +1,8 @@
-"""The decision: do the bounds of an event's lane and its owner allow a pre-inference?
+"""The decision: is an event pre-inferred, and where?
 
-`decide` reads the event, the owner's status and the lane's bounds, and changes nothing. `LaneState.admit` books an
-admitted request. Nothing here waits.
+What has a prefix, is neither too long nor stale, and did not come before goes to its lane's owner, which bounds what is
+pinned and computes it in idle time; or to a delegate, if the owner would be too late. `decide` changes nothing,
+`LaneState` books. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 import msgspec
 
-from relaygr_stream.fleet import Claim
+from relaygr_stream.fleet import Ahead, Claim
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.delegation import NOTICE_MS, Delegation, Place
-from relaygr_stream.trigger.ledger import LaneLedger, Pending
-from relaygr_stream.trigger.load import KeptAt, LoadBucket, OwnerLoads, Room, stated_wait_ms
+from relaygr_stream.trigger.sent import KeptAt, SentBooks, stated_wait_ms
 from relaygr_stream.wire.messages import CostModel, RequestEvent, prefix_length, prefix_tokens, tenant_key
-from relaygr_stream.wire.worker_status import FALLBACK_COSTS, charge_ms, prefix_bytes, usable_costs
+from relaygr_stream.wire.worker_status import FALLBACK_COSTS, Room, prefix_bytes, usable_costs
 
 Reason = Literal[
     "admitted",
@@ -28,7 +28,6 @@ Reason = Literal[
     "stale",
     "duplicate",
     "no_owner",
-    "over_load",
     "delegated",
 ]
 #: A refused request may be delegated to a worker that has its prefix KV ready within this many times the time until
@@ -47,10 +46,8 @@ class Policy:
 
     stale_ms: float
     life_ms: float
-    burst_ms: float
     max_prefix_tokens: int
     delegate: bool = False
-    averaging: float = 1.0  # factor of the times over which load is averaged
 
     @classmethod
     def of(cls, settings: Settings) -> Policy:
@@ -58,10 +55,8 @@ class Policy:
         return cls(
             stale_ms=settings.trigger.max_event_age_ms,
             life_ms=settings.relay.life_window_ms,
-            burst_ms=settings.relay.life_window_ms,  # of one device: what it computes while a prefix stays pinned
             max_prefix_tokens=settings.relay.max_prefix_tokens,
             delegate=settings.trigger.delegate,
-            averaging=settings.relay.averaging,
         )
 
 
@@ -89,37 +84,26 @@ class _Admitted(NamedTuple):
 
 
 class LaneState:
-    """What decisions on one lane's events depend on: the policy, its owner, its bounds, its recent requests.
+    """What decisions on one lane's events depend on: the policy, its owner, its recent requests.
 
-    number: the lane. loads: the owners' buckets of this trigger. delegation:
-    finds another worker for what the owner cannot compute in time; None: the owner computes it, or nobody does.
-    `claim` is the current owner's newest statement; None: there is no owner, or it is silent.
+    sent: what this trigger sent to whom. delegation: finds another worker for what the owner cannot compute in time;
+    None: the owner computes it, or nobody does. `claim` is the current owner's newest statement; None: there is no
+    owner, or it is silent.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        ledger: LaneLedger,
-        number: int = 0,
-        loads: OwnerLoads | None = None,
-        delegation: Delegation | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, sent: SentBooks | None = None, delegation: Delegation | None = None) -> None:
         self.policy: Final = policy
-        self.number: Final = number
         self.delegation: Final = delegation
         self.claim: Claim | None = None
-        self.ledger: Final = ledger
-        self._loads = OwnerLoads(policy.averaging, policy.burst_ms) if loads is None else loads
-        self._owner_bucket: LoadBucket | None = None
         self.costs: CostModel = FALLBACK_COSTS  # the owner's, if they are usable
+        self._sent = SentBooks() if sent is None else sent
         self._recent: OrderedDict[str, _Admitted] = OrderedDict()  # by tenant_key of request id
         self._stated: Claim | None = None  # the newest that any owner made
 
-    def observe(self, claim: Claim | None, now_s: float) -> None:
+    def observe(self, claim: Claim | None) -> None:
         """Apply the current owner's newest claim; None: there is no owner, or it is silent."""
         self.claim = claim
         if claim is not None and claim is not self._stated:
-            self._owner_bucket = self._loads.observe(claim, self.ledger, now_s)
             self.costs = usable_costs(claim.worker.costs)
             self._stated = claim
 
@@ -133,33 +117,14 @@ class LaneState:
         """At this owner."""
         return KeptAt(self.owner, 0 if self._stated is None else self._stated.worker.incarnation, delegated=False)
 
-    @property
-    def room(self) -> Room:
-        """The owner's pinned bytes, all its lanes."""
-        return self._loads.room(self.owner)
+    def ahead(self, owner: Claim, now_s: float) -> Ahead:
+        """What the owner has before it, by this trigger's signals."""
+        return self._sent.signals.of_worker(owner.worker.name, now_s).ahead(owner, now_s)
 
-    def is_full(self, nbytes: int) -> bool:
-        """Whether the owner is known to have no room for so many bytes. Changes nothing."""
-        room = self.room
-        return not self.ledger.on_hold and room.outstanding + nbytes > room.budget
-
-    def load_allows(self, cost_ms: float, now_s: float) -> bool:
-        """Whether the owner's bucket allows this much device time."""
-        return self._owner_bucket is not None and self._owner_bucket.allows(cost_ms, now_s)
-
-    def load_left_ms(self, now_s: float) -> float:
-        """Device milliseconds that may be requested of the owner now."""
-        return 0.0 if self._owner_bucket is None else self._owner_bucket.level(now_s)
-
-    def charge(self, cost_ms: float, now_s: float, expected_ms: float) -> None:
-        """Spend an average of device time from the owner's bucket. expected_ms: of this very signal."""
-        if self._owner_bucket is not None:
-            self._owner_bucket.spend(cost_ms, now_s)
-            self._loads.sent.of_worker(self.owner, now_s).send(expected_ms, 0, now_s)
-
-    def wait_ms(self, owner: Claim, now_s: float) -> float:
-        """Predicted time until the owner has done what it was sent: what it stated, and signals since then."""
-        return owner.worker.queue_ms + self._loads.sent.of_worker(owner.worker.name, now_s).ahead(owner, now_s)[0]
+    def cost_ms(self, user: str, tokens: int) -> float:
+        """Expected device time at the owner of pre-inference for a user (tenant_key)."""
+        here = self._here
+        return self._sent.expected_ms(user, here.worker, here.incarnation, self.costs.pre_infer_ms(tokens))
 
     def admitted_recently(self, request: str, now_s: float) -> bool:
         """Whether this request (tenant_key of its id) was admitted within the life window."""
@@ -176,24 +141,18 @@ class LaneState:
         for request in [request for request, admitted in self._recent.items() if admitted.user in users]:
             del self._recent[request]
 
-    def admit(self, event: RequestEvent, decision: Decision, now_s: float) -> Pending:
-        """Book an admitted request; returns the ledger's entry for its signal."""
-        user, whole_ms = tenant_key(event.tenant, event.user_id), self.costs.pre_infer_ms(decision.tokens)
-        here = self._here
-        self.charge(decision.cost_ms, now_s, self._loads.expected_ms(user, here.worker, here.incarnation, whole_ms))
-        self._note(event, here, now_s)
-        return self.ledger.admit(decision.nbytes)
-
-    def delegate(self, event: RequestEvent, decision: Decision, now_s: float) -> None:
-        """Book a delegated request: it is charged to the delegate, and the lane's own bounds do not change."""
+    def send(self, user: str, decision: Decision, now_s: float) -> None:
+        """Book a signal for a user (tenant_key) that goes to the owner, or to the decision's delegate."""
         place = decision.delegate
-        assert place is not None
-        self._note(event, KeptAt(place.worker, place.incarnation, delegated=True), now_s)
-        self._loads.sent.of_worker(place.worker, now_s).send(decision.cost_ms, decision.nbytes, now_s)
+        at = self._here if place is None else KeptAt(place.worker, place.incarnation, delegated=True)
+        books = self._sent.signals.of_worker(at.worker, now_s)
+        books.send(decision.cost_ms, decision.nbytes, now_s, delegated=at.delegated)
+        self._sent.remember(user, at)
 
-    def _note(self, event: RequestEvent, kept: KeptAt, now_s: float) -> None:
+    def book(self, event: RequestEvent, decision: Decision, now_s: float) -> None:
+        """Book a request whose signal is sent: a repeated event of it counts no more."""
         user = tenant_key(event.tenant, event.user_id)
-        self._loads.remember(user, kept)
+        self.send(user, decision, now_s)
         while self._recent and now_s - next(iter(self._recent.values())).at_s > self.policy.life_ms / 1e3:
             self._recent.popitem(last=False)
         request = tenant_key(event.tenant, event.request_id)
@@ -220,24 +179,23 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
         return Decision(against, tokens, age_ms)
     if owner is None:
         return Decision("no_owner", tokens, age_ms)
-    costs = lane.costs
-    predicted_ms = costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms
-    whole = prefix_tokens(event)
-    nbytes, cost_ms = prefix_bytes(whole, owner.worker), charge_ms(costs, tokens, owner.worker)
+    predicted_ms = lane.costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms
+    user, whole = tenant_key(event.tenant, event.user_id), prefix_tokens(event)
+    nbytes, cost_ms = prefix_bytes(whole, owner.worker), lane.cost_ms(user, tokens)
     left_ms, rank_in_ms = _time_left_ms(event, policy, owner, age_ms)
-    reason: Reason = "admitted" if lane.load_allows(cost_ms, now_s) else "over_load"
     if lane.delegation is not None and left_ms >= NOTICE_MS:
+        ahead = lane.ahead(owner, now_s)
         # Before the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
-        within_ms = lane.wait_ms(owner, now_s) + costs.pre_infer_ms(tokens)
+        within_ms = owner.worker.queue_ms + ahead.ms + cost_ms
         late = within_ms > left_ms
+        room = Room.of(owner.worker)
         # Without a delegate the owner gets the signal all the same: it refuses what it has no room for.
-        if reason == "over_load" or lane.is_full(nbytes) or stated_wait_ms(owner, now_s) > left_ms:
+        if room.pinned + ahead.own_bytes + nbytes > room.budget or stated_wait_ms(owner, now_s) > left_ms:
             late, within_ms = True, min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))
-        user = tenant_key(event.tenant, event.user_id)
         place = lane.delegation.place(user, whole, owner, within_ms, now_s, late=late)
         if place is not None:
             return Decision("delegated", tokens, age_ms, predicted_ms, place.nbytes, place.cost_ms, rank_in_ms, place)
-    return Decision(reason, tokens, age_ms, predicted_ms, nbytes, cost_ms, rank_in_ms)
+    return Decision("admitted", tokens, age_ms, predicted_ms, nbytes, cost_ms, rank_in_ms)
 
 
 def _time_left_ms(event: RequestEvent, policy: Policy, owner: Claim, age_ms: float) -> tuple[float, float]:
@@ -255,7 +213,7 @@ def _time_left_ms(event: RequestEvent, policy: Policy, owner: Claim, age_ms: flo
 
 
 def _reason_against(event: RequestEvent, tokens: int, lane: LaneState, age_ms: float, now_s: float) -> Reason | None:
-    """Why the event is not worth a pre-inference, whatever the lane's owner; None: it may be."""
+    """Why the event is not pre-inferred, whatever the lane's owner; None: it may be."""
     if tokens == 0:
         return "empty_prefix"
     if tokens > lane.policy.max_prefix_tokens:

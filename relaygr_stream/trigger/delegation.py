@@ -4,8 +4,7 @@
                                         └─ two of them at random ─► the sooner one
 
 Room is the memory that the delegate states for others. Time is what it states to wait for, and what this trigger sent
-it since; not the load budgets of its lanes, because at the owner the prefix would take as much of a device, in full
-inference. Neither counts for a user whose prefix KV the delegate has. The owner is told (signals.py) and passes the
+it since. Neither counts for a user whose prefix KV the delegate has. The owner is told (signals.py) and passes the
 ranking on. A miss costs one full inference, so nothing here must be exact.
 """
 
@@ -15,7 +14,7 @@ import random
 from typing import Final, NamedTuple
 
 from relaygr_stream.fleet import LOOKED_AT, TRAVEL_MS, Claim, Leaders, OwnerDirectory, better_of_two
-from relaygr_stream.trigger.load import NEW_SHARE, KeptAt, OwnerLoads
+from relaygr_stream.trigger.sent import NEW_SHARE, KeptAt, SentBooks
 from relaygr_stream.wire.worker_status import prefix_bytes, usable_costs
 
 #: Nothing is delegated for so long after a delegated signal that Kafka refused: without the grant to write `ranking`,
@@ -44,7 +43,7 @@ class Place(NamedTuple):
 
 
 class Delegation:
-    """Finds delegates. loads: what this trigger sent; lanes: how many there are; seed: of the random choices.
+    """Finds delegates. sent: what this trigger sent; lanes: how many there are; seed: of the random choices.
 
     leaders: of the partitions of `ranking`, on which signals are sent; None: each has one.
     """
@@ -52,14 +51,14 @@ class Delegation:
     def __init__(
         self,
         owners: OwnerDirectory,
-        loads: OwnerLoads,
+        sent: SentBooks,
         lanes: int,
         seed: int | None = None,
         leaders: Leaders | None = None,
     ) -> None:
         self._owners = owners
         self.lanes = lanes
-        self.loads: Final = loads
+        self.sent: Final = sent
         self._random = random.Random(seed)
         self._leaders = leaders
         self._paused_until_s: dict[int | None, float] = {}  # by lane; None: all of them
@@ -78,7 +77,7 @@ class Delegation:
         delegate while the owner is busy or late. Anywhere else, all of it would be computed anew, which in overload
         makes every queue longer.
         """
-        name, kept = owner.worker.name, self.loads.kept(user)
+        name, kept = owner.worker.name, self.sent.kept(user)
         if kept is not None and kept.is_at(name, owner.worker.incarnation):
             return None
         if kept is not None and kept.delegated and (late or owner.worker.busy_share > IDLE_SHARE):
@@ -132,7 +131,7 @@ class Delegation:
 
     def ready_ms(self, claim: Claim, place: Place, now_s: float) -> float | None:
         """When the delegate would be done, its way included; None: it has no room."""
-        ahead_ms, sent_bytes = self.loads.sent.of_worker(place.worker, now_s).ahead(claim, now_s)
-        if sent_bytes + place.nbytes > claim.worker.delegated_bytes:
+        ahead = self.sent.signals.of_worker(place.worker, now_s).ahead(claim, now_s)
+        if ahead.delegated_bytes + place.nbytes > claim.worker.delegated_bytes:
             return None
-        return TRAVEL_MS + claim.worker.queue_ms + ahead_ms + place.cost_ms
+        return TRAVEL_MS + claim.worker.queue_ms + ahead.ms + place.cost_ms

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -30,7 +31,7 @@ from relaygr_stream.trigger.decision import Decision, Policy, Reason
 from relaygr_stream.trigger.delegation import Delegation
 from relaygr_stream.trigger.explain_answers import SampledAnswers
 from relaygr_stream.trigger.intake import read_event
-from relaygr_stream.trigger.load import KeptAt, OwnerLoads
+from relaygr_stream.trigger.sent import KeptAt, SentBooks
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import (
@@ -45,7 +46,7 @@ from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
-from relaygr_stream.wire.worker_status import StatusReader, Tombstone, charge_ms, prefix_bytes
+from relaygr_stream.wire.worker_status import Room, StatusReader, Tombstone, prefix_bytes
 
 #: Seconds to wait for signals after the last event: a signal follows its event within milliseconds.
 SIGNAL_S: Final = 1.0
@@ -69,12 +70,10 @@ class Explanation:
     queue_ms: float | None
     predicted_ms: float | None  # full inference plus the owner's queue
     nbytes: int | None  # of the prefix KV
-    outstanding_bytes: int  # pinned by the owner, or in signals that it has not read
-    budget_bytes: int  # that it may have pinned
-    on_hold: bool  # there may be unread signals of unknown size
+    outstanding_bytes: int | None  # pinned by the owner, or asked for by signals since its status
+    budget_bytes: int | None  # that it may have pinned
     cost_ms: float | None  # expected device time of the pre-inference
-    level_ms: float  # device time that the lane may request now
-    rate_ms_per_s: float | None  # the refill of level_ms
+    wait_ms: float | None  # of that before it at the owner
     reason: Reason
     delegate: str | None = None  # the worker that would compute the prefix KV for the owner
     signalled: bool | None = None  # whether the running trigger sent a signal; None: not a live sample
@@ -87,8 +86,9 @@ def explain(
 ) -> tuple[Explanation, Decision]:
     """The core's decision and its numbers; books nothing. at_s: the event's time in the explanation."""
     decision = core.decide(lane, event, age_ms, now_s)
-    state = core.observe(lane, now_s)
-    policy, owner, tokens, room = core.policy, state.claim, prefix_length(event), state.room
+    state = core.observe(lane)
+    policy, owner, tokens = core.policy, state.claim, prefix_length(event)
+    ahead, room = (None, None) if owner is None else (state.ahead(owner, now_s), Room.of(owner.worker))
     explanation = Explanation(
         request_id=event.request_id,
         user_id=event.user_id,
@@ -104,12 +104,10 @@ def explain(
         queue_ms=None if owner is None else owner.worker.queue_ms,
         predicted_ms=None if owner is None else state.costs.full_ms(tokens, event.candidates) + owner.worker.queue_ms,
         nbytes=None if owner is None else prefix_bytes(prefix_tokens(event), owner.worker),
-        outstanding_bytes=room.outstanding,
-        budget_bytes=room.budget,
-        on_hold=state.ledger.on_hold,
-        cost_ms=None if owner is None else charge_ms(state.costs, tokens, owner.worker),
-        level_ms=state.load_left_ms(now_s),
-        rate_ms_per_s=None if owner is None else owner.lane.device_ms_per_s,
+        outstanding_bytes=None if room is None or ahead is None else room.pinned + ahead.own_bytes,
+        budget_bytes=None if room is None else room.budget,
+        cost_ms=None if owner is None else state.cost_ms(tenant_key(event.tenant, event.user_id), tokens),
+        wait_ms=None if owner is None or ahead is None else owner.worker.queue_ms + ahead.ms,
         reason=decision.reason,
         delegate=None if decision.delegate is None else decision.delegate.worker,
     )
@@ -133,15 +131,15 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float, away:
                 for topic in (topics.retrieval, topics.pre_infer, topics.scores)
             )
         )
-        if not (ends := {lane: signals[lane].end for lane in events.keys() & signals.keys()}):
+        if not (lanes := sorted(events.keys() & signals.keys())):
             away.check()
-        shadow = Shadow(policy, topics, directory, ends, settings.relay.slo_ms)
+        shadow = Shadow(policy, topics, directory, lanes, settings.relay.slo_ms)
         background = Background()
         for topic, read, on_records in (
             (topics.worker_status, [0], directory.on_records),
-            (topics.pre_infer, sorted(ends), shadow.on_signals),
+            (topics.pre_infer, lanes, shadow.on_signals),
             (topics.scores, sorted(answers), shadow.answers.on_records),
-            (topics.retrieval, sorted(ends), shadow.on_events),
+            (topics.retrieval, lanes, shadow.on_events),
         ):
             if not read:
                 continue
@@ -200,7 +198,7 @@ async def running_policy(settings: Settings) -> tuple[Policy, str]:
 
 
 class Shadow:
-    """The lanes' bounds, as in a trigger that admitted each signalled request.
+    """The lanes' states, as in a trigger that admitted each signalled request.
 
     Events and signals may be read in either order.
     """
@@ -210,19 +208,16 @@ class Shadow:
         policy: Policy,
         topics: TopicSet,
         directory: OwnerDirectory,
-        ends: dict[int, int],
+        lanes: Iterable[int],
         slo_ms: float = Relay().slo_ms,
     ) -> None:
         self._topics = topics
         self._directory = directory
         self.answers = SampledAnswers(topics, directory, slo_ms)
-        now = time.monotonic()
-        keep_s = topics.pre_infer.retention_ms / 1e3
-        loads = OwnerLoads(policy.averaging, policy.burst_ms)
-        self._core = TriggerCore(policy, directory, keep_s, delegation=Delegation(directory, loads, topics.lanes))
-        for lane, end in ends.items():
-            self._core.take_lane(lane, end, now)
-        self._start = now
+        self._core = TriggerCore(policy, directory, delegation=Delegation(directory, SentBooks(), topics.lanes))
+        for lane in lanes:
+            self._core.take_lane(lane)
+        self._start = time.monotonic()
         lag = SenderLag()
         self._ages: defaultdict[int, AgeBounds] = defaultdict(lambda: AgeBounds(lag))
         self._rows: list[Explanation] = []
@@ -251,22 +246,16 @@ class Shadow:
     def on_signals(self, records: list[Record]) -> None:
         """Handle records of `pre-infer`: book each signal as admitted."""
         for record in records:
-            if kind_of(record.headers):  # not a signal, but the trigger that wrote it knows its offset
-                self._core.on_foreign(record.lane, record.offset, time.monotonic())
+            if kind_of(record.headers):
                 self._note_delegated(record)
                 continue
             try:
                 signal = decode(PreInferSignal, record.value, self._topics.pre_infer.max_message_bytes)
             except DecodeError:
                 continue
-            self._signalled.add(tenant_key(signal.tenant, signal.request_id))
-            self._book(signal, record)
-
-    def _book(self, signal: PreInferSignal, record: Record) -> None:
-        """Book a request that the lane's trigger has admitted."""
-        now = time.monotonic()
-        event = self._events.get(tenant_key(signal.tenant, signal.request_id))
-        self._core.on_foreign(record.lane, record.offset, now, signal, event)
+            key = tenant_key(signal.tenant, signal.request_id)
+            self._signalled.add(key)
+            self._core.on_signalled(record.lane, signal, self._events.get(key), time.monotonic())
 
     def _note_delegated(self, record: Record) -> None:
         """Note the requests whose signals went to delegates, and charge nothing: their own statuses will tell."""
@@ -278,7 +267,7 @@ class Shadow:
                         continue
                     kept = KeptAt(worker, owned[0].incarnation, delegated=True)
                     for event in (self._events[key] for key in keys if key in self._events):
-                        self._core.loads.remember(tenant_key(event.tenant, event.user_id), kept)
+                        self._core.sent.remember(tenant_key(event.tenant, event.user_id), kept)
 
     def explanations(self) -> list[Explanation]:
         """The explanations of all events, in the order of reading."""

@@ -1,7 +1,7 @@
 """One lane's trigger: a queue of events, and a task that has the core decide on them in order (core.py).
 
-An event is complete once it is skipped, or once its signal or dead letter is acknowledged. The task may wait for the
-end of the lane's log, or for a broker; other lanes do not wait with it, and what becomes stale meanwhile is skipped.
+An event is complete once it is skipped, or once its signal or dead letter is acknowledged. The task may wait for a
+broker; other lanes do not wait with it, and what becomes stale meanwhile is skipped.
 """
 
 from __future__ import annotations
@@ -11,12 +11,7 @@ import time
 from collections import deque
 from typing import Final
 
-import structlog
-
-from relaygr_stream.bus.ages import AgeBounds, LogEnd, LogEnds, stated_age_ms
-from relaygr_stream.errors import BrokerError
-from relaygr_stream.telemetry.background import endless
-from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.bus.ages import AgeBounds, LogEnd, stated_age_ms
 from relaygr_stream.trigger.core import Effect, Skip, TriggerCore
 from relaygr_stream.trigger.intake import EventIntake, user_of
 from relaygr_stream.trigger.metrics import TriggerTelemetry
@@ -25,13 +20,8 @@ from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.messages import RequestEvent
 from relaygr_stream.wire.records import Record, held_bytes
 
-log = structlog.get_logger(__name__)
-limited = LogLimiter().limited
-
 #: A lane's task yields to the others after this many events: a few milliseconds.
 EVENTS_PER_TURN: Final = 64
-#: Pauses between attempts to ask for the end of the signal log, in seconds; the last one repeats.
-RETRY_S: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
 
 
 class LaneTrigger:
@@ -93,10 +83,8 @@ class LaneTrigger:
         """Apply the end of the lane's event log, as just answered by a broker."""
         self._ages.sample(end)
 
-    async def run(self, ends: LogEnds, pre_infer: str) -> None:
-        """Decide on events as they arrive; never returns. pre_infer: the topic of the lane's signals."""
-        end = await self._signal_log_end(ends, pre_infer)
-        self._core.take_lane(self._number, end.offset, end.answered_s)
+    async def run(self) -> None:
+        """Decide on events as they arrive; never returns."""
         while True:
             if not self._events:
                 self._arrived.clear()
@@ -142,14 +130,3 @@ class LaneTrigger:
         if age.clock_off:
             self._telemetry.metrics.ages_clamped.inc()
         return age.sure_ms
-
-    async def _signal_log_end(self, ends: LogEnds, topic: str) -> LogEnd:
-        """Where the lane's signal log ends. Asks until a broker answers; meanwhile events wait, or are skipped."""
-        for pause in endless(RETRY_S):
-            try:
-                return (await ends.ask(topic, [self._number]))[self._number]
-            except BrokerError as error:
-                doing = "ask for the end of the lane's signal log"
-                limited(log.warning, doing)(f"cannot {doing}, will retry", lane=self._number, error=str(error))
-            await asyncio.sleep(pause)
-        raise AssertionError("endless")

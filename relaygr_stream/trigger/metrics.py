@@ -35,19 +35,9 @@ class TriggerMetrics:
             "Events whose stated sending time cannot be true, because clocks differ.",
             registry=registry,
         )
-        self.outstanding_bytes = Gauge(
-            "relaygr_trigger_outstanding_bytes",
-            "Pinned bytes counted against the budgets, all lanes.",
-            registry=registry,
-        )
-        self.budget_bytes = Gauge(
-            "relaygr_trigger_budget_bytes", "Pinned bytes granted by the owners, all lanes.", registry=registry
-        )
         self.lanes = Gauge("relaygr_trigger_lanes", "Lanes that this trigger decides for.", registry=registry)
-        self.lanes_on_hold = Gauge(
-            "relaygr_trigger_lanes_on_hold",
-            "Lanes whose owner has not read signals of unknown size.",
-            registry=registry,
+        self.lanes_with_owner = Gauge(
+            "relaygr_trigger_lanes_with_owner", "Of its lanes, those whose owner it knows.", registry=registry
         )
         self.backlog = Gauge("relaygr_trigger_backlog", "Events read and not yet decided.", registry=registry)
         self.lag = Gauge(
@@ -74,9 +64,6 @@ class TriggerMetrics:
         )
         self.signals_failed = Counter(
             "relaygr_trigger_signals_failed", "Signals that no broker acknowledged.", registry=registry
-        )
-        self.signals_lost = Counter(
-            "relaygr_trigger_signals_lost", "Acknowledged signals that the log no longer has.", registry=registry
         )
         self.statuses_unreadable = Counter(
             "relaygr_trigger_statuses_unreadable", "Worker statuses that could not be read.", registry=registry

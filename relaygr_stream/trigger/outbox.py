@@ -2,8 +2,7 @@
 each to the core, and then completes its event.
 
 A turn's signals are sent together, and acknowledged one by one: in a batch, a message costs about 8 µs less than alone.
-The ledger counts a signal before it is sent here (ledger.py). Delegated signals go to `ranking`, on a lane of the
-delegate. On `pre-infer`, that lane's trigger could not tell their size, and would hold its lane until they were read.
+Delegated signals go to `ranking`, on a lane of the delegate.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.tracing import Trace, trace_headers
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
-from relaygr_stream.trigger.ledger import Pending
 from relaygr_stream.trigger.metrics import TriggerMetrics
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import PreInferSignal, RequestEvent, prefix_length, with_version
@@ -51,9 +49,8 @@ class RefusalNotices:
     topic: of signals. background: runs the sending.
     """
 
-    def __init__(self, topic: str, core: TriggerCore, producer: Producer, background: Background) -> None:
+    def __init__(self, topic: str, producer: Producer, background: Background) -> None:
         self._topic = topic
-        self._core = core
         self._producer = producer
         self._background = background
         self._gathered: dict[str, list[Refusal]] = {}
@@ -92,23 +89,13 @@ class RefusalNotices:
 
     async def _send(self, lane: int, value: bytes) -> bool:
         """Whether the producer has room for it within SENDING_S."""
-        if (pending := self._core.notice(lane)) is None:
-            return False
         headers = [(HEADER_KIND, REFUSALS.encode())]
         try:
             async with asyncio.timeout(SENDING_S):
-                sent = await self._producer.send(self._topic, value, partition=lane, headers=headers)
+                await self._producer.send(self._topic, value, partition=lane, headers=headers)
         except (TimeoutError, BrokerError):
-            self._core.on_not_sent(lane, pending, time.monotonic(), taken=False)
             return False
-        sent.add_done_callback(partial(self._sent, lane, pending))
         return True
-
-    def _sent(self, lane: int, pending: Pending, sent: asyncio.Future[int]) -> None:
-        if sent.cancelled() or sent.exception() is not None:
-            self._core.on_not_sent(lane, pending, time.monotonic(), taken=True)
-        else:
-            self._core.on_acknowledged(lane, pending, sent.result(), time.monotonic())
 
 
 # ---- signals ----
@@ -192,15 +179,10 @@ class Outbox:
         )
 
     def _on_signal(self, sending: SignalSending, outcome: Sent | BrokerError) -> None:
-        effect = sending.effect
-        assert isinstance(effect, Signal)
-        if isinstance(outcome, BrokerError):  # no retry: after the request timeout its ranking has passed
-            taken = not isinstance(outcome, NotTaken)
-            self._core.on_not_sent(effect.lane, effect.pending, time.monotonic(), taken=taken)
-            self._failed("signal not sent", sending, outcome)
-        else:
-            self._core.on_acknowledged(effect.lane, effect.pending, outcome.offset, time.monotonic(), outcome.batch)
-        self._complete(sending, "admitted", outcome if isinstance(outcome, BrokerError) else None)
+        error = outcome if isinstance(outcome, BrokerError) else None
+        if error is not None:  # no retry: after the request timeout its ranking has passed
+            self._failed("signal not sent", sending, error)
+        self._complete(sending, "admitted", error)
 
     async def _send_delegated(self, sending: SignalSending, effect: Delegate, stuck: set[int | None]) -> None:
         """To the delegate; the owner is told once a broker has it.

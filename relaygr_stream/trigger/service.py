@@ -36,9 +36,9 @@ from relaygr_stream.trigger.decision import Decide, Policy, decide
 from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
 from relaygr_stream.trigger.intake import EventIntake
 from relaygr_stream.trigger.lane import LaneTrigger
-from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerMetrics, TriggerTelemetry
 from relaygr_stream.trigger.outbox import SENDING_S, Outbox, RefusalNotices
+from relaygr_stream.trigger.sent import SentBooks
 from relaygr_stream.trigger.statement import Stated, TriggerStatements
 from relaygr_stream.wire.erase import Erase, filter_named_users
 from relaygr_stream.wire.records import Record
@@ -53,7 +53,7 @@ log = structlog.get_logger(__name__)
 #: Events' ages are bounded by samples of the logs' ends. Four samples within the staleness bound keep the error of a
 #: fresh event's age below that bound, whatever its sender's clock states.
 SAMPLES_PER_STALE: Final = 4
-RECONCILE_S: Final = 1.0
+GAUGES_S: Final = 1.0
 READINESS_S: Final = 0.5
 #: Undecided events of all lanes, and their bytes, at which no more are read. What is stale by then is skipped, so that
 #: a lane whose broker is away keeps the others from being read for a second at most.
@@ -163,8 +163,8 @@ def trigger_core(
 ) -> TriggerCore:
     """The core of a trigger process. producer: knows which lanes have a leader."""
     policy, leaders = Policy.of(settings), TopicLeaders(producer, topics.ranking.name)
-    delegation = Delegation(owners, OwnerLoads(policy.averaging, policy.burst_ms), topics.lanes, leaders=leaders)
-    return TriggerCore(policy, owners, topics.pre_infer.retention_ms / 1e3, decide, delegation)
+    delegation = Delegation(owners, SentBooks(), topics.lanes, leaders=leaders)
+    return TriggerCore(policy, owners, decide, delegation)
 
 
 class TriggerLanes:
@@ -208,18 +208,17 @@ class TriggerLanes:
             scenario=settings.scenario,
         )
         self._intake = EventIntake(self._topics, self.dead_letters, metrics, self.consumer)
-        self._notices = RefusalNotices(self._topics.pre_infer.name, core, producer, background)
+        self._notices = RefusalNotices(self._topics.pre_infer.name, producer, background)
         self._outbox = Outbox(core, self._topics, producer, self._notices, metrics, self.consumer)
         sample_s = core.policy.stale_ms / 1000 / SAMPLES_PER_STALE
         background.start(periodically(sample_s, self._sample_ages, "ask for the ends of the event logs"))
         background.start(periodically(SKIP_S, self._skip_stale, "skip events that have become stale"))
-        background.start(periodically(RECONCILE_S, self._reconcile, "ask for the ends of the signal logs"))
+        background.start(periodically(GAUGES_S, self._set_gauges, "tell what is known"))
         background.start(periodically(FLUSH_S, self._notices.flush, "tell owners what was refused"))
 
     def stated(self) -> Stated:
         """What this trigger's status says of its lanes now."""
-        on_hold = self._core.bounds().on_hold
-        return Stated(tuple(sorted(self._lanes)), self._telemetry.metrics.decisions, self._backlog, on_hold)
+        return Stated(tuple(sorted(self._lanes)), self._telemetry.metrics.decisions, self._backlog)
 
     async def erase(self, erase: Erase) -> None:
         """Drop a user: waiting events, recent requests, where the prefix KV are. Signals that are sent stay so."""
@@ -241,12 +240,13 @@ class TriggerLanes:
         """Handle a new assignment. A lost lane's next trigger decides on its undecided events."""
         for number in lost:
             self._running.pop(self._lanes.pop(number)).cancel()
-            self._core.leave_lane(number, time.monotonic())
+            self._core.leave_lane(number)
         for number in gained:
             ages = AgeBounds(self._lag)
             lane = LaneTrigger(number, self._core, self._intake, self._outbox, ages, self._telemetry)
             self._lanes[number] = lane
-            self._running[lane] = self._background.start(lane.run(self._ends, self._topics.pre_infer.name))
+            self._core.take_lane(number)
+            self._running[lane] = self._background.start(lane.run())
         self._telemetry.metrics.lanes.set(len(self._lanes))
 
     def on_records(self, records: list[Record]) -> None:
@@ -275,16 +275,9 @@ class TriggerLanes:
         lag.labels("unread").set(unread)
         lag.labels("uncommitted").set(self.consumer.uncommitted)
 
-    async def _reconcile(self) -> None:
-        ends = await self._ends.ask(self._topics.pre_infer.name, list(self._lanes))
-        metrics, now_s = self._telemetry.metrics, time.monotonic()
-        for number in ends.keys() & self._lanes.keys():
-            end = ends[number]
-            metrics.signals_lost.inc(self._core.on_log_end(number, end.offset, end.asked_s, now_s))
-        bounds = self._core.bounds()
-        metrics.outstanding_bytes.set(bounds.outstanding_bytes)
-        metrics.budget_bytes.set(bounds.budget_bytes)
-        metrics.lanes_on_hold.set(bounds.on_hold)
+    async def _set_gauges(self) -> None:
+        metrics = self._telemetry.metrics
+        metrics.lanes_with_owner.set(self._core.owned)
         metrics.backlog.set(self._backlog)
         if self._core.delegation is not None:
             self._core.delegation.lanes = self._topics.lanes

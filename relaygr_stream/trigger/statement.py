@@ -32,12 +32,11 @@ limited = LogLimiter().limited
 
 
 class Stated(NamedTuple):
-    """What a trigger states of its lanes. decisions: since its start; on_hold: lanes with signals of unknown size."""
+    """What a trigger states of its lanes. decisions: since its start."""
 
     lanes: tuple[int, ...]
     decisions: Mapping[Reason, int]
     backlog: int
-    on_hold: int
 
 
 class StatedTrigger(Protocol):
@@ -87,7 +86,6 @@ class TriggerStatements:
             version=version(),
             decisions={reason: float(count) for reason, count in stated.decisions.items() if count},
             backlog=stated.backlog,
-            lanes_on_hold=stated.on_hold,
             throttled_ms=throttled_ms(),
             erased=self._erased or msgspec.UNSET,
             scenario=self._scenario,

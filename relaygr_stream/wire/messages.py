@@ -214,7 +214,7 @@ class LaneStatus(msgspec.Struct, frozen=True, kw_only=True):
     budget_bytes: int  # its part of what the worker's lanes may have pinned together
     pinned_bytes: int  # bytes that are pinned, all signals below pre_infer_offset included
     pre_infer_offset: int  # the next pre-infer offset that the owner reads
-    device_ms_per_s: float  # device milliseconds per second that this lane may request for pre-inference
+    device_ms_per_s: float = 1e6  # no bound; triggers of former releases ask for no more device time
     ranking_offset: int | UnsetType = UNSET  # the next ranking offset that the owner reads; for people
 
 
@@ -269,7 +269,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     dram_bytes: int = 0
     pre_infer_wait_ms: float = 0.0  # time until the queued pre-inferences complete, beside the rankings' share
     head_start_ms: float = 0.0  # from a signal to its ranking, about the median of the last; 0: unknown
-    computed_share: float = 1.0  # recent share of signals' prefix tokens that were not found in the cache
+    computed_share: float = 1.0  # of former releases, whose triggers bounded device time by it
     counters: dict[str, float] = {}  # running totals since start, for live views
     handover: Annotated[str, Meta(max_length=300)] = ""  # HOST:PORT that serves prefix KV of its lost lanes
     version: Label = ""  # of the package

@@ -32,10 +32,9 @@ class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     risk_ms: Finite = 0.0  # of former releases, which skipped what was predicted to take less
     stale_ms: Finite
     life_ms: Finite
-    burst_ms: Finite
+    burst_ms: Finite = 0.0  # of former releases, which bounded the device time of what they admitted
     max_prefix_tokens: Count
     delegate: bool = False
-    averaging: Annotated[float, Meta(gt=0, le=1e3)] = 1.0
 
 
 class TriggerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +54,6 @@ class TriggerStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: Label = ""  # of this package
     decisions: Annotated[dict[Label, Finite], Meta(max_length=64)] = {}  # events since its start, by reason
     backlog: Count = 0  # events read and not yet decided
-    lanes_on_hold: Count = 0
     throttled_ms: Finite = 0.0  # for which brokers have throttled it by quotas, since its start
     erased: Annotated[tuple[Id, ...], Meta(max_length=64)] | UnsetType = UNSET  # as of a worker
     scenario: Label | UnsetType = UNSET  # as of a worker

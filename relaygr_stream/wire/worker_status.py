@@ -43,8 +43,6 @@ MAX_BYTES: Final = 1 << 50
 MAX_OFFSET: Final = (1 << 63) - 1
 #: An hour, like every other time in a message.
 MAX_MS: Final = 3.6e6
-#: The device time of a thousand devices.
-MAX_DEVICE_MS_PER_S: Final = 1e6
 #: A worker states about 50 counters; this leaves room for later releases. A reader keeps some 130 bytes for each.
 MAX_COUNTERS: Final = 128
 #: Bytes of a status beside its lanes. With every text as long as it may be, today's takes 7 KiB, of which 2 KiB are
@@ -184,8 +182,6 @@ class StatusReader:
                 raise DecodeError("invalid", f"out of bounds, of {self._lanes} lanes: {lane}")
         if len({lane.lane for lane in status.lanes}) != len(status.lanes):
             raise DecodeError("invalid", "a lane is stated twice")
-        if status.computed_share == 0:
-            raise DecodeError("invalid", "computed_share must be above 0")
         for field in ("host", "device", "model_version", "model_note"):
             if len(getattr(status, field)) > MAX_TEXT:
                 raise DecodeError("invalid", f"{field} has more than {MAX_TEXT} characters")
@@ -200,7 +196,6 @@ class StatusReader:
             and 0 <= lane.pinned_bytes <= MAX_BYTES
             and 0 <= lane.pre_infer_offset <= MAX_OFFSET
             and 0 <= (lane.ranking_offset or 0) <= MAX_OFFSET
-            and 0 <= lane.device_ms_per_s <= MAX_DEVICE_MS_PER_S
         )
 
     def _bounds(self, status: WorkerStatus) -> Iterator[tuple[str, float, float, float]]:
@@ -212,7 +207,6 @@ class StatusReader:
         yield "pre_infer_wait_ms", status.pre_infer_wait_ms, 0, MAX_MS
         yield "head_start_ms", status.head_start_ms, 0, MAX_MS
         yield "busy_share", status.busy_share, 0, 1
-        yield "computed_share", status.computed_share, 0, 1
         yield "lag", status.lag, 0, MAX_OFFSET
         yield "counters", len(status.counters), 0, MAX_COUNTERS
         least = 1 if status.lanes else 0  # a worker without lanes may have no model yet
@@ -262,9 +256,16 @@ def usable_costs(costs: CostModel) -> CostModel:
     return costs if any(coefficients) else FALLBACK_COSTS
 
 
-def charge_ms(costs: CostModel, tokens: int, owner: WorkerStatus) -> float:
-    """Expected device time of a pre-inference, in ms: the predicted time times the share of tokens not cached."""
-    return costs.pre_infer_ms(tokens) * owner.computed_share
+class Room(NamedTuple):
+    """Bytes that a worker's lanes have pinned together, and may have."""
+
+    pinned: int
+    budget: int
+
+    @classmethod
+    def of(cls, owner: WorkerStatus) -> Room:
+        """As its status says."""
+        return cls(sum(lane.pinned_bytes for lane in owner.lanes), sum(lane.budget_bytes for lane in owner.lanes))
 
 
 def prefix_bytes(tokens: int, owner: WorkerStatus) -> int:

@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import UNSET
 
-from relaygr_stream.engine.budgets import BusyShare, LaneShares, LoadSplit, equal_parts
+from relaygr_stream.engine.budgets import BusyShare, equal_parts
 from relaygr_stream.engine.build import WorkerRuntime
 from relaygr_stream.engine.executor import SLICE_SHARE
 from relaygr_stream.engine.scheduler import Snapshot
@@ -39,11 +39,9 @@ class Statements:
         worker = settings.worker
         self._worker = worker
         self._runtime = runtime
-        self._shares = LaneShares(settings.relay.averaging)
         self._shared_at = now
         self._pinned_bytes = int(worker.pinned_share * worker.hbm_bytes)
-        self._split = LoadSplit(worker.pre_infer_share, settings.relay.averaging)
-        self._busy = BusyShare(settings.relay.averaging)
+        self._ranking, self._busy = BusyShare(settings.relay.averaging), BusyShare(settings.relay.averaging)
 
     def status(
         self,
@@ -60,10 +58,8 @@ class Statements:
         worker, runtime = self._worker, self._runtime
         seconds = max(1e-3, now - self._shared_at)
         self._shared_at = now
-        shares = self._shares.update(positions, snapshot.demand, seconds)
         ranking_ms = snapshot.totals["ranking_ms"] + snapshot.totals["full_ms"]
-        tokens_asked, tokens_computed = snapshot.totals["tokens_asked"], snapshot.totals["tokens_computed"]
-        free_ms = self._split.update(ranking_ms, tokens_asked, tokens_computed, seconds)
+        ranking_share = self._ranking.update(ranking_ms, seconds)
         budgets = equal_parts(self._pinned_bytes, positions)
         return WorkerStatus(
             name=identity.name,
@@ -78,7 +74,6 @@ class Statements:
                     budget_bytes=budgets[lane],
                     pinned_bytes=snapshot.lane_bytes[lane],
                     pre_infer_offset=position,
-                    device_ms_per_s=free_ms * shares[lane],
                     ranking_offset=UNSET if ranking is None else ranking[lane],
                 )
                 for lane, position in sorted(positions.items())
@@ -87,11 +82,8 @@ class Statements:
             bytes_per_token=runtime.bytes_per_token,
             alloc_bytes=runtime.alloc_bytes,
             queue_ms=snapshot.queue_ms,
-            pre_infer_wait_ms=min(
-                MAX_MS, snapshot.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - self._split.ranking_share)
-            ),
+            pre_infer_wait_ms=min(MAX_MS, snapshot.pre_infer_waiting_ms / max(LEAST_FREE, 1.0 - ranking_share)),
             head_start_ms=min(MAX_MS, snapshot.head_start_ms),
-            computed_share=self._split.computed_share,
             model_version=runtime.model.version,
             model_note=runtime.model.note,
             busy_share=self._busy.update(ranking_ms + snapshot.totals["pre_infer_ms"], seconds),

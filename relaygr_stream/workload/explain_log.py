@@ -1,20 +1,19 @@
 """Decisions on a log's requests in the log's own time, with simulated workers.
 
 The simulated owners read every signal at once, pin what fits until its ranking, and state their lanes periodically with
-the workers' own parts and shares. Rankings take no device time, so the load bound is the whole device.
+the workers' own parts.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
-from relaygr_stream.engine.budgets import LaneShares, equal_parts
+from relaygr_stream.engine.budgets import equal_parts
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.core import Signal, TriggerCore
@@ -22,13 +21,10 @@ from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import Explanation, explain
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.topic_files import lane_of
-from relaygr_stream.wire.worker_status import prefix_bytes
 from relaygr_stream.workload.items import WorkItem
 
 #: Tokens of an allocation unit of a worker's tiers, as in cache/tiers.py, which imports torch.
 GRANULE_TOKENS: Final = 64
-#: Retention of the signal logs for the ledgers; no owner has a successor here, so any value does.
-KEEP_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -64,12 +60,9 @@ class _Owner:
     name: str
     lanes: range
     room: int  # bytes that may be pinned
-    shares: LaneShares = field(default_factory=LaneShares)
-    demand: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     read_to: dict[int, int] = field(default_factory=dict)
     pins: list[tuple[float, int, int]] = field(default_factory=list)  # (end, lane, bytes), a heap
     pinned: dict[int, int] = field(default_factory=dict)
-    stated_s: float = 0.0
 
     def expire(self, now_s: float) -> None:
         while self.pins and self.pins[0][0] <= now_s:
@@ -81,9 +74,7 @@ class _Owner:
             heapq.heappush(self.pins, (until_s, lane, nbytes))
             self.pinned[lane] = self.pinned.get(lane, 0) + nbytes
 
-    def status(self, fleet: Fleet, free_ms: float, now_s: float) -> WorkerStatus:
-        shares = self.shares.update(self.lanes, self.demand, now_s - self.stated_s)
-        self.stated_s = now_s
+    def status(self, fleet: Fleet) -> WorkerStatus:
         budgets = equal_parts(self.room, self.lanes)
         return WorkerStatus(
             name=self.name,
@@ -98,7 +89,6 @@ class _Owner:
                     budget_bytes=budgets[lane],
                     pinned_bytes=self.pinned.get(lane, 0),
                     pre_infer_offset=self.read_to.get(lane, 0),
-                    device_ms_per_s=free_ms * shares[lane],
                 )
                 for lane in self.lanes
             ),
@@ -123,39 +113,25 @@ def explain_log(
         lanes = range(number * fleet.lanes // fleet.workers, (number + 1) * fleet.lanes // fleet.workers)
         owners.append(_Owner(f"worker-{number}", lanes, int(worker.pinned_share * worker.hbm_bytes)))
     owner_of = {lane: owner for owner in owners for lane in owner.lanes}
-    core = TriggerCore(policy, directory, KEEP_S)
+    core = TriggerCore(policy, directory)
     for lane in range(fleet.lanes):
-        core.take_lane(lane, 0, 0.0)
-    rankings: list[tuple[float, int, int]] = []  # (when, lane, bytes): future rankings, the owners' demand
+        core.take_lane(lane)
     next_status = 0.0
     for item in items:
         while next_status <= item.at:
             now = next_status
-            while rankings and rankings[0][0] <= now:
-                _, lane, nbytes = heapq.heappop(rankings)
-                owner_of[lane].demand[lane] += nbytes
             for owner in owners:
                 owner.expire(now)
-                directory.take(owner.status(fleet, 1e3 * worker.pre_infer_share, now))
-            for lane in range(fleet.lanes):
-                core.observe(lane, now)
+                directory.take(owner.status(fleet))
             next_status += period_s
-            if not rankings:
-                # Nothing is pinned, and demand only fades: of the statuses that follow, the next request depends on the
-                # last. The log's gaps may be days.
+            if not any(owner.pins for owner in owners):
+                # Of the statuses that follow, the next request depends on the last. The log's gaps may be days.
                 next_status += period_s * max(0, int((item.at - next_status) / period_s))
         now = item.at
         lane = lane_of(item.event.user_id, fleet.lanes)
         row, decision = explain(core, lane, item.event, age_ms=0.0, now_s=now, at_s=now)
-        claim = directory.owner(lane)
-        assert claim is not None
-        nbytes = prefix_bytes(len(item.event.prefix), claim.worker)
-        heapq.heappush(rankings, (item.rank_at, lane, nbytes))
-        effect = core.book(lane, item.event, decision, now)
-        if isinstance(effect, Signal):
+        if isinstance(core.book(lane, item.event, decision, now), Signal):
             owner = owner_of[lane]
-            offset = owner.read_to.get(lane, 0)
-            core.on_acknowledged(lane, effect.pending, offset, now)
-            owner.read_to[lane] = offset + 1
+            owner.read_to[lane] = owner.read_to.get(lane, 0) + 1
             owner.pin(lane, decision.nbytes, min(item.rank_at, now + policy.life_ms / 1e3))
         yield row

@@ -158,7 +158,7 @@ def render(report: PublishReport) -> Table:
 
 
 def admission_text(admissions: Mapping[str, int]) -> str:
-    """The trigger's decisions, most frequent first: "admitted 90, over_load 10"."""
+    """The trigger's decisions, most frequent first: "admitted 90, delegated 10"."""
     return ", ".join(
         f"{reason or 'unknown'} {count:,}" for reason, count in sorted(admissions.items(), key=lambda pair: -pair[1])
     )

@@ -105,9 +105,8 @@ class Fleet:
         metrics = self.children["trigger"].metrics
 
         def known() -> bool:
-            budget = re.search(r"^relaygr_trigger_budget_bytes (\S+)", metrics(), re.M)
-            stated = sum(lane.budget_bytes for status in self.statuses.values() for lane in status.lanes)
-            return budget is not None and float(budget[1]) == stated > 0
+            owned = re.search(r"^relaygr_trigger_lanes_with_owner (\S+)", metrics(), re.M)
+            return owned is not None and float(owned[1]) == self.topics.lanes
 
         await until(known, "the trigger knows the lanes' owners")
 

@@ -1,10 +1,10 @@
-"""Prefix KV that a lane's owner may not compute, with real processes: another worker does, and ranks; then it dies."""
+"""Prefix KV that a lane's owner has no room for, with real processes: another worker does, and ranks; then it dies."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -30,6 +30,8 @@ WORD_S = 10.0
 #: From the word on the log to the ranking: the owner reads it in milliseconds.
 HEAD_START_S = 0.5
 CANDIDATES = np.arange(20)
+#: Of a history's prefix KV, and a share of HBM that has room for two of them, and for the longest prefix.
+PREFIX_BYTES, SMALL_SHARE = 150 * 512, 0.011
 
 
 class Copies:
@@ -67,16 +69,17 @@ async def test_a_delegate_computes_and_ranks_and_a_dead_one_costs_a_full_inferen
     async with Fleet(kafka_settings, tmp_path) as fleet:
         fleet.use(msgspec.structs.replace(fleet.settings, relay=LONG_LIVED))
         fleet.start("trigger", "trigger")
-        fleet.start("worker", "w1", "worker.pre_infer_share=0")  # its trigger refuses all of it as over_load
+        fleet.start("worker", "w1", f"worker.pinned_share={SMALL_SHARE}")
         fleet.start("worker", "w2")
         await fleet.ready("trigger", "w1", "w2")
         await fleet.lanes_settled("w1", "w2")
         await fleet.owners_known()
         topics, copies = fleet.topics, Copies()
         own = {lane.lane for lane in fleet.statuses["w1"].lanes}
-        users = [user for n in range(200) if lane_of(user := f"user-{n}", topics.lanes) in own][:24]
+        users = [user for n in range(200) if lane_of(user := f"user-{n}", topics.lanes) in own][:26]
         trigger, owner, delegate = (fleet.children[name] for name in ("trigger", "w1", "w2"))
         async with (
+            AsyncExitStack() as stack,
             TopicTail(kafka_settings, topics.ranking.name, range(topics.lanes), "latest", copies.take),
             TopicTail(kafka_settings, topics.pre_infer.name, range(topics.lanes), "latest", copies.hear),
             # Hedges would be copies, too.
@@ -103,6 +106,9 @@ async def test_a_delegate_computes_and_ranks_and_a_dead_one_costs_a_full_inferen
                 truth = await client.rank(whole, timeout=30.0)
                 assert relative_deviation(answer.scores, truth.scores) <= 1e-5
 
+            for filler in users[24:]:  # the owner has no room from now on
+                await stack.enter_async_context(client.request(filler, history(filler), candidates=20))
+            await until(lambda: fleet.pinned() >= 2 * PREFIX_BYTES, "the owner is full")
             answers = {user: await visit(user) for user in users[:16]}
             for user, answer in answers.items():
                 await check(answer, user)
@@ -122,10 +128,10 @@ async def test_a_delegate_computes_and_ranks_and_a_dead_one_costs_a_full_inferen
 
             before = fleet.statuses["w2"].counters["signal_delegated"]
             dead = asyncio.Event()
-            late = [asyncio.create_task(visit(user, dead)) for user in users[16:]]
+            late = [asyncio.create_task(visit(user, dead)) for user in users[16:24]]
             await until(lambda: fleet.statuses["w2"].counters["signal_delegated"] > before, "w2 has some of them")
             delegate.kill()
             dead.set()
-            for user, answer in zip(users[16:], await asyncio.gather(*late), strict=True):
+            for user, answer in zip(users[16:24], await asyncio.gather(*late), strict=True):
                 assert (answer.worker, answer.outcome in ("full", "joined", "hbm")) == ("w1", True)
                 await check(answer, user)

@@ -27,7 +27,7 @@ LENGTH = 352
 
 
 @pytest.mark.stack
-@pytest.mark.parametrize("policy", ["relay", "everything", "lru"])
+@pytest.mark.parametrize("policy", ["relay", "lru"])
 async def test_every_mode_is_served_by_devices_of_the_cost_file(
     embedded_settings: Kafka, tmp_path: Path, policy: Policy
 ) -> None:
@@ -54,8 +54,6 @@ async def test_every_mode_is_served_by_devices_of_the_cost_file(
         assert relayed.admitted > 0, relayed
         assert relayed.admitted_hits >= 0.9 * relayed.admitted
         assert relayed.stage_means["device"] < (0.5 + lateness(relayed)) * full_ms
-        if policy == "everything":
-            return  # its cache is the relay's
         cached = await probe(CACHE)
         assert cached.announced == 0
         assert cached.outcomes.get("hbm", 0) > 0

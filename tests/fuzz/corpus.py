@@ -68,7 +68,7 @@ def message(kind: type[Message], rng: random.Random) -> Message:
         return ScoreReply(request_id=request, status="ok", outcome="hbm", scores=scores, tasks=("click", "like"))
     return worker_status(
         f"w{rng.randrange(3)}",
-        lane_statuses(range(rng.randrange(4)), budget_bytes=1 << 30, device_ms_per_s=500.0),
+        lane_statuses(range(rng.randrange(4)), budget_bytes=1 << 30),
         incarnation=rng.randrange(4),
         sent_ms=EPOCH_MS,
         costs=CostModel(c0=1.0, c1=0.1, c2=1e-4, c3=1e-4),
@@ -88,12 +88,12 @@ def plain(kind: type[Message], rng: random.Random) -> dict[str, Any]:
 
 def trigger(rng: random.Random) -> dict[str, Any]:
     """A trigger's status, as a map."""
-    policy = PolicyStatus(stale_ms=1e3, life_ms=2e3, burst_ms=100.0, max_prefix_tokens=4096)
+    policy = PolicyStatus(stale_ms=1e3, life_ms=2e3, max_prefix_tokens=4096)
     found: dict[str, Any] = msgspec.to_builtins(
         TriggerStatus(
             name=f"t{rng.randrange(3)}", incarnation=rng.randrange(4), host="h", pid=1, sent_ms=EPOCH_MS,
             state="serving", group="g", lanes=tuple(range(rng.randrange(4))), policy=policy,
-            decisions={"admitted": 3.0, "over_load": 1.0},
+            decisions={"admitted": 3.0, "stale": 1.0},
         )
     )  # fmt: skip
     return found

@@ -37,7 +37,6 @@ from relaygr_stream.ops.status.table import render
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
-from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.codec import Message, decode, encode
 from relaygr_stream.wire.erase import KIND as ERASE
@@ -192,7 +191,7 @@ class _Trigger:
         self._policy = Policy.of(Settings(relay=RELAY))
         self._owners = OwnerDirectory(1e6)
         self._count = 0
-        self._lane = LaneState(self._policy, LaneLedger(0, 60.0, 0.0))
+        self._lane = LaneState(self._policy)
 
     def __call__(self, rng: random.Random) -> None:
         mutator = Mutator(rng)
@@ -200,10 +199,10 @@ class _Trigger:
         now = time.monotonic()
         if self._count % self.FRESH == 0:
             self._owners = OwnerDirectory(1e6)
-            self._lane = LaneState(self._policy, LaneLedger(0, 60.0, now))
+            self._lane = LaneState(self._policy)
         self._owners.on_records([_stated(mutator, rng, self._count)])
         owner = self._owners.owner(rng.randrange(4))
-        self._lane.observe(owner, now)
+        self._lane.observe(owner)
         event = _decoded(RequestEvent, mutator.value(plain(RequestEvent, rng)))
         if not isinstance(event, RequestEvent):
             return
@@ -212,11 +211,10 @@ class _Trigger:
         holds(math.isfinite(decision.cost_ms) and decision.cost_ms >= 0, f"cost {decision}")
         if decision.admit:
             holds(decision.nbytes > 0, f"admitted for nothing: {decision}")
-            pending = self._lane.admit(event, decision, now)
-            self._lane.ledger.acknowledged(pending, self._count, now)
-            self._lane.ledger.reconcile(self._count + 1, now)
-            ledger = self._lane.ledger
-            holds(ledger.outstanding <= ledger.budget, f"{ledger.outstanding} outstanding, budget {ledger.budget}")
+            self._lane.book(event, decision, now)
+            assert owner is not None
+            ahead_ms = self._lane.ahead(owner, now).ms
+            holds(math.isfinite(ahead_ms) and ahead_ms >= 0, f"{ahead_ms} ms before the owner")
 
 
 def _key(fields: dict[str, Any]) -> bytes:

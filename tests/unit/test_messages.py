@@ -97,7 +97,6 @@ lane_statuses = st.builds(
     budget_bytes=st.integers(0, 2**62),
     pinned_bytes=st.integers(0, 2**62),
     pre_infer_offset=st.integers(0, 2**62),
-    device_ms_per_s=finite,
 )
 statuses = st.builds(
     WorkerStatus,
@@ -115,7 +114,6 @@ statuses = st.builds(
     queue_ms=finite,
     pre_infer_wait_ms=finite,
     head_start_ms=finite,
-    computed_share=finite,
     model_version=st.text("ab"),
     counters=st.dictionaries(st.text("ab"), finite, max_size=3),
 )

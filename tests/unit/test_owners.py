@@ -173,10 +173,8 @@ def test_unreadable_statuses_are_counted_and_skipped() -> None:
         msgspec.structs.replace(good, name="b", queue_ms=float("nan")),
         msgspec.structs.replace(good, name="b", bytes_per_token=0),
         msgspec.structs.replace(good, name="b", alloc_bytes=0),
-        msgspec.structs.replace(good, name="b", computed_share=0.0),
-        msgspec.structs.replace(good, name="b", computed_share=1.01),
-        msgspec.structs.replace(good, name="b", computed_share=float("nan")),
-        msgspec.structs.replace(good, name="b", lanes=(msgspec.structs.replace(lane, device_ms_per_s=float("inf")),)),
+        msgspec.structs.replace(good, name="b", busy_share=1.01),
+        msgspec.structs.replace(good, name="b", busy_share=float("nan")),
         msgspec.structs.replace(good, name="b", lanes=(msgspec.structs.replace(lane, pinned_bytes=-1),)),
         msgspec.structs.replace(good, name="b", lanes=(msgspec.structs.replace(lane, pre_infer_offset=-1),)),
     ]
@@ -237,13 +235,14 @@ def test_a_clock_that_was_ahead_for_ten_seconds_silences_nobody_afterwards(every
 def test_what_was_sent_is_forgotten_with_a_worker_that_is_looked_at_no_more() -> None:
     signals, rankings = Books(SentSignals), Books(SentRankings)
     claim = Claim(status("a", (0,)), status("a", (0,)).lanes[0], 100.0)
-    signals.of_worker("a", 100.0).send(30.0, 7, 100.0)
-    assert signals.of_worker("a", 100.0).ahead(claim, 100.0) == pytest.approx((30.0, 7))
+    signals.of_worker("a", 100.0).send(30.0, 7, 100.0, delegated=True)
+    signals.of_worker("a", 100.0).send(20.0, 5, 100.0, delegated=False)
+    assert signals.of_worker("a", 100.0).ahead(claim, 100.0) == pytest.approx((50.0, 5, 7))
     rankings.of_worker("a", 100.0).advance(status("a", (0,), busy_share=0.0), 1.0, 100.0)
     rankings.of_worker("a", 100.0).send(85.0)
     assert rankings.of_worker("a", 100.0).ahead_ms == pytest.approx(85.0 / FULL_SHARE)
     for name, at in (("b", 100.0 + FORGET_S), ("c", 101.0 + FORGET_S)):
         signals.of_worker(name, at)
         rankings.of_worker(name, at)
-    assert signals.of_worker("a", 200.0).ahead(claim, 200.0) == (0.0, 0)
+    assert signals.of_worker("a", 200.0).ahead(claim, 200.0) == (0.0, 0, 0)
     assert rankings.of_worker("a", 200.0).ahead_ms == math.inf, "nothing is known of its time to spare"

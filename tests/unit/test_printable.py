@@ -48,7 +48,7 @@ EVIL = (
 LONE_SURROGATE = "\ud800"  # in what Python decoded with surrogateescape: names of files, arguments
 FOREIGN = st.sampled_from(EVIL) | st.text(max_size=30) | st.text("\x1b[]/\\=;:m\n\r\x07\x9b\u202eal", max_size=30)
 EXPLAINED: dict[str, Any] = dict.fromkeys(Explanation.__dataclass_fields__, 1.0) | {
-    "scenario": "", "lane": 0, "tokens": 1, "candidates": 1, "on_hold": False,
+    "scenario": "", "lane": 0, "tokens": 1, "candidates": 1,
     "reason": "admitted", "delegate": None, "signalled": True
 }  # fmt: skip
 

@@ -188,9 +188,9 @@ def test_spans_of_a_process_name_its_scenario_once() -> None:
 
 
 def test_explanations_have_a_column_of_scenarios_where_there_are_any() -> None:
-    policy = Policy(stale_ms=1000.0, life_ms=2000.0, burst_ms=500.0, max_prefix_tokens=1000)
-    core = TriggerCore(policy, OwnerDirectory(1000.0), 60.0)
-    core.take_lane(0, 0, 0.0)
+    policy = Policy(stale_ms=1000.0, life_ms=2000.0, max_prefix_tokens=1000)
+    core = TriggerCore(policy, OwnerDirectory(1000.0))
+    core.take_lane(0)
     sent = (event(25), event(25, scenario="feed"))
     plain, named = (explain(core, 0, each, age_ms=0.0, now_s=0.0, at_s=0.0)[0] for each in sent)
     assert "scenario" not in render_plain(as_table([plain]))

@@ -47,12 +47,6 @@ ABLATIONS: Final = (
     RELAY_HBM,
     Mode("relay-lru", "relay whose tiers evict what was used longest ago", policy="lru"),
     Mode("relay-whole", "relay without chunks", overrides={"worker.max_ranking_delay_ms": 3.6e6}),
-    Mode(
-        "relay-everything",
-        "relay without bounds and delegates",
-        overrides={"trigger.delegate": False},
-        policy="everything",
-    ),
 )
 FLEET_MODES: Final = (*BASELINES, RELAY, *ABLATIONS)
 

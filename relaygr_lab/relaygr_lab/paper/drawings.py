@@ -21,7 +21,6 @@ COLOURS: Final = {
     "relay-hbm": "#2563eb",
     "relay-lru": "#0891b2",
     "relay-whole": "#be185d",
-    "relay-everything": "#65a30d",
 }
 Y_WORDS: Final = {
     "rate": Axis("requests/s within the SLO", log=True),

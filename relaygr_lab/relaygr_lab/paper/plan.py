@@ -49,9 +49,7 @@ GOODPUT_FLEET: Final = (1.0, 1.25, 2.0, 3.0)
 
 USUAL: Final = (RELAY, FULL_ANY, FULL_LANE, CACHE)  # in the order of turns, for when time runs out
 TWO: Final = (FULL_ANY, RELAY)
-UNDELEGATED, LRU, EVERYTHING = (
-    next(mode for mode in ABLATIONS if mode.name == f"relay-{part}") for part in ("undelegated", "lru", "everything")
-)
+UNDELEGATED, LRU = (next(mode for mode in ABLATIONS if mode.name == f"relay-{part}") for part in ("undelegated", "lru"))
 
 #: In each of these the relay is compared with itself without one part. The first is the usual one.
 REGIMES: Final[dict[str, Setup]] = {
@@ -181,7 +179,7 @@ def _parts(regimes: Sequence[Setup], *, fleet: bool) -> Curve:
 
 def _modes() -> Curve:
     steps = [Step(setup, FLEET_MODES) for setup in (*AT_LOADS, IN_TIME)]
-    steps += [Step(HIGH, (RELAY, UNDELEGATED, EVERYTHING), "fleet"), Step(OVERLOAD, FLEET_MODES, "fleet")]
+    steps += [Step(HIGH, (RELAY, UNDELEGATED), "fleet"), Step(OVERLOAD, FLEET_MODES, "fleet")]
     steps += [Step(IN_TIME, (RELAY, CACHE), "fleet")]
     return Curve("modes", "Each mode at and beyond saturation", "load", "load", tuple(steps), "p99", drawn=False)
 

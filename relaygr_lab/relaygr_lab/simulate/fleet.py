@@ -38,12 +38,10 @@ from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.delegation import FLUSH_S, Delegation
-from relaygr_stream.trigger.load import OwnerLoads
-from relaygr_stream.trigger.service import RECONCILE_S
+from relaygr_stream.trigger.sent import SentBooks
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.messages import RequestEvent, WorkerStatus, tenant_key
 from relaygr_stream.wire.refusals import Refusals
-from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
 from relaygr_stream.worker.effects import CountForward, Done, Effect, Forward, Release, Reply, Submit
 from relaygr_stream.worker.forwarding import time_left_ms
@@ -61,7 +59,6 @@ class Lane:
 
     def __init__(self, paths: Paths) -> None:
         self.paths = paths
-        self.end = 0  # next offset of its signals
         self.read = 0  # the owner's position in them
         self.owner: SimulatedWorker | None = None
         self.backlog: list[Deliver] = []
@@ -111,17 +108,10 @@ class Fleet:
             self._by_name[name].core.on_lanes(owned, frozenset())
         # The triggers of all lanes are one core: they share only the owner directory, which is equal in all.
         self._owners = OwnerDirectory(settings.trigger.max_status_age_ms, clock=self.timeline.clock)
-        policy = Policy.of(settings)
-        loads = OwnerLoads(policy.averaging, policy.burst_ms)
-        self._trigger = TriggerCore(
-            policy,
-            self._owners,
-            load_topics(settings.kafka).pre_infer.retention_ms / 1e3,
-            decider(scenario.policy),
-            Delegation(self._owners, loads, count, seed=scenario.seed + group.index),
-        )
+        delegation = Delegation(self._owners, SentBooks(), count, seed=scenario.seed + group.index)
+        self._trigger = TriggerCore(Policy.of(settings), self._owners, decider(scenario.policy), delegation)
         for number in range(count):
-            self._trigger.take_lane(number, 0, self.timeline.clock.now)
+            self._trigger.take_lane(number)
         self.start = START_STATUSES * settings.worker.status_interval_ms / 1e3
         part = Part(group.first * scenario.lanes_per_worker, count, scenario.workers * scenario.lanes_per_worker)
         self._arrivals = requests or arrivals(scenario.traffic, part, int(seeds[2].generate_state(1)[0]))
@@ -164,7 +154,6 @@ class Fleet:
         until = self.start + scenario.warm_s + scenario.seconds
         for worker in self.workers:
             self._state_every(worker, float(self._rng.random()) * self._settings.worker.status_interval_ms / 1e3)
-        timeline.at(timeline.clock.now + RECONCILE_S, self._reconcile)
         self._next_event(until)
         if scenario.failure is not None and self._dying:
             timeline.at(self.start + scenario.warm_s + scenario.failure.at, self._fail)
@@ -215,17 +204,8 @@ class Fleet:
             flushed = now + FLUSH_S * float(self._rng.random())
             self.timeline.at(flushed, partial(self._tell, lane, effect))
         elif isinstance(effect, Signal):
-            offset, lane.end = lane.end, lane.end + 1
             at = lane.paths.to_worker.arrival(now)
-            acknowledged = partial(self._trigger.on_acknowledged, request.lane, effect.pending, offset)
-            self.timeline.at(lane.paths.to_trigger.arrival(now), acknowledged)
             self.timeline.at(at, partial(self._arrive, lane, partial(self._signal, request, now, request.lane)))
-
-    def _reconcile(self, now: float) -> None:
-        """The trigger learns where the lanes' signal logs end."""
-        for number, lane in enumerate(self.lanes):
-            self._trigger.on_log_end(number, lane.end, now, now)
-        self.timeline.at(now + RECONCILE_S, self._reconcile)
 
     def _tell(self, lane: Lane, effect: Delegate, now: float) -> None:
         """The trigger tells the lane's owner which worker has the prefix KV of a request."""

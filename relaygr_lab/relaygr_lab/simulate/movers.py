@@ -28,13 +28,14 @@ def planned(scenarios: Sequence[Scenario], damping: Damping) -> Mover:
 def foreseen(day: Day, capacity: Mapping[str, float], ahead_s: float) -> Mover:
     """An oracle's: it knows the tides, and what a worker of each scenario carries; ahead_s: what a move takes.
 
-    The split of each moment is the one with the most requests carried; it moves one device at a time towards it.
+    The split of each moment is the one with the largest shares of requests carried; it moves one device at a time
+    towards it.
     """
     names = [surface.scenario.name for surface in day.surfaces]
 
     def carried(split: Mapping[str, int], at_s: float) -> float:
         return sum(
-            min(_rate(surface, day.warm_s + at_s), split[name] * capacity[name])
+            min(1.0, split[name] * capacity[name] / _rate(surface, day.warm_s + at_s))
             for name, surface in zip(names, day.surfaces, strict=True)
         )
 

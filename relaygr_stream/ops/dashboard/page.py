@@ -37,7 +37,6 @@ FOUND: Final = {
 DECIDED: Final = {
     "admitted": "admitted",
     "delegated": "delegated",
-    "over_load": "k6",
     "no_owner": "k4",
 }
 REFUSED: Final = {"overloaded": "k3", "deadline_exceeded": "k6", "rejected": "k5", "failed": "k4"}

@@ -48,6 +48,8 @@ DOWN_SPARE: Final = 0.1
 #: fits, or none is though it does not.
 MOST_FACTOR: Final = 3.0
 FADE_S: Final = 86_400.0
+#: How much better off an equal must be that gives a worker which it needs.
+MORE: Final = 1.25
 #: Answers of a group in a window below which it does not show that it keeps its SLO.
 ENOUGH: Final = 200
 #: Late workers whose devices are used less than this share of the wanted use are not late for lack of workers.
@@ -298,10 +300,10 @@ def _may_be_cut(giver: _Need, taker: _Need) -> bool:
 
 
 def _is_richer(giver: _Need, taker: _Need) -> bool:
-    """Whether it gives a worker that it needs itself to an equal that lacks more: where all lack, they share it. Behind
-    the move the giver has at least as much of what it needs as the taker, so none goes back."""
+    """Whether it gives a worker that it needs itself to an equal that lacks more. Without the worker it still has MORE
+    times as much of its need as the taker had, so none goes back."""
     is_equal = giver.scenario.priority == taker.scenario.priority
-    return is_equal and (giver.workers - 1) * taker.demand >= (taker.workers + 1) * giver.demand
+    return is_equal and (giver.workers - 1) * taker.demand >= MORE * taker.workers * giver.demand
 
 
 def _worth(need: _Need) -> tuple[int, float, str]:

@@ -188,12 +188,12 @@ class Warming:
             worker = claim.worker
             cost_ms = usable_costs(worker.costs).pre_infer_ms(user.tokens)
             nbytes, book = prefix_bytes(user.tokens, worker), self._books.of_worker(worker.name, now_s)
-            ahead_ms, sent_bytes = book.ahead(claim, now_s)
-            room = worker.delegated_bytes - sent_bytes
-            if ahead_ms > AHEAD_MS or worker.busy_share > FULL_SHARE or nbytes > room:
+            ahead = book.ahead(claim, now_s)
+            room = worker.delegated_bytes - ahead.delegated_bytes
+            if ahead.ms > AHEAD_MS or worker.busy_share > FULL_SHARE or nbytes > room:
                 return
             queue.popleft()
-            book.send(cost_ms, nbytes, now_s)
+            book.send(cost_ms, nbytes, now_s, delegated=True)
             await self._send_one(user)
 
     async def _send_one(self, user: User) -> None:

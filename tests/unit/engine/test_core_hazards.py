@@ -55,38 +55,6 @@ def test_a_signal_after_its_lane_went_and_came_back() -> None:
         assert w.outcome("r") == "hbm"
 
 
-def test_demand_is_what_rankings_ask_for_and_goes_with_the_lane() -> None:
-    with world() as w:
-        w.signal("r", 1, 100)
-        w.rank("r", 1, 100)
-        w.rank("not admitted", 1, 60)
-        w.rank("of another lane's user", 1, 200, hops=1)
-        assert w.scheduler.demand[1] == 3 * GRANULE_BYTES
-        w.handle(LanesLost(frozenset([1])))
-        assert 1 not in w.scheduler.demand
-        w.settle()
-
-
-def test_what_signals_had_to_compute_is_counted_in_tokens() -> None:
-    with world() as w:
-        w.signal("new", 1, 100)
-        w.settle()
-        w.signal("there", 1, 100)
-        w.signal("longer", 1, 120)
-        w.settle()
-        counters = w.scheduler.signals.counters
-        assert (counters.tokens_asked, counters.tokens_computed) == (320, 120)
-
-
-def test_a_signal_that_waits_for_its_beginning_counts_its_tokens_once() -> None:
-    with world() as w:
-        w.signal("begun", 1, 100)
-        w.signal("waits for it, then computes the rest", 1, 150)
-        w.settle()
-        counters = w.scheduler.signals.counters
-        assert (counters.tokens_asked, counters.tokens_computed) == (250, 150)
-
-
 def test_a_lane_lost_while_its_prefix_is_computed() -> None:
     with world() as w:
         w.signal("r", 1, MAX_TOKENS)

@@ -35,8 +35,4 @@ def test_a_report_counts_only_what_was_ranked() -> None:
 
 def test_every_policy_and_mode_sees_the_same_ones() -> None:
     relay = _given_up(scenario(unranked=0.4))
-    assert (
-        relay
-        == _given_up(scenario(unranked=0.4, policy="everything"))
-        == _given_up(scenario(unranked=0.4, mode="cache"))
-    )
+    assert relay == _given_up(scenario(unranked=0.4, policy="risk")) == _given_up(scenario(unranked=0.4, mode="cache"))

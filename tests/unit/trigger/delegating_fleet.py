@@ -12,12 +12,12 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from relaygr_stream.engine.budgets import LoadSplit
+from relaygr_stream.engine.budgets import BusyShare
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.delegation import Delegation
-from relaygr_stream.trigger.load import OwnerLoads
+from relaygr_stream.trigger.sent import SentBooks
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from tests.unit.trigger.parts import behaviours, event, lane_status, worker_status
 
@@ -25,9 +25,9 @@ STATUS_S, TRAVEL_S, SLICE_S = 0.25, 0.005, 0.005
 TOKENS, TOKEN_MS, SCORE_MS = 195, 0.5, 2.5
 PREFILL_MS = TOKENS * TOKEN_MS
 SERVICE_MS = PREFILL_MS + SCORE_MS
-POLICY = Policy(stale_ms=1000.0, life_ms=2000.0, burst_ms=100.0, max_prefix_tokens=1000, delegate=True)
-#: owners, loads, lanes, seed
-MakeDelegation = Callable[[OwnerDirectory, OwnerLoads, int, int], Delegation]
+POLICY = Policy(stale_ms=1000.0, life_ms=2000.0, max_prefix_tokens=1000, delegate=True)
+#: owners, what was sent, lanes, seed
+MakeDelegation = Callable[[OwnerDirectory, SentBooks, int, int], Delegation]
 
 
 @dataclass(eq=False)
@@ -48,15 +48,13 @@ class Worker:
         self.fleet, self.name, self.lanes = fleet, name, lanes
         self.jobs: dict[int, Job] = {}
         self.working = False
-        self.split = LoadSplit(0.7)
-        self.ranking_ms = self.asked = self.computed = 0.0
+        self.ranking = BusyShare()
+        self.ranking_ms = 0.0
         self.delays: list[float] = []
 
     def prefill(self, number: int, due_s: float) -> None:
         if number in self.fleet.answered_s or number in self.jobs:
             return
-        self.asked += TOKENS
-        self.computed += TOKENS
         self.jobs[number] = Job(number, due_s)
         self.work()
 
@@ -96,18 +94,18 @@ class Worker:
 
     def state(self) -> WorkerStatus:
         waiting = sum(job.left_ms for job in self.jobs.values() if job.ranked_s is None)
-        grant = self.split.update(self.ranking_ms, self.asked, self.computed, STATUS_S) / len(self.lanes)
+        ranking_share = self.ranking.update(self.ranking_ms, STATUS_S)
         unstarted = [job.ranked_s for job in self.jobs.values() if job.ranked_s is not None and not job.started]
         waits = [(self.fleet.now - ranked_s) * 1e3 for ranked_s in unstarted]
         queue = max([*waits, float(np.mean(self.delays)) if self.delays else 0.0])
         self.delays = []
-        lanes = (lane_status(lane=lane, budget=10**9, rate=grant) for lane in self.lanes)
+        lanes = (lane_status(lane=lane, budget=10**9) for lane in self.lanes)
         plain = worker_status(
             *lanes,
             name=self.name,
             costs=CostModel(c0=0.0, c1=TOKEN_MS, c2=0.0, c3=0.0),
             queue_ms=queue,
-            pre_infer_wait_ms=waiting / max(0.02, 1.0 - self.split.ranking_share),
+            pre_infer_wait_ms=waiting / max(0.02, 1.0 - ranking_share),
         )
         return msgspec.structs.replace(plain, delegated_bytes=10**9)
 
@@ -141,19 +139,14 @@ class Fleet:
         self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
         count = workers * each
         self.cores = [
-            TriggerCore(
-                POLICY,
-                self.owners,
-                60.0,
-                delegation=make and make(self.owners, OwnerLoads(POLICY.averaging, POLICY.burst_ms), count, seed),
-            )
+            TriggerCore(POLICY, self.owners, delegation=make and make(self.owners, SentBooks(), count, seed))
             for seed in range(triggers)
         ]
         self.workers = [Worker(self, f"w{n}", list(range(n * each, (n + 1) * each))) for n in range(workers)]
         self.by_name = {worker.name: worker for worker in self.workers}
         self.core_of = [self.cores[lane % triggers] for lane in range(count)]
         for lane, core in enumerate(self.core_of):
-            core.take_lane(lane, 0, self.now)
+            core.take_lane(lane)
         self.home = {lane: worker for worker in self.workers for lane in worker.lanes}
         for number, worker in enumerate(self.workers):
             self.after(number * STATUS_S / workers, partial(self.state, worker))
@@ -187,9 +180,7 @@ class Fleet:
         home, due_s = self.home[lane], self.now + head_start_s
         self.books.homes[number] = home.name
         target = home
-        if isinstance(effect, Signal):
-            self.core_of[lane].on_acknowledged(lane, effect.pending, 0, self.now)
-        elif found.delegate is not None:
+        if found.delegate is not None:
             target = self.by_name[found.delegate.worker]
             self.books.delegates[number] = target.name
         if isinstance(effect, Signal | Delegate):

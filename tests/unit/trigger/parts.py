@@ -13,17 +13,13 @@ from relaygr_stream.wire.messages import CostModel, LaneStatus, RequestEvent, Wo
 from tests import statuses
 from tests.statuses import lane_statuses
 
-POLICY = Policy(stale_ms=1000.0, life_ms=2000.0, burst_ms=500.0, max_prefix_tokens=1000)
+POLICY = Policy(stale_ms=1000.0, life_ms=2000.0, max_prefix_tokens=1000)
 #: A millisecond a token: full inference of n tokens takes n ms.
 COSTS = CostModel(c0=0.0, c1=1.0, c2=0.0, c3=0.0)
 
 
-def lane_status(
-    *, budget: int = 10_000, pinned: int = 0, offset: int = 0, rate: float = 1000.0, lane: int = 0
-) -> LaneStatus:
-    (status,) = lane_statuses(
-        [lane], budget_bytes=budget, pinned_bytes=pinned, pre_infer_offset=offset, device_ms_per_s=rate
-    )
+def lane_status(*, budget: int = 10_000, pinned: int = 0, offset: int = 0, lane: int = 0) -> LaneStatus:
+    (status,) = lane_statuses([lane], budget_bytes=budget, pinned_bytes=pinned, pre_infer_offset=offset)
     return status
 
 

@@ -46,7 +46,7 @@ class Peer:
         self.read_to = dict.fromkeys(range(self.topics.lanes), 0)
         self.reading = True
         self.stating = True
-        self.lane = {"budget_bytes": 10**9, "pinned_bytes": 0, "device_ms_per_s": 1e6}
+        self.lane = {"budget_bytes": 10**9, "pinned_bytes": 0}
 
     def on_signals(self, records: list[Record]) -> None:
         for record in records:
@@ -56,10 +56,7 @@ class Peer:
 
     def status(self) -> WorkerStatus:
         return worker_status(
-            *(
-                LaneStatus(lane=lane, pre_infer_offset=offset, **self.lane)  # type: ignore[arg-type]
-                for lane, offset in self.read_to.items()
-            )
+            *(LaneStatus(lane=lane, pre_infer_offset=offset, **self.lane) for lane, offset in self.read_to.items())
         )
 
     async def state(self) -> None:
@@ -131,7 +128,7 @@ async def trigger_on(kafka: Kafka, **sections: Any) -> AsyncIterator[RunningTrig
     sections.setdefault("trigger", WIDE_BOUNDS)
     trigger = RunningTrigger(Settings(kafka=kafka, **sections))
     try:
-        await until(lambda: trigger.ready and trigger.count("budget_bytes"))
+        await until(lambda: trigger.ready and trigger.count("lanes_with_owner"))
         yield trigger
     finally:
         await trigger.stop()

@@ -22,7 +22,7 @@ def test_keys_headers_and_objects_of_waiting_events_count() -> None:
     unknown_kind = ("relaygr-kind", b"later")
     metrics: Any = SimpleNamespace(records_skipped=SimpleNamespace(inc=lambda: None))
     nothing: Any = None
-    core = TriggerCore(replace(POLICY, stale_ms=0.0), OwnerDirectory(3000.0), 60.0)
+    core = TriggerCore(replace(POLICY, stale_ms=0.0), OwnerDirectory(3000.0))
     intake = EventIntake(nothing, nothing, metrics, DoneRecords())
     lane = LaneTrigger(0, core, intake, nothing, AgeBounds(SenderLag()), TriggerTelemetry(metrics))
     for offset in range(10):

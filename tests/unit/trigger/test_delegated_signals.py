@@ -17,8 +17,8 @@ from relaygr_stream.trigger import outbox
 from relaygr_stream.trigger.core import Delegate, Signal, TriggerCore
 from relaygr_stream.trigger.decision import Decision
 from relaygr_stream.trigger.delegation import Delegation, Place
-from relaygr_stream.trigger.load import OwnerLoads
 from relaygr_stream.trigger.outbox import Outbox, SignalSending
+from relaygr_stream.trigger.sent import SentBooks
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import PreInferSignal
 from relaygr_stream.wire.records import HEADER_KIND, Record
@@ -55,9 +55,9 @@ class World:
         metrics = SimpleNamespace(signals_failed=SimpleNamespace(inc=self.count_failed))
         owners = OwnerDirectory(3000.0)
         policy = replace(POLICY, delegate=True)
-        delegation = Delegation(owners, OwnerLoads(policy.averaging, policy.burst_ms), TOPICS.lanes)
-        self.core = TriggerCore(policy, owners, 60.0, delegation=delegation)
-        self.core.take_lane(LANE, 0, 0.0)
+        delegation = Delegation(owners, SentBooks(), TOPICS.lanes)
+        self.core = TriggerCore(policy, owners, delegation=delegation)
+        self.core.take_lane(LANE)
         assert self.core.delegation is not None
         self.core.delegation.not_sent = self.count_paused  # type: ignore[method-assign]
         self.outbox = Outbox(self.core, TOPICS, producer, notices, metrics, self.done)  # type: ignore[arg-type]
@@ -92,13 +92,7 @@ class World:
 
     def own(self) -> SignalSending:
         """A signal of the lane's own."""
-        ledger = self.core.observe(LANE, 0.0).ledger
-        admitted = Decision("admitted", 25, 40.0)
-        return SignalSending(Signal(LANE, event(25, "own", "u"), admitted, ledger.admit(250)), RECORD)
-
-    @property
-    def outstanding(self) -> int:
-        return self.core.bounds().outstanding_bytes
+        return SignalSending(Signal(LANE, event(25, "own", "u"), Decision("admitted", 25, 40.0)), RECORD)
 
 
 async def test_it_goes_to_the_delegates_lane_and_the_owner_learns_of_it_once_it_is_there() -> None:
@@ -115,7 +109,6 @@ async def test_it_goes_to_the_delegates_lane_and_the_owner_learns_of_it_once_it_
     await asyncio.sleep(0)
     assert world.told == [("w1", Refusal("r", "delegated", "shop", "w2"))]
     assert world.done == [RECORD]
-    assert world.outstanding == 0
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -187,7 +180,6 @@ async def test_own_signals_of_a_lane_without_a_leader_are_not_waited_for() -> No
     world.leaders[LANE] = NO_LEADER
     await world.outbox.send(LANE, [world.own()])
     assert (world.together, world.failed, world.done) == ([], 1, [RECORD])
-    assert world.outstanding == 0
 
 
 async def test_a_trigger_that_stops_meanwhile_leaves_the_event_to_the_next() -> None:

@@ -13,12 +13,12 @@ from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.ops.erase import erase_from_fleet
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.settings.worker import Handover
-from relaygr_stream.trigger import load, service
+from relaygr_stream.trigger import sent, service
 from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.intake import EventIntake
 from relaygr_stream.trigger.lane import LaneTrigger
-from relaygr_stream.trigger.load import KeptAt, OwnerLoads
 from relaygr_stream.trigger.metrics import TriggerTelemetry
+from relaygr_stream.trigger.sent import KeptAt, SentBooks
 from relaygr_stream.trigger.service import trigger_core
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import Erase, user_mark
@@ -33,10 +33,9 @@ from tests.waiting import until
 def core_with(*users: tuple[str, str]) -> TriggerCore:
     """A core that has admitted a request of each of these (tenant, user)."""
     owners = OwnerDirectory(3000.0, clock=lambda: 1.0)
-    owners.take(worker_status(lane_status(budget=10**9, rate=1e6)))
-    core = TriggerCore(POLICY, owners, 60.0)
-    core.take_lane(0, 0, 1.0)
-    core.observe(0, 1.0)
+    owners.take(worker_status(lane_status(budget=10**9)))
+    core = TriggerCore(POLICY, owners)
+    core.take_lane(0)
     for number, (tenant, user) in enumerate(users):
         decided = core.on_event(0, event(20, f"r{number}", user, tenant=tenant), 0.0, 1.0)
         assert decided.decision.reason == "admitted"
@@ -45,11 +44,11 @@ def core_with(*users: tuple[str, str]) -> TriggerCore:
 
 def test_what_is_remembered_of_a_user_goes_and_of_others_stays() -> None:
     core = core_with(("", "ann"), ("shop", "ann"), ("", "bob"))
-    state = core.observe(0, 1.0)
+    state = core.observe(0)
     assert sorted(set(core.users())) == sorted({"ann", tenant_key("shop", "ann"), "bob"})
     core.forget({"ann"})
     assert sorted(set(core.users())) == sorted({tenant_key("shop", "ann"), "bob"})
-    assert core.loads.kept("ann") is None and core.loads.kept("bob") is not None
+    assert core.sent.kept("ann") is None and core.sent.kept("bob") is not None
     assert not state.admitted_recently("r0", 1.0) and state.admitted_recently("r2", 1.0)
 
 
@@ -58,21 +57,21 @@ def test_the_memory_of_users_is_bounded_by_their_number_and_by_their_keys(
     monkeypatch: pytest.MonkeyPatch, most: str, users: int
 ) -> None:
     """A sender chooses the ids."""
-    monkeypatch.setattr(load, most, users)
-    loads = OwnerLoads()
+    monkeypatch.setattr(sent, most, users)
+    books = SentBooks()
     for number in [*range(10), 9]:
-        loads.remember(f"{number:010}", KeptAt("w", 1, delegated=False))
-    assert loads.users == [f"{number:010}" for number in (7, 8, 9)]
-    for user in loads.users:
-        loads.forget(user)
-    loads.remember("0" * 9, KeptAt("w", 1, delegated=False))
-    assert loads.users == ["0" * 9]
+        books.remember(f"{number:010}", KeptAt("w", 1, delegated=False))
+    assert books.users == [f"{number:010}" for number in (7, 8, 9)]
+    for user in books.users:
+        books.forget(user)
+    books.remember("0" * 9, KeptAt("w", 1, delegated=False))
+    assert books.users == ["0" * 9]
 
 
 async def test_waiting_events_of_the_user_are_completed_undecided() -> None:
     done, mark = DoneRecords(), "0123456789abcdef"
     nothing: Any = SimpleNamespace()
-    core = TriggerCore(POLICY, OwnerDirectory(3000.0), 60.0)
+    core = TriggerCore(POLICY, OwnerDirectory(3000.0))
     intake = EventIntake(nothing, nothing, nothing, done)
     lane = LaneTrigger(0, core, intake, nothing, AgeBounds(SenderLag()), TriggerTelemetry(nothing))
     values = [

@@ -11,8 +11,7 @@ from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.decision import Decision, Policy
 from relaygr_stream.trigger.delegation import Delegation
-from relaygr_stream.trigger.ledger import LaneLedger
-from relaygr_stream.trigger.load import OwnerLoads
+from relaygr_stream.trigger.sent import SentBooks
 from tests.unit.trigger.parts import POLICY, event, lane_status, worker_status
 
 LANES: Final = 6
@@ -28,10 +27,10 @@ class View:
         self.owners = OwnerDirectory(3000.0, clock=lambda: self.now)
         self.with_leader: set[int] = set(range(lanes))
         policy = replace(policy, delegate=True)
-        delegation = Delegation(self.owners, OwnerLoads(policy.averaging, policy.burst_ms), lanes, seed=1, leaders=self)
-        self.core = TriggerCore(policy, self.owners, 60.0, delegation=delegation)
+        delegation = Delegation(self.owners, SentBooks(), lanes, seed=1, leaders=self)
+        self.core = TriggerCore(policy, self.owners, delegation=delegation)
         for lane in range(lanes):
-            self.core.take_lane(lane, 0, self.now)
+            self.core.take_lane(lane)
         assert self.core.delegation is not None
         self.delegation = self.core.delegation
         self.number = 0
@@ -40,14 +39,9 @@ class View:
         return partition in self.with_leader
 
     def state(self, name: str, lanes: tuple[int, ...], *, of_lanes: dict[str, Any] | None = None, **more: Any) -> None:
-        bounds = {"budget": 10**6, "rate": 1e5} | (of_lanes or {})
+        bounds = {"budget": 10**6} | (of_lanes or {})
         plain = worker_status(*(lane_status(lane=lane, **bounds) for lane in lanes), name=name)
         self.owners.take(msgspec.structs.replace(plain, **({"delegated_bytes": 10**6} | more)))
-        for lane in lanes:
-            self.core.observe(lane, self.now)
-
-    def ledger(self, lane: int) -> LaneLedger:
-        return self.core.observe(lane, self.now).ledger
 
     def ask(
         self,
@@ -70,12 +64,6 @@ class View:
 
 #: Where an owner computes a signal late or not at all, by the reason.
 REFUSALS: Final[dict[str, dict[str, Any]]] = {
-    "over_load": {"of_lanes": {"rate": 0.0}},
     "full": {"of_lanes": {"budget": 0}},
     "late": {"pre_infer_wait_ms": HEAD_MS + 1},
 }
-
-
-def alone(why: str) -> str:
-    """The decision where no other worker is there: only the load bound refuses."""
-    return why if why == "over_load" else "admitted"

@@ -63,9 +63,7 @@ def faulty(model: Model, device: torch.device, dtype: torch.dtype) -> Hangable:
 
 def worker_settings(kafka: Kafka, **changes: Any) -> Settings:
     """A worker of toy size, whose model a test can break."""
-    worker = Worker(
-        name="w1", hbm_bytes=4 * MIB, dram_bytes=4 * MIB, status_interval_ms=50, drain_ms=2000, pre_infer_share=1.0
-    )
+    worker = Worker(name="w1", hbm_bytes=4 * MIB, dram_bytes=4 * MIB, status_interval_ms=50, drain_ms=2000)
     return Settings(
         kafka=kafka,
         relay=Relay(max_prefix_tokens=256, max_suffix_tokens=16, max_candidates=64, life_window_ms=60_000),

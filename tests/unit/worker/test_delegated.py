@@ -44,8 +44,7 @@ def test_a_delegated_prefix_is_a_hit_and_in_no_lanes_books() -> None:
         made.settle()
         assert made.outcome("r") == "hbm"
         assert made.scheduler.pins.lane_bytes(DELEGATED_LANE) == 0
-        counters = made.scheduler.signals.counters
-        assert (counters.signal_delegated, counters.tokens_asked, counters.tokens_computed) == (1, 0, 0)
+        assert made.scheduler.signals.counters.signal_delegated == 1
 
 
 def test_what_others_delegate_ends_with_its_life_window() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 import pytest
 
 from relaygr_stream.bus.ages import LogEnd, stated_age_ms
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.engine.commands import Query
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.trigger.ledger import LaneLedger
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import Cancel
 from relaygr_stream.wire.records import HEADER_KIND, KIND_CANCEL
@@ -47,34 +44,6 @@ async def test_gained_lanes_are_stated_at_once(embedded_settings: Kafka) -> None
     async with Peer(embedded_settings) as peer, worker_on(settings):
         # Triggers count no other state.
         await until(lambda: any(len(each.lanes) == 8 and each.state == "serving" for each in peer.statuses))
-
-
-async def test_what_a_status_states_bounds_what_is_pinned(embedded_settings: Kafka) -> None:
-    """The trigger's arithmetic, with a real ledger: outstanding never falls short of what the worker holds."""
-    settings = worker_settings(embedded_settings, status_interval_ms=5)
-    share = int(settings.worker.pinned_share * settings.worker.hbm_bytes)
-    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
-        user = "u-ledger"
-        lane = peer.lane(user)
-        ledger = LaneLedger(log_end=0, keep_s=60.0, now_s=time.monotonic())
-        seen = 0
-        for number in range(60):
-            # Growing and replaced sequences of one user: computed, extended, waiters behind each other.
-            length = 20 + (7 * number) % 230
-            pending = ledger.admit(w.runtime.cache.nbytes(length))
-            ledger.acknowledged(pending, await peer.signal(f"r{number}", user, length), time.monotonic())
-            for status in peer.statuses[seen:]:
-                assert sum(each.budget_bytes for each in status.lanes) <= share
-                stated = next((each for each in status.lanes if each.lane == lane), None)
-                if stated is not None:
-                    ledger.observe(stated)
-            seen = len(peer.statuses)
-            if number % 3 == 2:
-                await peer.rank(f"r{number - 1}", user, 20 + (7 * (number - 1)) % 230)
-            # Counted before the worker is asked: what it takes in between is on its way in the ledger's eyes.
-            bound = ledger.outstanding
-            assert (await w.ask(Query((lane,)))).lane_bytes[lane] <= bound
-        await until(lambda: position(peer, lane) == 60)
 
 
 async def test_an_offset_is_stated_only_once_its_signals_are_in_the_books(embedded_settings: Kafka) -> None:
