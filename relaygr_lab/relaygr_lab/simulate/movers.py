@@ -45,7 +45,7 @@ def foreseen(day: Day, capacity: Mapping[str, float], ahead_s: float) -> Mover:
             name: _rate(surface, day.warm_s + at_s) / (split[name] * capacity[name])
             for name, surface in zip(names, day.surfaces, strict=True)
         }
-        return sum(min(1.0, LATE * each**STEEP) for each in load.values())
+        return sum(min(1.0, LATE * math.pow(each, STEEP)) for each in load.values())
 
     def move(seen: Observation, at_s: float) -> Move | None:
         now = {name: len(group.workers) for name, group in seen.groups.items()}
