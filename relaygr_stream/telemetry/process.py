@@ -71,6 +71,7 @@ class ProcessContext:
         self.started = False  # set by main or `set_ready`; from then on a stop does not cancel main
         self.had_started = False  # before it last began
         self.conditions: list[Check] = []
+        self.about: Final[dict[str, str]] = {}  # what it serves, said by /readyz while it is ready
         self.doing = ""  # until it is ready again, /readyz says this beside the reason
         self._lasting: frozenset[Collector] | None = None  # they stay when main begins anew
         self._watch = watch
@@ -88,6 +89,7 @@ class ProcessContext:
             self.registry.unregister(collector)
         self.conditions.clear()
         self.settings = settings
+        self.about.update(scenario=settings.scenario) if settings.scenario else self.about.clear()
         self.had_started, self.started = self.had_started or self.started, False
         _describe(self.registry, name, settings.scenario)
 
@@ -131,7 +133,7 @@ async def process(
     ctx = ProcessContext(settings, asyncio.Event() if stop is None else stop, registry, watch)
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
-    server = TelemetryServer(registry, telemetry.host, telemetry.port, ctx.why_not_live, ctx.why_not_ready)
+    server = TelemetryServer(registry, telemetry.host, telemetry.port, ctx.why_not_live, ctx.why_not_ready, ctx.about)
     ctx.begin(name, settings)
     watch.start()
     server.start()
