@@ -23,6 +23,7 @@ from relaygr_stream.engine.build import build, free_memory
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, RelayError, Superseded
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
+from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.routes import routes_topic
 from relaygr_stream.wire.topic_files import load_topics
@@ -32,9 +33,10 @@ from relaygr_stream.worker.moves import ScenarioMoves, place
 from relaygr_stream.worker.process import Build, made_worker, name_of
 
 log = structlog.get_logger(__name__)
+limited: Final = LogLimiter().limited
 
 #: A worker on its way to another group waits so long for brokers, and tries again.
-RETRY_S: Final = 1.0
+RETRY_S: Final = 2.0
 
 
 async def run_worker(
@@ -52,8 +54,10 @@ async def _serve(context: ProcessContext, moves: ScenarioMoves, make_handover: M
     while not context.stop.is_set():
         before, scenario, epoch = moves.serving, moves.set_out(), moves.epoch
         if scenario != before or not first:
-            context.doing = f"{'goes back' if scenario == before else 'moves'} to {place(scenario)}"
-            log.info(context.doing, epoch=epoch)
+            doing = f"{'goes back' if scenario == before else 'moves'} to {place(scenario)}"
+            if doing != context.doing:
+                log.info(doing, epoch=epoch)
+            context.doing = doing
         context.begin("worker", _settings_of(own, scenario))
         if not first:  # only now is nothing left of the worker before
             free_memory()
@@ -67,7 +71,7 @@ async def _serve(context: ProcessContext, moves: ScenarioMoves, make_handover: M
                 raise
             if context.had_started and _passes(error, at_home=scenario == before):
                 moves.serving = before
-                log.warning("waits for brokers", error=str(error))
+                limited(log.warning, "brokers")("waits for brokers", error=str(error))
                 context.set_ready(False, str(error))
                 await asyncio.sleep(RETRY_S)
             elif scenario == before:

@@ -88,6 +88,7 @@ class Scene:
             async with relay.request(f"u{number % 20}", history, candidates=3, scenario=scenario) as request:
                 ranking = await request.rank([1, 2, 3])
             self.answers.append((scenario, ranking.worker, ranking.model_version))
+            await asyncio.sleep(0.05)  # the processor is for the workers that load
 
 
 @asynccontextmanager
