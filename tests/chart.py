@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,9 @@ from tests import needs
 
 ROOT: Final = Path(__file__).parents[1]
 CHART: Final = ROOT / "deploy" / "helm" / "relaygr"
+EXAMPLES: Final[dict[str, Any]] = {
+    path.stem: yaml.safe_load(path.read_text()) for path in sorted(CHART.parent.glob("examples/*.yaml"))
+}
 #: The release and its namespace.
 RELEASE, NAMESPACE = "shop", "rank"
 
@@ -27,6 +31,32 @@ def render(*values: Object) -> list[list[Object] | str]:
     done = subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return [made if isinstance(made, str) else _objects(made) for made in json.loads(done.stdout)]
+
+
+@cache
+def rendered() -> dict[str, list[Object]]:
+    """What each example makes."""
+    made = dict(zip(EXAMPLES, render(*EXAMPLES.values()), strict=True))
+    assert not [error for error in made.values() if isinstance(error, str)]
+    return made  # type: ignore[return-value]
+
+
+def of_kind(objects: list[Object], *kinds: str) -> dict[str, Object]:
+    """By their names."""
+    return {each["metadata"]["name"]: each for each in objects if each["kind"] in kinds}
+
+
+def processes(objects: list[Object]) -> dict[str, Object]:
+    """The templates of pods, by the name of what makes them."""
+    found = of_kind(objects, "StatefulSet", "Deployment", "Job")
+    return {name: each["spec"]["template"] for name, each in found.items()}
+
+
+def container(template: Object) -> Object:
+    """Of a pod's template: the only one."""
+    (found,) = template["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
 
 
 def _objects(files: dict[str, str]) -> list[Object]:

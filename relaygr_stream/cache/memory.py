@@ -69,6 +69,15 @@ class TierMemory:
         self.buffer = whole[start : start + self.arena.size]
         self._views = {torch.uint8: self.buffer}
 
+    def close(self) -> None:
+        """Give its file back, for another process, or this one, to open again; the memory goes with its last view."""
+        if self.file is None:
+            return
+        if self.pinned:
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart.cudaHostUnregister(self.buffer.data_ptr())
+        self.file.close()
+
     def view(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
         """The extent as a 1-D tensor of size / itemsize elements that shares its memory."""
         whole = self._views.get(dtype)

@@ -130,7 +130,7 @@ def worker(settings: Settings) -> None:
 
     select_device(settings.worker.device)  # before any other import of torch, so that a missing driver is reported
     from relaygr_stream.handover.build import handover_for
-    from relaygr_stream.worker.process import run_worker
+    from relaygr_stream.worker.run import run_worker
 
     sys.exit(run_process("worker", settings, partial(run_worker, make_handover=handover_for)))
 

@@ -16,6 +16,7 @@ from relaygr_stream.settings.schema import Settings
 
 if TYPE_CHECKING:
     from relaygr_stream.ops.status.overview import Overview
+    from relaygr_stream.wire.assignments import Assignments
     from relaygr_stream.wire.routes import Routes
 
 
@@ -54,6 +55,7 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
 async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from rich.live import Live
 
+    from relaygr_stream.bus.assignments import AssignmentsTail
     from relaygr_stream.bus.away import Away
     from relaygr_stream.bus.routes import RoutesTail
     from relaygr_stream.bus.topic_check import topics_with
@@ -71,15 +73,20 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     console = SafeConsole()
     async with listening(settings, topics) as (view, tail), AsyncExitStack() as stack:
         topic = routes_topic(topics)
+        exists = partial(topic_exists, settings.kafka, topic)
         routes = RoutesTail(
             settings.kafka,
             topic.name,
             view.reader,
-            partial(topic_exists, settings.kafka, topic),
+            exists,
             partial(_take, view),
         )
         await routes.start()
         stack.push_async_callback(routes.stop)
+        if any(routes.routes):
+            assignments = AssignmentsTail(settings.kafka, topic.name, view.reader, exists, partial(_assign, view))
+            await assignments.start()
+            stack.push_async_callback(assignments.stop)
         for name, of in sorted(routes.routes.items()):
             for part in of.parts if name else ():
                 group = group_settings(settings, part.group, part.lanes)
@@ -102,6 +109,10 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
 
 def _take(view: Overview, routes: Mapping[str, Routes]) -> None:
     view.routes = routes.get("")
+
+
+def _assign(view: Overview, assignments: Assignments | None) -> None:
+    view.assignments = assignments
 
 
 async def _forget(settings: Settings, name: str) -> None:

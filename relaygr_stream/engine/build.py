@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Final
 
@@ -45,7 +46,7 @@ class WorkerRuntime:
     """What the process may read of a built worker; only the device thread calls into it.
 
     delegated_bytes: may be pinned on other workers' behalf, beside worker.pinned_share; not reserved.
-    longest_bytes: of a prefix of relay.max_prefix_tokens. tier_file: of the DRAM tier; None: it is in memory.
+    longest_bytes: of a prefix of relay.max_prefix_tokens. dram: memory of the DRAM tier; None: there is none.
     """
 
     scheduler: Scheduler
@@ -57,7 +58,26 @@ class WorkerRuntime:
     alloc_bytes: int
     delegated_bytes: int
     longest_bytes: int
-    tier_file: TierFile | None = None
+    dram: TierMemory | None = None
+
+    @property
+    def tier_file(self) -> TierFile | None:
+        """The DRAM tier's file; None: it is in memory."""
+        return None if self.dram is None else self.dram.file
+
+    def close(self, *, for_good: bool) -> None:
+        """Once the device thread has ended: give the DRAM tier's file back. for_good: and remove it."""
+        if self.dram is not None:
+            if for_good and self.tier_file is not None:
+                self.tier_file.path.unlink(missing_ok=True)
+            self.dram.close()
+
+
+def free_memory() -> None:
+    """Give back what is left of a runtime that is gone, for the next one: cycles, and what torch keeps on a device."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def load_executor(settings: Settings) -> Executor:
@@ -158,7 +178,7 @@ def assemble(
         alloc_bytes,
         delegated_bytes,
         longest_bytes,
-        None if dram is None else dram.file,
+        dram,
     )
 
 

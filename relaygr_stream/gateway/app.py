@@ -98,7 +98,10 @@ class Door:
         self._exposition = Exposition(context.registry)
         self._details = Details(context.settings.kafka.prefix)
         self._document = msgspec.json.encode(document())
-        self._rates = Rates(self._limits.max_rate)
+        of_scenarios = {
+            name: each.max_rate for each in self._settings.scenarios if each.max_rate for name in each.tenants
+        }
+        self._rates = Rates(self._limits.max_rate, of_scenarios)
         self._strangers_rates = Rates(self._limits.max_rate / STRANGERS_PART)
         self._routes = Starlette(
             routes=[
@@ -240,7 +243,7 @@ class Door:
     def _within_rate(self, tenant: str) -> None:
         """Raise Refused for a tenant's request beyond its rate."""
         if wait_s := self._rates.wait_s(tenant, time.monotonic()):
-            raise _beyond("this tenant", self._limits.max_rate, wait_s)
+            raise _beyond("this tenant", self._rates.most(tenant), wait_s)
 
     def _count_refused(self, http: Request, tenant: str | None, status: int) -> None:
         if tenant is not None and status != 429:
@@ -303,5 +306,5 @@ def _group_in(request_id: str) -> str | None:
 
 
 def _beyond(whose: str, rate: float, wait_s: int) -> RequestRefused:
-    detail = f"{whose} asks more often than {rate:g} times a second (gateway.max_rate)"
+    detail = f"{whose} asks more often than {rate:g} times a second (gateway.max_rate, or its scenario's max_rate)"
     return RequestRefused(429, "overloaded", detail, {"retry-after": str(wait_s)})

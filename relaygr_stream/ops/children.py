@@ -140,7 +140,7 @@ def write_settings(file: Path, settings: Settings) -> str:
     lines = []
     sections = msgspec.to_builtins(settings)  # JSON's scalars are valid TOML
     scenarios = {f"scenario.{each.pop('name')}": each for each in sections.pop("scenarios")}
-    del sections["scenario"]
+    del sections["scenario"], sections["fleet"]
     for section, table in (sections | scenarios).items():
         lines.append(f"[{section}]")
         for name, value in table.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import signal
 import time
@@ -49,16 +50,28 @@ class Restarts:
 START_S: Final = 120.0
 
 
+#: What the state of a process that is ready begins with.
+READY: Final = "ready"
+
+
 @dataclass(frozen=True)
 class Health:
     """A process's health. not_ready, not_live: the reasons of /readyz and /healthz; None: it is ready, it is live.
 
-    ending: it closed its telemetry, which it does last of all.
+    ending: it closed its telemetry, which it does last of all. scenario: that it serves; "": none.
     """
 
     not_ready: str | None
     not_live: str | None
     ending: bool = False
+    scenario: str = ""
+
+    @property
+    def state(self) -> str:
+        """In words."""
+        if self.not_ready is not None:
+            return self.not_ready
+        return f"{READY}, serves {self.scenario}" if self.scenario else READY
 
 
 class Supervised:
@@ -149,11 +162,13 @@ class Supervised:
             why = live.body.strip() or "not live"
             return Health(why, why)
         ready = probe(port, "/readyz", self._host)
-        return Health(None if ready.ok else ready.body.strip() or "not ready", None)
+        if not ready.ok:
+            return Health(ready.body.strip() or "not ready", None)
+        with contextlib.suppress(ValueError, AttributeError):  # not of this program
+            return Health(None, None, scenario=str(json.loads(ready.body).get("scenario", "")))
+        return Health(None, None)
 
 
-#: The state of a process that is ready.
-READY: Final = "ready"
 #: Probes a second, and seconds between them: often enough for a person who watches.
 PROBES_PER_S: Final = 2
 PROBE_S: Final = 1 / PROBES_PER_S
@@ -290,7 +305,7 @@ class Supervisor:
             elif process.final is not None:
                 process.start_wanted.set()
             restarts = process.restarts.count
-            while process.pid == 0 or process.rolling or process.state != READY:
+            while process.pid == 0 or process.rolling or not process.state.startswith(READY):
                 ended = process.final is not None and not process.start_wanted.is_set()
                 if ended or process.restarts.count > restarts:
                     return f"{process.name} {process.state}"
@@ -312,7 +327,7 @@ class Supervisor:
             process.was_ready = process.was_ready or health.not_ready is None
             was_ready = was_ready or health.not_ready is None
             waits = "" if was_ready else _since(process.ran_s)
-            self._set_state(process, READY if health.not_ready is None else health.not_ready + waits)
+            self._set_state(process, health.state if health.not_ready is None else health.state + waits)
             await asyncio.sleep(PROBE_S)
 
     def _set_state(self, process: Supervised, state: str) -> None:

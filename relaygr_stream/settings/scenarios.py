@@ -54,6 +54,9 @@ class Scenario(Section, frozen=True, kw_only=True):
     ] = ""
     lead_ms: Annotated[Ms, doc("usual head start, from a request event to its ranking")] = 150.0
     priority: Annotated[int, Meta(ge=0, le=100), doc("where workers lack, those of lower priority give theirs")] = 1
+    max_rate: Annotated[
+        float, Meta(ge=0, le=1e6), doc("requests a second of each of its tenants at a gateway; 0: gateway.max_rate")
+    ] = 0.0
     min_workers: Annotated[Positive, Meta(le=256), doc("it never has fewer workers than this")] = 1
 
 

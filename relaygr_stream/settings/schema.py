@@ -283,12 +283,16 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     #: Those of the sections [scenario.NAME], and the name of the one that this process serves; "": none.
     scenarios: tuple[Scenario, ...] = ()
     scenario: str = ""
+    #: Those of the whole fleet, where these are of a process that serves one scenario.
+    fleet: Settings | None = None
 
     def serving(self, name: str) -> Settings:
         """The settings of a process that serves this scenario: with the group, the SLO and the model of its section.
 
-        Raises ConfigError for a name without a section.
+        Of a process that serves another one, too. Raises ConfigError for a name without a section.
         """
+        if self.fleet is not None:
+            return self.fleet.serving(name)
         scenario = next((each for each in self.scenarios if each.name == name), None)
         if scenario is None:
             there = ", ".join(each.name for each in self.scenarios) or "none: give the fleet's file with --config"
@@ -301,6 +305,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return replace(
             self,
             scenario=name,
+            fleet=self,
             kafka=replace(self.kafka, prefix=f"{self.kafka.prefix}{name}."),
             relay=replace(self.relay, slo_ms=scenario.slo_ms),
             model=model,

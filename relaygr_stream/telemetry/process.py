@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import structlog
 from prometheus_client import CollectorRegistry, GCCollector, Info, ProcessCollector
+from prometheus_client.registry import Collector
 
 from relaygr_stream.errors import CapacityError, ConfigError, DeviceError, ModelError, RelayError, Superseded
 from relaygr_stream.settings.load import injected_names
@@ -68,15 +69,35 @@ class ProcessContext:
         self.log: Any = structlog.get_logger(__name__).bind()
         self.metrics_port = 0
         self.started = False  # set by main or `set_ready`; from then on a stop does not cancel main
+        self.had_started = False  # before it last began
         self.conditions: list[Check] = []
+        self.about: Final[dict[str, str]] = {}  # what it serves, said by /readyz while it is ready
+        self.doing = ""  # until it is ready again, /readyz says this beside the reason
+        self._lasting: frozenset[Collector] | None = None  # they stay when main begins anew
         self._watch = watch
         self._not_ready: str | None = "starting"
         self._not_live: str | None = None
 
+    def begin(self, name: str, settings: Settings) -> None:
+        """Main begins, or begins anew with other settings: what it had among metrics and conditions is gone.
+
+        name: of the process. Until main has started again, a stop cancels it.
+        """
+        collectors = frozenset(self.registry._collector_to_names)
+        self._lasting = collectors if self._lasting is None else self._lasting
+        for collector in collectors - self._lasting:
+            self.registry.unregister(collector)
+        self.conditions.clear()
+        self.settings = settings
+        self.about.update(scenario=settings.scenario) if settings.scenario else self.about.clear()
+        self.had_started, self.started = self.had_started or self.started, False
+        _describe(self.registry, name, settings.scenario)
+
     def set_ready(self, ready: bool, reason: str = "not ready") -> None:
         """Set the answer of /readyz, with the reason if not ready. Any thread may call it. A stop ends readiness."""
-        self._not_ready = None if ready else reason
-        self.started = self.started or ready
+        if ready:
+            self.doing, self.started = "", True
+        self._not_ready = None if ready else f"{self.doing}: {reason}" if self.doing else reason
 
     def set_live(self, live: bool, reason: str = "not live") -> None:
         """Set the answer of /healthz, with the reason if not live. Any thread may call it; a stuck loop is not live."""
@@ -110,8 +131,10 @@ async def process(
     registry = CollectorRegistry() if registry is None else registry
     watch = LoopWatch(registry, telemetry.stall_ms / 1e3)
     ctx = ProcessContext(settings, asyncio.Event() if stop is None else stop, registry, watch)
-    _describe(registry, name, settings.scenario)
-    server = TelemetryServer(registry, telemetry.host, telemetry.port, ctx.why_not_live, ctx.why_not_ready)
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+    server = TelemetryServer(registry, telemetry.host, telemetry.port, ctx.why_not_live, ctx.why_not_ready, ctx.about)
+    ctx.begin(name, settings)
     watch.start()
     server.start()
     ctx.metrics_port = server.port
@@ -146,7 +169,7 @@ def run_process(name: str, settings: Settings, main: Main) -> int:
             try:
                 await _run_main(main, ctx)
             finally:
-                started = ctx.started
+                started = ctx.started or ctx.had_started
             ctx.log.info("stopped")
 
     # A worker's modules are 190,000 objects. Each full garbage collection went through them, which stopped event loop
@@ -197,8 +220,6 @@ def _describe(registry: CollectorRegistry, name: str, scenario: str = "") -> Non
     about = {"version": version(), "process": name, "python": platform.python_version()}
     of = {"scenario": scenario} if scenario else {}
     Info("relaygr_build", "What runs here, and for which scenario, if any", registry=registry).info(about | of)
-    ProcessCollector(registry=registry)
-    GCCollector(registry=registry)
 
 
 @contextlib.contextmanager

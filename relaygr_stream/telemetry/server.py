@@ -11,7 +11,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -40,10 +41,20 @@ class TelemetryServer:
     """Serves one registry and two checks until stopped.
 
     live: answers /healthz; a process that is not live should be restarted. ready: answers /readyz; a process that is
-    not ready should get no work. Raises ConfigError if the address cannot be bound.
+    not ready should get no work. about: what the answers say besides while all is well; it may change. Raises
+    ConfigError if the address cannot be bound.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int, live: Check, ready: Check) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        live: Check,
+        ready: Check,
+        about: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._about = about
         export_readiness(registry, ready)
         self._exposition = Exposition(registry)
         self._checks: dict[str, Check] = {"/healthz": live, "/readyz": ready}
@@ -91,7 +102,10 @@ class TelemetryServer:
         if asked.path not in self._checks:
             return not_found(asked.path, PATHS)
         reason = _reason(self._checks[asked.path])
-        text = json.dumps({"status": "unavailable", "reason": reason} if reason else {"status": "ok"}) + "\n"
+        text = (
+            json.dumps({"status": "unavailable", "reason": reason} if reason else {"status": "ok", **self._about})
+            + "\n"
+        )
         return respond("503 Service Unavailable" if reason else "200 OK", JSON, text)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
@@ -14,11 +14,15 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.moves import ScenarioMoves
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Who the worker is, and where its parts report. background: runs their tasks, and learns of defects in them."""
+    """Who the worker is, and where its parts report. background: runs their tasks, and learns of defects in them.
+
+    moves: which scenario it serves, and by which epoch.
+    """
 
     settings: Settings
     name: str
@@ -26,6 +30,7 @@ class WorkerContext:
     registry: CollectorRegistry
     tracing: Tracing
     background: Background
+    moves: ScenarioMoves = field(default_factory=ScenarioMoves)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
@@ -43,12 +43,14 @@ from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.topic_files import TopicSet, load_topics
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
 from relaygr_stream.worker.device import Device, DeviceThread
+from relaygr_stream.worker.handing import MakeHandover
 from relaygr_stream.worker.metrics import WorkerMetrics
+from relaygr_stream.worker.moves import ScenarioMoves, place
 from relaygr_stream.worker.replies import check_answers_fit
 from relaygr_stream.worker.requests import Requests
 from relaygr_stream.worker.restart import find_again
@@ -63,56 +65,29 @@ AGES_S: Final = 0.25
 CLOSE_S: Final = 2.0
 
 
-class LaneHandover(Protocol):
-    """Prefix KV of lanes that move between workers, as a worker sees it (handover/service.py)."""
-
-    @property
-    def address(self) -> str:
-        """host:port that other workers reach it under."""
-
-    async def start(self) -> None:
-        """Listen for other workers."""
-
-    def lanes_changed(self, gained: Iterable[int], lost: Iterable[int]) -> None:
-        """Fetch for the lanes gained, offer those lost."""
-
-    def leaving(self, lanes: Iterable[int]) -> None:
-        """The worker is about to leave the group, and with it these lanes."""
-
-    async def farewell(self, seconds: float) -> None:
-        """Wait until the next owners have fetched the lanes that it left, for so long at most."""
-
-    @property
-    def failed(self) -> asyncio.Future[None]:
-        """A future that completes, with the error, only by a defect in it."""
-
-    async def stop(self) -> None:
-        """Close everything."""
-
-
-#: Makes a worker's hand-over, with the topics, whose lanes may grow, and what peers state; None: it is off.
-MakeHandover = Callable[[WorkerContext, Device, TopicSet, OwnerDirectory], LaneHandover | None]
-
-
 #: Builds a worker's runtime on the device thread, of its settings, where audits are reported, and what wakes the
 #: thread; the laboratory builds one with an emulated device.
 Build = Callable[[Settings, Report, Wake], WorkerRuntime]
 
 
-async def run_worker(
-    context: ProcessContext, make_handover: MakeHandover = lambda *_: None, build: Build = build
-) -> None:
-    """Serve until `context.stop` is set, then drain. Raises RelayError where the process must end otherwise."""
-    async with made_worker(context, make_handover, build) as worker:
-        await worker.run()
+def name_of(settings: Settings) -> str:
+    """The worker's name."""
+    return settings.worker.name or f"{socket.gethostname()}-{os.getpid()}"
 
 
 @asynccontextmanager
 async def made_worker(
-    context: ProcessContext, make_handover: MakeHandover = lambda *_: None, build: Build = build
+    context: ProcessContext,
+    make_handover: MakeHandover = lambda *_: None,
+    build: Build = build,
+    moves: ScenarioMoves | None = None,
 ) -> AsyncIterator[WorkerProcess]:
-    """A worker whose model is loaded and whose producers are connected; all of it is closed at the end."""
-    settings = context.settings
+    """A worker whose model is loaded and whose producers are connected; all of it is closed at the end.
+
+    moves: call it away to another scenario; None: nothing does. Raises DeviceError where it was called away, and the
+    device hangs.
+    """
+    settings, runtime, left = context.settings, None, False
     context.set_ready(False, "loading the model")
     log.info("loading the model")
     check_dead_letters_fit(load_topics(settings.kafka))
@@ -123,24 +98,10 @@ async def made_worker(
     try:
         topics = topics_with(settings.kafka, await verify_topics(settings.kafka))
         runtime = await device.start(lambda: build(settings, audits, device.wake))
-        metrics.model_info.labels(runtime.model.version, runtime.model.note).set(1)
-        describe = log.warning if runtime.model.note else log.info
-        described = {"version": runtime.model.version, "note": runtime.model.note, "device": str(runtime.device)}
-        if isinstance(runtime.model, BuiltIn):
-            described["kernels"] = runtime.model.kernels
-            if is_relative(runtime.model.config):
-                log.info("torch operators compute the bias on relative positions or times; no kernel does")
-        describe("model loaded", **described)
-        if settings.trigger.delegate and runtime.delegated_bytes < runtime.longest_bytes:
-            log.warning(
-                "no longest prefix is delegated to this worker: HBM has no room for one beside its own users' "
-                "prefixes; raise worker.hbm_bytes",
-                room_bytes=runtime.delegated_bytes,
-                needed_bytes=runtime.longest_bytes,
-            )
+        _say_model(settings, runtime, metrics)
         check_answers_fit(topics, settings.relay.max_candidates, runtime.model)
         context.set_ready(False, "joining the group")
-        name = settings.worker.name or f"{socket.gethostname()}-{os.getpid()}"
+        name = name_of(settings)
         max_bytes = max(topics.dead_letter.max_message_bytes, topics.worker_status.max_message_bytes)
         async with AsyncExitStack() as stack:
             tracing = await stack.enter_async_context(
@@ -157,15 +118,40 @@ async def made_worker(
             stack.push_async_callback(end, "the lanes' ends", partial(ends.__aexit__, None, None, None), CLOSE_S)
             store = open_store(settings.history) if settings.history.store else None
             connections = WorkerConnections(topics, scores, others, ends, store)
-            shared = WorkerContext(settings, name, metrics, context.registry, tracing, Background())
+            shared = WorkerContext(
+                settings, name, metrics, context.registry, tracing, Background(), moves or ScenarioMoves()
+            )
             worker = WorkerProcess(context, shared, connections, Device(device, runtime), audits, make_handover)
             stack.push_async_callback(end, "the history store", worker.requests.close, CLOSE_S)
             yield worker
+            left = worker.left
     finally:
-        if not await device.stop(timeout=settings.worker.drain_ms / 1e3):
+        if hangs := not await device.stop(timeout=settings.worker.drain_ms / 1e3):
             log.error("the device thread hangs; the process ends without it")
+        elif runtime is not None:
+            runtime.close(for_good=left)
     if device.failed.done():
         device.failed.result()  # its books did not balance when it closed
+    if hangs and not context.stop.is_set():
+        raise DeviceError("the device thread hangs, and nothing else can run on its device")
+
+
+def _say_model(settings: Settings, runtime: WorkerRuntime, metrics: WorkerMetrics) -> None:
+    metrics.model_info.labels(runtime.model.version, runtime.model.note).set(1)
+    describe = log.warning if runtime.model.note else log.info
+    described = {"version": runtime.model.version, "note": runtime.model.note, "device": str(runtime.device)}
+    if isinstance(runtime.model, BuiltIn):
+        described["kernels"] = runtime.model.kernels
+        if is_relative(runtime.model.config):
+            log.info("torch operators compute the bias on relative positions or times; no kernel does")
+    describe("model loaded", **described)
+    if settings.trigger.delegate and runtime.delegated_bytes < runtime.longest_bytes:
+        log.warning(
+            "no longest prefix is delegated to this worker: HBM has no room for one beside its own users' "
+            "prefixes; raise worker.hbm_bytes",
+            room_bytes=runtime.delegated_bytes,
+            needed_bytes=runtime.longest_bytes,
+        )
 
 
 class WorkerProcess:
@@ -182,6 +168,8 @@ class WorkerProcess:
     ) -> None:
         settings, topics, metrics, name = context.settings, connections.topics, context.metrics, context.name
         self._process = process
+        self._moves = context.moves
+        self.left = False  # it has drained, and does not come back to this group soon
         self._settings: Settings = settings
         self._connections = connections
         self.device: Final = device.thread
@@ -207,8 +195,11 @@ class WorkerProcess:
         self._handover = make_handover(context, device, topics, peers)
         self._reporter = StatusReporter(context, connections, device, peers, self.consumer, self)
 
-    async def run(self) -> None:
-        """Serve until the process is told to stop, then drain and leave. Raises what fails."""
+    async def run(self) -> bool:
+        """Serve until the process is told to stop, or to serve another scenario, then drain and leave.
+
+        Returns False if records were left at the end of worker.drain_ms. Raises what fails.
+        """
         topics = self._connections.topics
         context, consumer, reporter, background = self._process, self.consumer, self._reporter, self._background
         await self._counts.ask()
@@ -227,24 +218,16 @@ class WorkerProcess:
             background.start(self._counts.run())
             in_order = True
             try:
+                self._moves.arrive()
                 reporter.serve()
                 background.start(reporter.publish_now())  # triggers count no lanes of a worker that starts
-                await background.until(context.stop.wait())
+                await background.until(self._called_away())
                 watch.cancel()
+                if not context.stop.is_set():
+                    context.doing = f"moves to {place(self._moves.target)}"
+                    log.info("leaves for another scenario", target=self._moves.target, epoch=self._moves.epoch)
                 drained_by = time.monotonic() + self._settings.worker.drain_ms / 1e3
-                context.set_ready(False, "draining")
-                await reporter.announce("draining")
-                if self._handover is not None:
-                    self._handover.leaving(consumer.lanes)
-                # A device that fails meanwhile answers nothing more; whatever else fails, what was read is answered.
-                drained = await self.device.until(consumer.drain(self._settings.worker.drain_ms / 1e3))
-                # A group that rebalances takes the lanes from a member that drains, and their records with them.
-                if not (drained and await self.device.until(self.requests.all_answered(drained_by))):
-                    log.warning(
-                        "drain time is over",
-                        records_left=max(consumer.undone, len(self.core.in_flight)),
-                        setting="worker.drain_ms",
-                    )
+                drained = await self._drain(drained_by)
             except Exception as error:
                 # Else a defect, which a record may have tripped that is still to be answered.
                 in_order = isinstance(error, RelayError) or self.device.failed.done()
@@ -263,6 +246,35 @@ class WorkerProcess:
                 await self._handover.farewell(drained_by - time.monotonic())
             await reporter.announce("stopped")
             await reporter.withdraw()
+        self.left = drained and not context.stop.is_set()
+        return drained
+
+    async def _drain(self, by: float) -> bool:
+        """Answer what was read, in the time up to `by`. Returns False if records are left."""
+        self._process.set_ready(False, "draining")
+        await self._reporter.announce("draining")
+        if self._handover is not None:
+            self._handover.leaving(self.consumer.lanes)
+        # A device that fails meanwhile answers nothing more; whatever else fails, what was read is answered.
+        drained = await self.device.until(self.consumer.drain(self._settings.worker.drain_ms / 1e3))
+        # A group that rebalances takes the lanes from a member that drains, and their records with them.
+        drained = drained and await self.device.until(self.requests.all_answered(by))
+        if not drained:
+            log.warning(
+                "drain time is over",
+                records_left=max(self.consumer.undone, len(self.core.in_flight)),
+                setting="worker.drain_ms",
+            )
+        return drained
+
+    async def _called_away(self) -> None:
+        """Wait until the process stops, or is to serve another scenario."""
+        ends = [asyncio.ensure_future(wait) for wait in (self._process.stop.wait(), self._moves.until_away())]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in ends:
+                each.cancel()
 
     async def _sample_ages(self) -> None:
         """Ask where our lanes end: what is read beyond is younger than that (Intake)."""

@@ -87,6 +87,7 @@ class StatusReporter:
         settings, topics, runtime = context.settings, connections.topics, device.runtime
         self._background = background = context.background
         self._settings = settings
+        self._moves = context.moves
         self._peers = peers
         self._worker = worker
         self._topics = topics
@@ -209,6 +210,7 @@ class StatusReporter:
         lag = sum(self.lag.values())
         stated = {"counters": counters, "latencies": latencies or msgspec.UNSET, "erased": erased}
         scenario = self._settings.scenario or msgspec.UNSET
+        stated |= self._moves.stated()
         return msgspec.structs.replace(status, lag=lag, version=VERSION, scenario=scenario, **stated)
 
     def _export(self, now: Snapshot, lanes: int) -> None:

@@ -103,7 +103,11 @@ OVER_OR_SHORT = budget("0x100 15+15x139", "feed") | budget("0+15x228 3420x12", "
 NOTHING = of("up", "1x240")
 READ = of("relaygr_rankings_read_total", PER_SECOND, hops="0")
 CASES = {
-    "RelaygrProcessDown": Case(of("up", "0x240"), of("up", "1x240")),
+    "RelaygrProcessDown": Case(
+        of("up", "0x240", of("relaygr_build_info", "1x100 _x140", process="worker", job="j"), job="j"),
+        of("up", "1x240", of("relaygr_build_info", "1x240", process="worker", job="j"), job="j")
+        | of("up", "0x240", job="another"),
+    ),
     "RelaygrProcessMissing": Case(
         of("relaygr_build_info", "1x240", process="worker"),
         of("relaygr_build_info", "1x240", of("relaygr_build_info", "1x240", process="trigger"), process="worker"),

@@ -69,7 +69,7 @@ def test_a_fleets_scenarios_stand_in_its_file(tmp_path: Path) -> None:
     assert sources["scenario.feed.slo_ms"] == str(path)
     assert sources["scenario.search.slo_ms"] == "relay.slo_ms"
     assert sources["scenario.search.lead_ms"] == "default"
-    assert len(sources) == 3 * 6
+    assert len(sources) == 3 * 7
     assert "scenario.ads.priority" in render_plain(render_settings_table(config))
     assert [scenario_of(config.settings.scenarios, tenant) for tenant in ("shop-eu", "ads", "else", "")] == [
         *("feed", "ads", "", "")

@@ -172,6 +172,24 @@ async def test_a_process_that_had_to_be_killed_did_not_end_in_order() -> None:
     assert not await running
 
 
+@pytest.mark.parametrize(
+    ("body", "state"),
+    [
+        ('{"status": "ok", "scenario": "search"}', "ready, serves search"),
+        ('{"status": "ok"}', "ready"),
+        ("OK", "ready"),
+        ("[]", "ready"),
+    ],
+)
+async def test_the_state_of_a_ready_child_has_the_scenario_that_it_serves_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, state: str
+) -> None:
+    monkeypatch.setattr(service, "probe", lambda port, path, host: Probed(200, body))
+    child = Supervised("child", ("--help",), tmp_path)
+    (tmp_path / "child.port").write_text("4711")
+    assert (await child.health()).state == state
+
+
 async def test_a_child_is_probed_after_its_port_file_was_cleaned_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ async def run_emulated_worker(context: ProcessContext, policy: Policy = "relay")
     from relaygr_lab.emulate.device import EmulatedModel, build  # noqa: PLC0415
     from relaygr_stream.engine.audit import Report  # noqa: PLC0415
     from relaygr_stream.engine.build import WorkerRuntime  # noqa: PLC0415
-    from relaygr_stream.worker.process import run_worker  # noqa: PLC0415
+    from relaygr_stream.worker.run import run_worker  # noqa: PLC0415
 
     def build_here(settings: Settings, report: Report, wake: Callable[[], None]) -> WorkerRuntime:
         runtime = build(settings, report, wake, eviction(policy))

@@ -122,7 +122,7 @@ async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, sa
                     f"another group answers its users"
                 )
         return
-    if started is not None:
+    if started is not None and rollout.moved:
         await asyncio.sleep(HEARD_S + context.settings.relay.life_window_ms / 1e3)
     raise RelayError(rollout.why_back)
 

@@ -256,7 +256,8 @@ class Rollout:
     async def _move(self, share: int, progress: RolloutProgress) -> None:
         routes = self._routes.moved(self._to, self._new.lanes, share)
         routes = msgspec.structs.replace(routes, epoch=max(routes.epoch, now_ms()), rollout=progress)
-        self._routes, self.moved = routes, True  # first: who is stopped in the middle of it goes back all the same
+        self.moved |= max(share, self._routes.share_of(self._to)) > 0
+        self._routes = routes  # first: who is stopped in the middle of it goes back all the same
         while True:  # while no broker takes it, the users stay where they are
             try:
                 await self._parts.bus.write(self._parts.producer, routes)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, TypeVar
 
 from relaygr_stream.bus.away import ranges
+from relaygr_stream.ops.status.moving import moves
 from relaygr_stream.ops.status.overload import SLO_SHARE, overload
 from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.ops.status.tally import Tally, lately
@@ -36,7 +37,7 @@ class Oddity(NamedTuple):
 def findings(view: Overview) -> list[Oddity]:
     """What is odd, what is urgent first."""
     urgent = [Oddity(line, True) for check in (_unanswered, _slow) for line in check(view)]
-    checks = (_missing, _clocks, _groups, _lanes, _versions, _bounds, _unused, _throttled, _records)
+    checks = (_missing, moves, _clocks, _groups, _lanes, _versions, _bounds, _unused, _throttled, _records)
     found = urgent + [Oddity(line, False) for check in checks for line in check(view)]
     for scenario, _, of in view.scenarios:
         found += [each._replace(line=f"scenario {scenario}: {each.line}") for each in findings(of)]

@@ -18,6 +18,7 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.fleet import DROP_AFTER_S
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.clocks import Clock
+from relaygr_stream.wire.assignments import Assignments
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.routes import Routes
@@ -79,8 +80,8 @@ class OfScenario(NamedTuple):
 class Overview:
     """All processes by name, and the number of refused records by reason, since it is live.
 
-    follower: also takes each status that is read. routes: the newest of requests of no scenario, if the caller follows
-    them.
+    follower: also takes each status that is read. routes: the newest of requests of no scenario; assignments: of
+    workers; if the caller follows them.
     """
 
     settings: Settings
@@ -92,6 +93,7 @@ class Overview:
     triggers: dict[str, Seen[TriggerStatus]] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
     routes: Routes | None = None
+    assignments: Assignments | None = None
     scenarios: list[OfScenario] = field(
         default_factory=list
     )  # a view of each group of each, if the caller follows them
@@ -169,7 +171,7 @@ class Overview:
 
     def silent(self) -> list[str]:
         """Names of processes that did not stop in order and state nothing, unless they ended long ago."""
-        now, now_ms = self.clock(), self._brokers_now_ms()
+        now, now_ms = self.clock(), self.now_ms()
 
         def silent(seen: Seen[S]) -> bool:
             lately = now_ms - seen.written_ms <= DROP_AFTER_S * 1e3
@@ -178,7 +180,7 @@ class Overview:
         workers = [name for name, worker in self.workers.items() if silent(worker)]
         return workers + [KEY_PREFIX + name for name, trigger in self.triggers.items() if silent(trigger)]
 
-    def _brokers_now_ms(self) -> float:
+    def now_ms(self) -> float:
         """The time by the broker's clock; where nothing was heard since this viewer's start, by ours, or later."""
         if self._heard_s is None:
             return max(time.time() * 1e3, self._newest_ms)

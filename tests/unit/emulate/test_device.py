@@ -218,7 +218,7 @@ async def test_a_worker_process_evicts_by_its_policy(
         build(None, None, None)
 
     monkeypatch.setattr("relaygr_lab.emulate.device.build", build)
-    monkeypatch.setattr("relaygr_stream.worker.process.run_worker", run_worker)
+    monkeypatch.setattr("relaygr_stream.worker.run.run_worker", run_worker)
     with pytest.raises(InterruptedError):
         await run_emulated_worker(None, policy)  # type: ignore[arg-type]
     assert seen == [order]

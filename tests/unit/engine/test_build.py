@@ -176,6 +176,19 @@ def test_the_tiers_file_is_taken_by_a_worker_of_the_same_name_model_and_type(tmp
     assert not file_of(settings_of(name="v", dram_path=str(tmp_path))).holds
 
 
+def test_a_runtime_that_is_closed_gives_its_file_to_the_next_or_removes_it(tmp_path: Path) -> None:
+    """In one process, too: a worker that comes back to its group opens it again."""
+    settings = settings_of(name="w", dram_path=str(tmp_path))
+    first = built(settings)
+    first.close(for_good=False)
+    second = built(settings)
+    assert second.tier_file is not None
+    assert second.tier_file.holds
+    second.close(for_good=True)
+    assert list(tmp_path.iterdir()) == []
+    built(settings_of()).close(for_good=True)  # in memory
+
+
 def test_without_a_name_no_file_is_found_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs `worker\.name`"):
         built(settings_of(dram_path=str(tmp_path)))

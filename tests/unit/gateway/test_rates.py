@@ -9,6 +9,7 @@ import pytest
 
 from relaygr_stream.gateway.bodies import longest_body
 from relaygr_stream.gateway.rates import MAX_CALLERS, Rates
+from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Kafka, Relay
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import OTHER, RANK, OpenDoor, Reply, door_on
@@ -20,6 +21,22 @@ def test_a_caller_has_its_rate_and_as_many_at_once() -> None:
     assert rates.wait_s("b", 1.0) == 0
     assert [rates.wait_s("a", 1.5) for _ in range(3)] == [0, 0, 1]
     assert [rates.wait_s("a", 3601.5) for _ in range(6)] == [0, 0, 0, 0, 0, 1]
+
+
+def test_a_caller_may_have_a_rate_of_its_own() -> None:
+    rates = Rates(5.0, {"a": 2.0})
+    assert [rates.wait_s("a", 1.0) for _ in range(3)] == [0, 0, 1]
+    assert [rates.wait_s("b", 1.0) for _ in range(6)] == [0, 0, 0, 0, 0, 1]
+    assert [rates.wait_s("a", 2.0) for _ in range(3)] == [0, 0, 1]
+
+
+async def test_a_tenant_has_the_rate_of_its_scenario(embedded_settings: Kafka) -> None:
+    sections = (Scenario(name="feed", tenants=("shop",), max_rate=0.05), Scenario(name="ads", tenants=("library",)))
+    async with responder_on(embedded_settings), door_on(embedded_settings, scenarios=sections) as door:
+        first, second = await door.ask("GET", "/metrics"), await door.ask("GET", "/metrics")
+        assert (first.status, second.status) == (200, 429)
+        assert "0.05 times a second" in second.value["detail"]
+        assert {reply.status for reply in await asked(door, 3, "GET", "/metrics", token_=OTHER)} == {200}
 
 
 def test_a_refused_body_is_paid_for_by_the_next_requests() -> None:

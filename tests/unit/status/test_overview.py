@@ -9,13 +9,15 @@ import msgspec
 import pytest
 
 from relaygr_stream.fleet import DROP_AFTER_S
+from relaygr_stream.ops.status.moving import moves
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import OfScenario, Overview
 from relaygr_stream.ops.status.table import as_json, render
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.printable import render_plain
+from relaygr_stream.wire.assignments import Assignments
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.messages import CostModel, WorkerStatus
+from relaygr_stream.wire.messages import CostModel, GivenUp, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.routes import Figures, RolloutProgress, Routes
 from relaygr_stream.wire.signature import Signer
@@ -321,3 +323,26 @@ def test_scenarios_are_shown_with_what_is_odd_of_each() -> None:
         ("feed", "feed", 1),
     ]
     assert json.loads(as_json(overview()))["scenarios"] == []
+
+
+def test_workers_that_are_not_where_they_are_assigned_are_said_with_the_reason() -> None:
+    gave_up = GivenUp(epoch=9, reason="no such folder")
+    feed = overview(worker("there", assigned=9), worker("stuck", given_up=gave_up), worker("old", given_up=gave_up))
+    ads = overview(worker("to-feed"), worker("leaving", state="draining"), trigger("t"))
+    view = overview()
+    view.scenarios = [OfScenario("feed", "feed", feed), OfScenario("ads", "ads", ads)]
+    workers = {"there": "feed", "stuck": "ads", "to-feed": "feed", "leaving": "feed", "nowhere": "ads", "old": ""}
+    view.assignments = Assignments(epoch=9, sent_ms=0, planner="p", workers=workers)
+    assert list(moves(view)) == [
+        "leaving moves to scenario feed: it leaves scenario ads",
+        "old gave up its move to no scenario (no such folder); it serves scenario feed",
+        "stuck gave up its move to scenario ads (no such folder); it serves scenario feed",
+        "to-feed is to move to scenario feed; it serves scenario ads",
+    ], "nowhere was assigned in 1970, and is an old name"
+    now = int(view.now_ms())
+    view.assignments = msgspec.structs.replace(view.assignments, epoch=now, workers={"nowhere": "ads", "stuck": "ads"})
+    assert [*moves(view)] == [
+        "nowhere moves to scenario ads: it is in no group now",
+        "stuck is to move to scenario ads; it serves scenario feed",
+    ], "what it gave up was an earlier epoch"
+    assert "odd: nowhere moves to" in render_plain(render(view), 80)

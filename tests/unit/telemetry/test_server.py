@@ -87,6 +87,18 @@ def test_metrics_where_the_version_asked_for_is_none(server: TelemetryServer, me
     assert "relaygr_things_total 3.0" in body
 
 
+def test_what_a_process_serves_is_said_while_it_is_ready() -> None:
+    about = {"scenario": "feed"}
+    server = TelemetryServer(CollectorRegistry(), "127.0.0.1", 0, lambda: None, lambda: None, about)
+    server.start()
+    try:
+        assert json.loads(request(server, "/readyz")[2]) == {"status": "ok", "scenario": "feed"}
+        about.update(scenario="search")
+        assert json.loads(request(server, "/readyz")[2])["scenario"] == "search"
+    finally:
+        server.stop()
+
+
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
 def test_health_follows_its_own_check(server: TelemetryServer, checks: Checks, path: str) -> None:
     assert request(server, path)[0] == 200

@@ -1,0 +1,37 @@
+"""Workers that are not where the assignments say: on their way, or back from a move that they gave up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relaygr_stream.fleet import DROP_AFTER_S
+from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.wire.messages import WorkerStatus
+
+
+def moves(view: Overview) -> Iterator[str]:
+    """One line for each; a worker that no group has seen is on its way for DROP_AFTER_S, and then an old name."""
+    newest = view.assignments
+    if newest is None:
+        return
+    views = [("", view), *((scenario, of) for scenario, _, of in view.scenarios)]
+    living = {name: (at, status) for at, of in views for name, status in of.living_workers().items()}
+    leaving = {name: at for at, of in views for name, seen in of.workers.items() if seen.last.state == "draining"}
+    for name, target in sorted(newest.workers.items()):
+        at, status = living.get(name, (target, None))
+        to = _place(target)
+        if status is not None and at != target:
+            yield f"{name} {_why(status, newest.epoch, to)}; it serves {_place(at)}"
+        elif status is None and name in leaving:
+            yield f"{name} moves to {to}: it leaves {_place(leaving[name])}"
+        elif status is None and view.now_ms() - newest.epoch < DROP_AFTER_S * 1e3:
+            yield f"{name} moves to {to}: it is in no group now"
+
+
+def _why(status: WorkerStatus, epoch: int, to: str) -> str:
+    gave_up = status.given_up if status.given_up and status.given_up.epoch == epoch else None
+    return f"is to move to {to}" if gave_up is None else f"gave up its move to {to} ({gave_up.reason})"
+
+
+def _place(scenario: str) -> str:
+    return f"scenario {scenario}" if scenario else "no scenario"

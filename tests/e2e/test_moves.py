@@ -1,0 +1,150 @@
+"""A worker serves another scenario without a new process: nothing is lost, and where it cannot, it goes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from relaygr_lab.processes import servable
+
+from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.assignments import write_assignments
+from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.client import RelayClient
+from relaygr_stream.ops.children import Child, stop_all, write_settings
+from relaygr_stream.ops.scenarios import make_groups
+from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.schema import Client, Kafka, Settings
+from relaygr_stream.settings.worker import Handover
+from relaygr_stream.wire.assignments import Assignments
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.messages import WorkerStatus
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
+from relaygr_stream.wire.worker_status import StatusReader, worker_statuses
+from tests.e2e.fleet import TEST_SETTINGS
+from tests.waiting import until
+
+SLO_MS = 60_000.0
+
+
+class Scene:
+    """Two scenarios with models of their own, and a third whose model is not there."""
+
+    def __init__(self, kafka: Kafka, folder: Path) -> None:
+        base = msgspec.structs.replace(TEST_SETTINGS, kafka=kafka)
+        smaller = msgspec.structs.replace(base, model=msgspec.structs.replace(base.model, layers=1))
+        scenarios = (
+            Scenario(name="broken", slo_ms=SLO_MS, model=str(folder / "nothing")),
+            Scenario(name="feed", slo_ms=SLO_MS),
+            Scenario(name="search", slo_ms=SLO_MS, model=servable(smaller, folder).model.checkpoint),
+        )
+        self.settings: Settings = msgspec.structs.replace(
+            servable(base, folder),
+            scenarios=scenarios,
+            handover=Handover(secret="a secret of this fleet"),
+            client=Client(timeout_ms=60_000),
+        )
+        self.children: dict[str, Child] = {}
+        self.statuses: dict[str, WorkerStatus] = {}  # the newest of each worker, of whatever group
+        self.answers: list[tuple[str, str, str]] = []  # scenario, worker, model version
+        self._folder = folder
+        self._epoch = now_ms()
+
+    def start(self, name: str, scenario: str) -> None:
+        config = write_settings(self._folder / "fleet.toml", self.settings)
+        arguments = ["worker", "--config", config, "--scenario", scenario, "--set", f"worker.name={name}"]
+        self.children[name] = Child(name, arguments, self._folder)
+
+    async def assign(self, **workers: str) -> int:
+        """Returns the epoch."""
+        topics, self._epoch = load_topics(self.settings.kafka), self._epoch + 1
+        assignments = Assignments(epoch=self._epoch, sent_ms=now_ms(), planner="test", workers=workers)
+        async with Producer(self.settings.kafka, client_id="planner") as producer:
+            await write_assignments(producer, topics, StatusReader.of(self.settings, topics), assignments)
+        return self._epoch
+
+    def serves(self, name: str, scenario: str, epoch: int) -> bool:
+        """Whether it states that it serves there, has lanes, and obeys the epoch."""
+        status = self.statuses.get(name)
+        stated = status is not None and (status.state, status.scenario, status.assigned) == ("serving", scenario, epoch)
+        return bool(stated and status is not None and status.lanes)
+
+    def on_statuses(self, records: list[Record]) -> None:
+        self.statuses.update((status.name, status) for status in worker_statuses(records))
+
+    async def ask(self, relay: RelayClient, scenario: str) -> None:
+        """One request after the other, each of which must be answered with scores."""
+        number = 0
+        while True:
+            number += 1
+            history = Behaviours.of(list(range(1, 31)), [1] * 30, list(range(30)))
+            async with relay.request(f"u{number % 20}", history, candidates=3, scenario=scenario) as request:
+                ranking = await request.rank([1, 2, 3])
+            self.answers.append((scenario, ranking.worker, ranking.model_version))
+            await asyncio.sleep(0.05)  # the processor is for the workers that load
+
+
+@asynccontextmanager
+async def scene_on(kafka: Kafka, folder: Path) -> AsyncIterator[Scene]:
+    scene = Scene(kafka, folder)
+    await make_groups(scene.settings, lambda _: None)
+    groups = [load_topics(scene.settings.serving(each.name).kafka) for each in scene.settings.scenarios]
+    tails = [TopicTail(kafka, topics.worker_status.name, [0], "latest", scene.on_statuses) for topics in groups]
+    try:
+        for tail in tails:
+            await tail.start()
+        yield scene
+    finally:
+        await stop_all(list(scene.children.values()))
+        for tail in tails:
+            await tail.stop()
+        print(*(child.log_tail() for child in scene.children.values()), sep="\n\n")  # what a failed test shows
+
+
+@pytest.mark.stack
+async def test_a_worker_moves_there_and_back_under_load_and_stays_where_the_other_model_cannot_be_loaded(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    async with scene_on(embedded_settings, tmp_path) as scene:
+        first = await scene.assign(mover="search")
+        for name, scenario in (("feeder", "feed"), ("mover", "feed"), ("searcher", "search")):
+            scene.start(name, scenario)
+        await asyncio.gather(*(child.wait_ready() for child in scene.children.values()))
+        await until(lambda: scene.serves("mover", "search", first), "the assigned scenario from the start")
+        mover, pid = scene.children["mover"], scene.statuses["mover"].pid
+
+        async with RelayClient(settings=scene.settings) as relay, asyncio.TaskGroup() as group:
+            load = [group.create_task(scene.ask(relay, scenario)) for scenario in ("feed", "search")]
+            await until(lambda: ("search", "mover") in {answer[:2] for answer in scene.answers}, "its answers there")
+
+            back = await scene.assign()  # where it is not named: what it was started for
+            await until(lambda: scene.serves("mover", "feed", back), "back")
+            await until(lambda: ("feed", "mover") in {answer[:2] for answer in scene.answers}, "its answers here")
+
+            failing = await scene.assign(mover="broken")
+            await until(lambda: given_up(scene, failing) and scene.serves("mover", "feed", back), "given up")
+            assert "nothing" in given_up(scene, failing)
+            await until(mover.ready, "ready again")
+
+            again = await scene.assign(mover="search")
+            await until(lambda: scene.serves("mover", "search", again), "there again")
+            for each in load:
+                each.cancel()
+        build = next(each for each in mover.samples() if each.name == "relaygr_build_info")
+        assert build.labels["scenario"] == "search"
+        assert os.getpgid(mover.pid) and scene.statuses["mover"].pid == pid, "one process"
+        versions = {(scenario, version) for scenario, _, version in scene.answers}
+        assert len(versions) == 2, "each scenario is scored by its own model alone"
+
+
+def given_up(scene: Scene, epoch: int) -> str:
+    """Why the mover gave up this epoch; "": it has not."""
+    found = scene.statuses["mover"].given_up
+    return found.reason if found and found.epoch == epoch else ""
