@@ -139,8 +139,13 @@ class Admission:
         return self._late.full_when_idle(ranking, now, idle if enough else 0.0, waits=waits)
 
     def overdue(self, ranking: Ranking, now: float) -> Full | None:
-        """A waiting ranking was not done when due, or is late: it gets the time that others leave. Why that will be too
-        late; None: it will not."""
+        """A waiting ranking should have been begun (Ranking.look), or done: from its due time on it gets the time that
+        others leave. Why that will be too late; None: it will not."""
+        known = ranking.late or ranking.booking.expected_ms  # else nothing is refused before some have been measured
+        if known and not ranking.measured.started and self._forecast.number > (not ranking.late):
+            return Full("ms", "it was not begun in time for the SLO, and rankings wait that can be in time")
+        if now < ranking.task.due:
+            return None
         if ranking.late:
             return self._too_late_when_idle(ranking, now, waits=True)
         self._forecast.remove(ranking)

@@ -75,10 +75,12 @@ class Forecast:
         self._clients = Clients() if clients is None else clients
         self._all: WorkTree[Ranking] = WorkTree()
         self._by_client: dict[Account, WorkTree[Ranking]] = {}
+        self.number = 0  # of those that are counted
         self._new: dict[Ranking, None] = {}  # added since the trees were asked: most have their answer before that
 
     def add(self, ranking: Ranking) -> None:
         """Count a waiting ranking, whose expected_ms and number are known."""
+        self.number += 1
         self._new[ranking] = None
 
     def _plant(self) -> None:
@@ -94,6 +96,7 @@ class Forecast:
 
     def remove(self, ranking: Ranking) -> None:
         """Stop counting a ranking that was added."""
+        self.number -= 1
         if ranking in self._new:
             del self._new[ranking]
             return

@@ -9,6 +9,7 @@ measured  rankings.py    what its answer tells
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.engine.clients import UNBOOKED, Account
@@ -16,6 +17,10 @@ from relaygr_stream.engine.commands import Measured, PrefillTask, Rank, RankTask
 from relaygr_stream.engine.executor import PrefillRun
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVRegion
+
+#: A ranking that the device has not begun after this share of the time until it is due is refused, if there are others
+#: that can be in time: those that are admitted should be done by then (forecast.py).
+BEGUN_SHARE: Final = 0.9
 
 
 @dataclass(slots=True)
@@ -51,6 +56,7 @@ class Ranking:
     full: bool
     due: float  # the task's; once it is late, its deadline
     deadline: float  # the task's
+    look: float  # when it should have been begun: a refusal is then with its client within the SLO
     came: float  # from when its delay counts: its arrival, without what was spent before the scheduler had it
     late: bool = False  # it cannot be done when due: it gets the time that others leave
     booking: Booking = field(default_factory=Booking)
@@ -63,7 +69,8 @@ class Ranking:
         """One that has just come."""
         task, times = rank.task, rank.task.times
         full, came = task.full or rank.leaves_nothing, times.arrived + rank.waited_s
-        return cls(rank, task, task.tokens, task.suffix, full, times.due, times.deadline, came)
+        look = times.arrived + BEGUN_SHARE * (times.due - times.arrived)
+        return cls(rank, task, task.tokens, task.suffix, full, times.due, times.deadline, look, came)
 
     def is_late(self) -> None:
         """It is not done when due, and need not be any more."""

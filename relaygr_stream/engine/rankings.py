@@ -86,12 +86,12 @@ class Rankings:
         for loser, full in lost:
             self._answer(loser, "overloaded", f"{full.reason}; {GAVE_WAY[full.measure]}")
         self._admission.add(ranking)
-        self._timers.add(min(ranking.due, now + RECHECK_S) if ranking.late else ranking.due, ranking)
+        self._timers.add(ranking.look, ranking)
         # A loser may have been a copy of this request, and released what was found by its pin.
         self._residents.place(ranking, self._residents.find(rank.task) if lost else found)
 
     def expire(self, now: float) -> None:
-        """Answer those whose deadline has passed, and those that were not done when due and will not be later."""
+        """Answer those whose deadline has passed, and those that are not begun, or done, in time and will not be."""
         while (first := self._timers.first()) is not None and first[0] <= now:
             ranking = self._timers.pop()
             if ranking.deadline <= now:
@@ -106,6 +106,9 @@ class Rankings:
             was_late, full = ranking.late, self._admission.overdue(ranking, now)
             if full is not None:
                 self._answer(ranking, "overloaded", full.reason)
+                continue
+            if now < ranking.task.due:
+                self._timers.add(ranking.task.due, ranking)
                 continue
             if not was_late:
                 self._residents.moved(ranking)

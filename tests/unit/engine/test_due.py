@@ -6,17 +6,20 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.clients import Clients
 from relaygr_stream.engine.commands import Rank, RankTask, Times
 from relaygr_stream.engine.forecast import IDLE_S, Forecast, IdleShare
 from relaygr_stream.engine.queue import WorkQueue
+from relaygr_stream.engine.ranking import BEGUN_SHARE
+from tests.properties import examples
 from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKENS, USERS, Simulation, waiting
 from tests.unit.engine.test_queue import job, ranking
 
-SLO_S, TIMEOUT_S = 0.03, 1.0
+#: An answer that leaves REPLY_S before the SLO ends is with its caller within it.
+SLO_S, REPLY_S, TIMEOUT_S = 0.03, 0.002, 1.0
 
 
 class Served(Simulation):
@@ -38,7 +41,7 @@ class Served(Simulation):
             length,
             full=full,
             timeout=TIMEOUT_S,
-            due=SLO_S,
+            due=SLO_S - REPLY_S,
         )
         world.handle(Rank(task))
         self.look()
@@ -133,7 +136,23 @@ def test_a_late_ranking_learns_soon_that_others_leave_it_no_time_any_more() -> N
     served.load(3 * CAPACITY_PER_S, 4500)  # for 0.8 s
     refused = [served.ends[task] for task in slow if served.ends[task][0] != "ok"]
     assert refused, "the device had time for all: no test"
-    assert all(status == "overloaded" and took < TIMEOUT_S / 2 for status, took in refused), refused
+    assert all(status == "overloaded" and took < 0.6 * TIMEOUT_S for status, took in refused), refused
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(st.integers(2, 20))
+def test_what_is_not_begun_in_time_is_refused_before_it_is_due_while_others_can_be(waiting: int) -> None:
+    """The device has hung until nine tenths of their time are over; a refusal at their due time would come too late."""
+    served = Served()
+    served.load(0.5 * CAPACITY_PER_S, 100)
+    tasks = [served.ask() for _ in range(waiting)]
+    assert not any(task in served.ends for task in tasks)
+    served.device.now += BEGUN_SHARE * (SLO_S - REPLY_S) + 1e-6
+    served.step()
+    refused = [each for each in served.world.answers if each.task in tasks and each.status == "overloaded"]
+    assert len(refused) == waiting - 1, "the last one keeps nobody else waiting"
+    served.until(served.device.now + TIMEOUT_S)
+    assert [served.ends[task][0] for task in tasks] == ["ok"] * waiting, "in idle time, as nobody else comes"
 
 
 def test_without_predictions_a_late_ranking_does_not_wait_for_a_device_without_time_either() -> None:
