@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -71,7 +71,7 @@ async def read_body(http: Request, kind: type[B], limits: Gateway, relay: Relay)
     try:
         async with asyncio.timeout(limits.read_ms / 1e3):
             if stated_length(http) <= most:
-                async for chunk in http.stream():
+                async for chunk in _rest(http):
                     data += chunk
                     http.state.body_bytes = len(data)
                     if len(data) > most:
@@ -101,12 +101,22 @@ async def discarded(http: Request, limits: Gateway) -> bool:
         return False
     with suppress(TimeoutError):
         async with asyncio.timeout(limits.read_ms / 1e3):
-            async for chunk in http.stream():
+            async for chunk in _rest(http):
                 left -= len(chunk)
                 if left < 0:
                     return False
             return True
     return False
+
+
+async def _rest(http: Request) -> AsyncIterator[bytes]:
+    """What has not been read of the body. Raises ClientDisconnect."""
+    while not getattr(http.state, "body_read", False):
+        message = await http.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        http.state.body_read = not message.get("more_body", False)
+        yield message.get("body", b"")
 
 
 def stated_length(http: Request) -> int:

@@ -68,7 +68,7 @@ def test_tables_show_fleet_and_simulation_beside_each_other() -> None:
     assert relay[-1] == "3.0 / 8.0", "the bus, in real milliseconds"
     ((regime, oracle, full, *ablations),) = parts_rows(report)
     assert (regime, oracle, full) == ("usual (simulated)", "400", "100")
-    assert ablations == ["", "", "50 (2.00×)", "50 (2.00×)", "50 (2.00×)", ""]
+    assert ablations == ["", "", "50 (2.00×)", "50 (2.00×)", "50 (2.00×)"]
 
 
 def test_the_real_engine_has_a_table_of_its_own() -> None:
