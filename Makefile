@@ -58,7 +58,7 @@ test: $(STAMP) ## unit tests, the bus on the embedded broker, one relay of real 
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
 
 test-stack: $(STAMP) ## what make test leaves out: the wheel, real processes, on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), GPU kernels compiled and interpreted, the longest unit tests, broken workers that the ledger must find, the SLO bench
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "(kafka or stack) and not long and not faults" $(ARGS)
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "(kafka or stack) and not long and not faults" $(ARGS)
 
 test-repeat: $(STAMP) ## make test N times beside BUSY busy loops, and what failed (N=20 BUSY=0; Ctrl-C lists what there is)
 	$(BIN)/python -m tests.repeat --times $(or $(N),20) --busy $(or $(BUSY),0) -- --hypothesis-profile=search -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)

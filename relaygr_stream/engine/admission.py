@@ -141,8 +141,9 @@ class Admission:
     def overdue(self, ranking: Ranking, now: float) -> Full | None:
         """A waiting ranking should have been begun (Ranking.look), or done: from its due time on it gets the time that
         others leave. Why that will be too late; None: it will not."""
-        known = ranking.late or ranking.booking.expected_ms  # else nothing is refused before some have been measured
-        if known and not ranking.measured.started and self._forecast.number > (not ranking.late):
+        # Nothing is refused before some have been measured. A late one waits on while there is idle time (below).
+        known = ranking.booking.expected_ms and not ranking.late
+        if known and not ranking.measured.started and self._forecast.number > 1:
             return Full("ms", "it was not begun in time for the SLO, and rankings wait that can be in time")
         if now < ranking.task.due:
             return None

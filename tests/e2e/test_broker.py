@@ -103,7 +103,7 @@ def test_kafka_keeps_its_messages_in_the_folder_named(tmp_path: Path) -> None:
 
 
 #: A patience for machines of any speed: whether the commands work is what is asked here.
-ANY_MACHINE = {"RELAYGR_CLIENT_TIMEOUT_MS": "30000"}
+ANY_MACHINE = {"RELAYGR_CLIENT_TIMEOUT_MS": "30000", "RELAYGR_RELAY_SLO_MS": "30000"}
 
 
 def commands() -> list[str]:

@@ -54,6 +54,14 @@ class Foreign:
         return correlation
 
 
+async def answered(foreign: Foreign, request: RankingRequest) -> None:
+    """Until the worker of this user's lane knows of the reply partition; it counts them every few seconds."""
+    asked: set[bytes] = set()
+    while not asked & foreign.answers.keys():
+        asked.add(foreign.ask(request))
+        await asyncio.sleep(0.5)
+
+
 async def more_replies(kafka: Kafka, topic: str) -> None:
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
     await admin.start()
@@ -75,6 +83,8 @@ async def test_lanes_grow_while_everything_serves(kafka_settings: Kafka, tmp_pat
         ):
             requests = [item.request for item in traffic(seconds=4, rate=10, run="f")]
             owned = {name: {lane.lane for lane in fleet.statuses[name].lanes} for name in ("w1", "w2")}
+            for request in requests[:12]:  # of both workers
+                await answered(foreign, request)
             asked: set[bytes] = set()
             growing = asyncio.create_task(grow_lanes(fleet.settings, "", MORE, said.append))
             number = 0
