@@ -13,6 +13,7 @@ from aiokafka.errors import KafkaError, KafkaTimeoutError
 
 from relaygr_stream.bus.aiokafka_compat import client_options, end_client, read, typed_errors
 from relaygr_stream.bus.away import Away, leader_of
+from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.records import Record
@@ -115,12 +116,22 @@ async def _reader(kafka: Kafka, topic: str) -> AsyncIterator[Any]:
 
 
 async def _spans(consumer: Any, topic: str, partitions: Sequence[int], away: Away) -> dict[int, OffsetSpan]:
-    asked = [TopicPartition(topic, partition) for partition in partitions]
-    answers = await asyncio.gather(*(_span(consumer, one) for one in asked))
-    for one, span in zip(asked, answers, strict=True):
-        if span is None:
-            away.add(one.topic, one.partition, leader_of(consumer, one))
-    return {one.partition: span for one, span in zip(asked, answers, strict=True) if span is not None}
+    """What each partition holds; `away` gets those that no broker tells of.
+
+    Brokers that did not answer are asked once more: while aiokafka asks one that hangs for metadata, a request to any
+    other may wait in vain.
+    """
+    found: dict[int, OffsetSpan] = {}
+    silent = [TopicPartition(topic, partition) for partition in partitions]
+    for _ in range(2):
+        answers = await asyncio.gather(*(_span(consumer, one) for one in silent))
+        found |= {one.partition: span for one, span in zip(silent, answers, strict=True) if span is not None}
+        silent = [one for one in silent if one.partition not in found]
+        if all(leader_of(consumer, one) == NO_LEADER for one in silent):
+            break
+    for one in silent:
+        away.add(one.topic, one.partition, leader_of(consumer, one))
+    return found
 
 
 async def _span(consumer: Any, one: TopicPartition) -> OffsetSpan | None:
