@@ -158,6 +158,7 @@ async def _joins_and_leaves(often: Kafka, topics: TopicSet, producer: Producer) 
     return everyone
 
 
+@pytest.mark.stack
 async def test_joins_and_leaves(kafka_settings: Kafka, topics: TopicSet, producer: Producer) -> None:
     """Few lanes move, both topics of each together; kept ones go on in order; nothing is missed; no commit fails."""
     often = msgspec.structs.replace(
@@ -201,6 +202,7 @@ async def test_capacity_weighs(kafka_settings: Kafka, topics: TopicSet) -> None:
         assert len(one.lanes) == 3 * len(two.lanes)
 
 
+@pytest.mark.stack
 async def test_a_member_without_progress_gives_its_lanes_up_and_comes_back(
     kafka_settings: Kafka, topics: TopicSet
 ) -> None:
@@ -260,6 +262,7 @@ async def test_health_is_no_matter_of_the_clock(
             assert one.consumer.healthy
 
 
+@pytest.mark.stack
 async def test_a_record_of_a_lane_lost_meanwhile_counts_for_nothing(
     kafka_settings: Kafka, topics: TopicSet, producer: Producer
 ) -> None:
@@ -334,6 +337,7 @@ async def test_an_exception_in_a_callback_ends_the_consumer_visibly(
         assert not consumer.healthy
 
 
+@pytest.mark.stack
 async def test_lanes_that_no_broker_lets_begin_are_no_good_health(tmp_path: Path) -> None:
     async with local_broker("embedded", folder=tmp_path) as broker:
         kafka = broker.kafka_settings(Kafka(prefix="begin.", partitions=2, request_timeout_ms=2000))

@@ -170,6 +170,7 @@ async def test_a_coordinator_that_cannot_say_what_was_committed_is_asked_again(
         assert failed
 
 
+@pytest.mark.stack
 async def test_topics_deleted_and_made_again_are_served_again_from_their_start(
     kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:

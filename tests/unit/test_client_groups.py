@@ -348,6 +348,7 @@ async def test_lanes_of_a_scenarios_group_are_announced_to_its_clients(world: Wo
             await bus.naming("ads")
 
 
+@pytest.mark.stack
 async def test_an_erasure_asks_the_groups_of_all_scenarios(world: World) -> None:
     async with feed_on(world):
         done = await erase_from_fleet(Settings(kafka=world.kafka), "u", "", wait_s=0.0)

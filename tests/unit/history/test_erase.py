@@ -51,6 +51,7 @@ from tests.waiting import until
 SECRET = "a secret of sixteen characters"
 
 
+@pytest.mark.stack
 async def test_every_worker_drops_the_user_and_says_so(embedded_settings: Kafka, tmp_path: Path) -> None:
     settings = settings_with(embedded_settings, sqlite(tmp_path))
     settings = msgspec.structs.replace(settings, handover=Handover(secret=SECRET))
@@ -222,6 +223,7 @@ def test_who_cannot_know_the_user_refuses_instead_of_confirming(monkeypatch: pyt
         read_erase(keyed(SECRET), StatusReader(signer=Signer(SECRET)))
 
 
+@pytest.mark.stack
 async def test_a_worker_that_has_confirmed_has_confirmed_whatever_it_states_later(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +303,7 @@ async def test_the_command_says_what_it_did_and_what_the_logs_hold(embedded_sett
     await store.close()
 
 
+@pytest.mark.stack
 async def test_workers_of_every_group_drop_the_user(embedded_settings: Kafka, tmp_path: Path) -> None:
     """Those of a group without users, too: a user may have moved away from it."""
     own = settings_with(embedded_settings, sqlite(tmp_path))

@@ -86,6 +86,7 @@ async def begun_by(planner: Acting) -> None:
     assert (await planner.follow(seen(feed=FEED))).moving
 
 
+@pytest.mark.stack
 async def test_one_leads_and_when_it_goes_the_next_one_ends_its_move(scene: Scene) -> None:
     async with AsyncExitStack() as last:
         first = await last.enter_async_context(scene.planner("first"))

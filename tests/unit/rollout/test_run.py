@@ -126,6 +126,7 @@ async def world(
         yield World(kafka, producer)
 
 
+@pytest.mark.stack
 async def test_all_users_move_by_steps_and_the_next_rollout_comes_back(world: World) -> None:
     async with world.stating(world.old, world.new):
         await world.roll_out()
@@ -161,6 +162,7 @@ async def ask(world: World) -> None:
         await world.producer.send_and_wait(topic, encode(asked), partition=lane, headers=headers)
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("answers", [scored, in_turn], ids=["alike", "unlike"])
 async def test_nobody_moves_to_a_model_that_ranks_the_same_in_another_order(
     world: World, answers: Callable[[RankingRequest], ScoreReply]
@@ -291,6 +293,7 @@ async def test_a_later_step_goes_back_all_the_way(world: World) -> None:
     assert await world.share() == 0
 
 
+@pytest.mark.stack
 async def test_what_is_stopped_stays_and_goes_on(world: World) -> None:
     async with world.stating(world.old, world.new):
         rolling = asyncio.create_task(world.roll_out(hold_s=3600))
@@ -316,6 +319,7 @@ async def test_nobody_moves_before_every_lane_has_an_owner(world: World) -> None
     assert await world.share() == POSITIONS
 
 
+@pytest.mark.stack
 async def test_back_by_hand_needs_workers_there(world: World) -> None:
     with pytest.raises(RelayError, match="has no users"):
         await take_back(world.settings, None, world.say)
@@ -326,6 +330,7 @@ async def test_back_by_hand_needs_workers_there(world: World) -> None:
     assert await world.share() == 0
 
 
+@pytest.mark.stack
 async def test_back_to_a_group_without_workers_is_refused(world: World) -> None:
     async with world.stating(world.old, world.new):
         await world.roll_out()

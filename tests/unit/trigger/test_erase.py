@@ -96,6 +96,7 @@ async def test_waiting_events_of_the_user_are_completed_undecided() -> None:
     assert lane.backlog_bytes == alone.backlog_bytes
 
 
+@pytest.mark.stack
 async def test_a_trigger_confirms_only_what_it_can_carry_out(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_bad_input_is_said_in_words(arguments: tuple[str, ...], complaint: str, 
     assert "Traceback" not in result.output
 
 
+@pytest.mark.stack
 async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_nothing(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +174,7 @@ async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_not
     assert len(as_json(found).splitlines()) == len(found)
 
 
+@pytest.mark.stack
 async def test_the_running_triggers_settings_decide_and_without_one_those_given_here(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:

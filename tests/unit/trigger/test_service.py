@@ -209,6 +209,7 @@ async def test_events_that_waited_for_a_trigger_are_stale(embedded_settings: Kaf
             await until(lambda: peer.signalled == ["new"])
 
 
+@pytest.mark.stack
 async def test_stopping_loses_no_event_and_repeats_none(kafka_settings: Kafka) -> None:
     total = 600
     # The second trigger gets the lanes when the first one's session has ended: what waited until then is not stale.
@@ -232,6 +233,7 @@ async def test_stopping_loses_no_event_and_repeats_none(kafka_settings: Kafka) -
         assert len(set(peer.signalled)) == sent
 
 
+@pytest.mark.stack
 async def test_two_triggers_share_the_lanes_and_hand_them_over(kafka_settings: Kafka) -> None:
     async with peer_on(kafka_settings) as peer, trigger_on(kafka_settings) as first:
         async with trigger_on(kafka_settings) as second:
@@ -248,6 +250,7 @@ async def test_two_triggers_share_the_lanes_and_hand_them_over(kafka_settings: K
     assert sorted(peer.signalled) == sorted(str(number) for number in range(40))
 
 
+@pytest.mark.stack
 async def test_a_broker_that_was_away_is_worked_with_again(tmp_path: Path) -> None:
     async with local_broker("embedded", folder=tmp_path) as broker:
         kafka = broker.kafka_settings(
@@ -336,6 +339,7 @@ async def test_a_trigger_refuses_a_dead_letter_topic_that_would_hold_up_its_lane
         await run_trigger(context)
 
 
+@pytest.mark.stack
 async def test_a_lane_that_cannot_go_on_stops_no_other_and_holds_no_memory(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:

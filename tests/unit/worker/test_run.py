@@ -30,6 +30,7 @@ from tests.unit.worker.services import Peer, worker_settings
 from tests.waiting import until
 
 
+@pytest.mark.stack
 async def test_each_worker_has_memory_and_metrics_of_its_own_and_one_that_does_not_drain_goes_back(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:

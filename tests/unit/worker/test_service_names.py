@@ -22,6 +22,7 @@ from tests.unit.worker.services import Peer, worker_on, worker_settings
 from tests.waiting import WITHIN_S, until
 
 
+@pytest.mark.stack
 async def test_the_later_of_one_name_serves_even_if_its_clock_is_behind(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +59,7 @@ async def test_a_later_one_of_the_name_that_never_serves_ends_nobody(
         assert (await peer.reply(await peer.rank("r", "u", 20))).status == "ok"
 
 
+@pytest.mark.stack
 async def test_a_forged_status_ends_no_name_for_good_and_a_signed_fleet_believes_none(
     embedded_settings: Kafka,
 ) -> None:
