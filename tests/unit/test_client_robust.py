@@ -250,6 +250,7 @@ async def test_calls_with_more_patience_than_the_silence_wait_for_the_broker(tmp
             await asyncio.gather(*patient)
 
 
+@pytest.mark.stack
 async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by_itself(tmp_path: Path) -> None:
     async with local_broker("embedded", folder=tmp_path) as broker:
         kafka = broker.kafka_settings(Kafka(prefix="away.", partitions=4, request_timeout_ms=3000))
@@ -297,6 +298,7 @@ async def test_while_the_broker_is_away_every_call_ends_typed_and_it_recovers_by
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.stack
 async def test_a_client_whose_reply_partition_is_gone_says_so(tmp_path: Path) -> None:
     """`scores` was deleted and made with fewer partitions: calls waited for answers that nobody could send."""
     async with local_broker("embedded", folder=tmp_path) as broker:

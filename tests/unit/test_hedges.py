@@ -174,6 +174,7 @@ async def test_two_refusals_are_one_typed_answer(embedded_settings: Kafka) -> No
             await ranking
 
 
+@pytest.mark.stack
 async def test_an_answer_that_came_counts_when_the_other_copy_is_never_answered(embedded_settings: Kafka) -> None:
     """It was thrown away at the deadline, and with it the cause."""
 

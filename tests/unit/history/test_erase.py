@@ -84,6 +84,7 @@ async def test_every_worker_drops_the_user_and_says_so(embedded_settings: Kafka,
     await store.close()
 
 
+@pytest.mark.stack
 async def test_a_ranking_on_its_way_is_answered_and_leaves_nothing(
     embedded_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

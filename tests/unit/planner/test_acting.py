@@ -129,6 +129,7 @@ async def test_a_late_record_of_an_old_leader_is_followed_by_ours_again(scene: S
         assert newer_assignments(last, scene.reader, None) == msgspec.structs.replace(ours, sent_ms=ANY)
 
 
+@pytest.mark.stack
 async def test_who_meets_a_newer_record_of_another_leads_no_more_until_its_turn_comes_again(scene: Scene) -> None:
     async with scene.planner("p") as planner:
         await begun_by(planner)

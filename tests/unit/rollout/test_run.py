@@ -283,6 +283,7 @@ async def test_users_come_back_and_the_reason_stays(world: World) -> None:
     assert "failed or were rejected" in routes.rollout.reason
 
 
+@pytest.mark.stack
 async def test_a_later_step_goes_back_all_the_way(world: World) -> None:
     async with world.stating(world.old, world.new):
         rolling = asyncio.create_task(world.roll_out(hold_s=1.0))
@@ -308,6 +309,7 @@ async def test_what_is_stopped_stays_and_goes_on(world: World) -> None:
         assert [line[:6] for line in world.lines if line.startswith("step")] == ["step 2", "step 3"]
 
 
+@pytest.mark.stack
 async def test_nobody_moves_before_every_lane_has_an_owner(world: World) -> None:
     async with world.stating(world.old):
         rolling = asyncio.create_task(world.roll_out())

@@ -111,6 +111,7 @@ async def test_what_is_larger_than_dead_letters_may_be_holds_up_no_lane(embedded
     assert await committed(embedded_settings, peer.topics.ranking.name) == before + 2
 
 
+@pytest.mark.stack
 async def test_a_worker_that_cannot_bury_any_more_reads_no_more_until_it_can(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
