@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,10 +57,14 @@ class Testbed:
     def query(self, expression: str) -> list[Any]:
         """What Prometheus has for an expression now; one that it cannot read is an error, one without values is []."""
         url = f"http://127.0.0.1:{self._prometheus}/api/v1/query?{urlencode({'query': expression})}"
-        with contextlib.suppress(ConnectionError, TimeoutError), LOOPBACK.open(url, timeout=5) as response:
-            result = json.load(response)["data"]["result"]
-            assert isinstance(result, list)
-            return result
+        try:
+            with contextlib.suppress(ConnectionError, TimeoutError), LOOPBACK.open(url, timeout=5) as response:
+                result = json.load(response)["data"]["result"]
+                assert isinstance(result, list)
+                return result
+        except urllib.error.HTTPError as error:
+            if error.code != 503:  # of one that starts
+                raise
         return []
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
