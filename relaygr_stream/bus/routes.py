@@ -37,9 +37,7 @@ async def write_routes(
 ) -> None:
     """Write them, signed if the fleet has a secret. scenario: "": none. Raises BrokerError."""
     name, value, (key, headers) = routes_topic(topics).name, encode_routes(routes), key_of(scenario)
-    if reader.signer is not None:
-        headers = reader.signer.sign(name, key, value, headers)
-    await producer.send_and_wait(name, value, key=key, headers=headers)
+    await producer.send_and_wait(name, value, key=key, headers=reader.signed(name, key, value, headers))
 
 
 class RoutesTail(NewestTail[Mapping[str, Routes]]):

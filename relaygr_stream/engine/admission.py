@@ -19,7 +19,6 @@ from relaygr_stream.engine.clients import Clients
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.forecast import (
     LEAST_IDLE,
-    QUEUED_DEADLINE_FRACTION,
     STILL_IDLE,
     Calibration,
     Forecast,
@@ -27,7 +26,7 @@ from relaygr_stream.engine.forecast import (
     IdleShare,
 )
 from relaygr_stream.engine.prefill import PrefillJobs
-from relaygr_stream.engine.ranking import Booking, Ranking
+from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION, Booking, Ranking
 from relaygr_stream.models.api import takes_suffix
 
 #: What the answer to a ranking that made room says.
@@ -139,11 +138,11 @@ class Admission:
         return self._late.full_when_idle(ranking, now, idle if enough else 0.0, waits=waits)
 
     def overdue(self, ranking: Ranking, now: float) -> Full | None:
-        """A waiting ranking should have been begun (Ranking.look), or done: from its due time on it gets the time that
-        others leave. Why that will be too late; None: it will not."""
+        """A waiting ranking should have been begun (Ranking.begin_by), or done: from its due time on it gets the time
+        that others leave. Why that will be too late; None: it will not."""
         # Nothing is refused before some have been measured. A late one waits on while there is idle time (below).
         known = ranking.booking.expected_ms and not ranking.late
-        if known and not ranking.measured.started and self._forecast.number > 1:
+        if known and not ranking.measured.started and self._forecast.count > 1:
             return Full("ms", "it was not begun in time for the SLO, and rankings wait that can be in time")
         if now < ranking.task.due:
             return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.engine.clients import Account, Clients, Measure
-from relaygr_stream.engine.ranking import Ranking
+from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION, Ranking
 from relaygr_stream.engine.work_tree import WorkTree
 
 #: Comparisons of predictions with measurements before a prediction may refuse anything.
@@ -21,11 +21,8 @@ FORGETTING: Final = 0.98
 OUTLIER: Final = 5.0
 #: With nothing before it, a ranking is refused only if its own work takes this many times the time that it has.
 ALONE_DEADLINE_FACTOR: Final = 1.5
-#: A ranking behind others must be done within this share of its time. Under overload whatever is accepted is the last
-#: that fits, so that without it each error of a prediction, and the answer's way back, makes accepted rankings late.
-QUEUED_DEADLINE_FRACTION: Final = 0.9
-#: The same for one that another worker could have answered, a forwarded one or a hedge that finds nothing here: the
-#: last places in the queue are for those whose prefix KV may be here.
+#: As QUEUED_DEADLINE_FRACTION (ranking.py), for one that another worker could have answered, a forwarded one or a hedge
+#: that finds nothing here: the last places in the queue are for those whose prefix KV may be here.
 FORWARDED_DEADLINE_FRACTION: Final = 0.75
 
 
@@ -75,12 +72,12 @@ class Forecast:
         self._clients = Clients() if clients is None else clients
         self._all: WorkTree[Ranking] = WorkTree()
         self._by_client: dict[Account, WorkTree[Ranking]] = {}
-        self.number = 0  # of those that are counted
+        self.count = 0  # of those that are counted
         self._new: dict[Ranking, None] = {}  # added since the trees were asked: most have their answer before that
 
     def add(self, ranking: Ranking) -> None:
         """Count a waiting ranking, whose expected_ms and number are known."""
-        self.number += 1
+        self.count += 1
         self._new[ranking] = None
 
     def _plant(self) -> None:
@@ -96,7 +93,7 @@ class Forecast:
 
     def remove(self, ranking: Ranking) -> None:
         """Stop counting a ranking that was added."""
-        self.number -= 1
+        self.count -= 1
         if ranking in self._new:
             del self._new[ranking]
             return

@@ -18,9 +18,10 @@ from relaygr_stream.engine.executor import PrefillRun
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVRegion
 
-#: A ranking that the device has not begun after this share of the time until it is due is refused, if there are others
-#: that can be in time: those that are admitted should be done by then (forecast.py).
-BEGUN_SHARE: Final = 0.9
+#: A ranking behind others must be done within this share of its time. Under overload whatever is accepted is the last
+#: that fits, so that without it each error of a prediction, and the answer's way back, makes accepted rankings late.
+#: One that was not even begun by then is given up (admission.py: overdue).
+QUEUED_DEADLINE_FRACTION: Final = 0.9
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class Ranking:
     full: bool
     due: float  # the task's; once it is late, its deadline
     deadline: float  # the task's
-    look: float  # when it should have been begun: a refusal is then with its client within the SLO
+    begin_by: float  # when it should have been begun: a refusal is then with its client within the SLO
     came: float  # from when its delay counts: its arrival, without what was spent before the scheduler had it
     late: bool = False  # it cannot be done when due: it gets the time that others leave
     booking: Booking = field(default_factory=Booking)
@@ -69,8 +70,8 @@ class Ranking:
         """One that has just come."""
         task, times = rank.task, rank.task.times
         full, came = task.full or rank.leaves_nothing, times.arrived + rank.waited_s
-        look = times.arrived + BEGUN_SHARE * (times.due - times.arrived)
-        return cls(rank, task, task.tokens, task.suffix, full, times.due, times.deadline, look, came)
+        begin_by = times.arrived + QUEUED_DEADLINE_FRACTION * (times.due - times.arrived)
+        return cls(rank, task, task.tokens, task.suffix, full, times.due, times.deadline, begin_by, came)
 
     def is_late(self) -> None:
         """It is not done when due, and need not be any more."""

@@ -86,7 +86,7 @@ class Rankings:
         for loser, full in lost:
             self._answer(loser, "overloaded", f"{full.reason}; {GAVE_WAY[full.measure]}")
         self._admission.add(ranking)
-        self._timers.add(ranking.look, ranking)
+        self._timers.add(ranking.begin_by, ranking)
         # A loser may have been a copy of this request, and released what was found by its pin.
         self._residents.place(ranking, self._residents.find(rank.task) if lost else found)
 

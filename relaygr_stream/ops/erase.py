@@ -124,8 +124,7 @@ async def _ask(settings: Settings, user_key: str, wait_s: float, done: Erased) -
     kind = [(HEADER_KIND, KIND.encode())]
 
     async def send(producer: Producer, value: bytes | None) -> None:
-        signed = kind if reader.signer is None else reader.signer.sign(topic, key, value, kind)
-        await producer.send_and_wait(topic, value, key=key, headers=signed)
+        await producer.send_and_wait(topic, value, key=key, headers=reader.signed(topic, key, value, kind))
 
     def unconfirmed() -> set[_Asked]:
         return {asked for asked, status in living.items() if (asked, status.incarnation) not in confirmed}

@@ -119,3 +119,8 @@ def _check_tenants(found: dict[str, dict[str, Value]]) -> None:
                     f"tenant's requests are of one scenario: leave it in one place"
                 )
             of[tenant] = name
+
+
+def scenario_in_words(name: str) -> str:
+    """For people; "": none."""
+    return f"scenario {name}" if name else "no scenario"

@@ -107,9 +107,8 @@ class TriggerStatements:
         await self._send(None)
 
     async def _send(self, value: bytes | None) -> None:
-        key, headers = (KEY_PREFIX + self._name).encode(), [(HEADER_KIND, KIND.encode())]
-        if self._reader.signer is not None:
-            headers = self._reader.signer.sign(self._topic, key, value, headers)
+        key = (KEY_PREFIX + self._name).encode()
+        headers = self._reader.signed(self._topic, key, value, [(HEADER_KIND, KIND.encode())])
         try:
             await self._producer.send_and_wait(self._topic, value, key=key, headers=headers)
         except BrokerError as error:

@@ -21,7 +21,7 @@ from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.codec import MAX_MESSAGE_BYTES, decode
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
-from relaygr_stream.wire.signature import Signer
+from relaygr_stream.wire.signature import Headers, Signer
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.versions import VersionedDecoder
 
@@ -111,6 +111,10 @@ class StatusReader:
         """Derive the signatures' keys on a thread; without this the first record blocks the loop: 0.6 s a secret."""
         if self.signer is not None:
             await asyncio.to_thread(self.signer.prepare)
+
+    def signed(self, topic: str, key: bytes, value: bytes | None, headers: Headers = ()) -> list[tuple[str, bytes]]:
+        """The headers of a record that is to be sent, with its signature if the fleet has a secret."""
+        return list(headers) if self.signer is None else self.signer.sign(topic, key, value, headers)
 
     def read(self, record: Record, *, fresh: bool = True) -> WorkerStatus | Tombstone | None:
         """The worker's status or tombstone in a record; None for another kind of record.

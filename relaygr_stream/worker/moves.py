@@ -91,8 +91,3 @@ class ScenarioMoves:
         given_up = self.given_up is not None and self.given_up.epoch == self.epoch
         if self._newest is not None and self.target == self.serving and not (given_up or self._under_way):
             self.assigned = self.epoch
-
-
-def place(scenario: str) -> str:
-    """A scenario in words."""
-    return f"scenario {scenario}" if scenario else "no scenario"

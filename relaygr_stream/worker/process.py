@@ -37,6 +37,7 @@ from relaygr_stream.history.store import open_store
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.loading import BuiltIn
 from relaygr_stream.models.relative import is_relative
+from relaygr_stream.settings.scenarios import scenario_in_words
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.otlp import tracing_of
@@ -50,7 +51,7 @@ from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
 from relaygr_stream.worker.device import Device, DeviceThread
 from relaygr_stream.worker.handing import MakeHandover
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.moves import ScenarioMoves, place
+from relaygr_stream.worker.moves import ScenarioMoves
 from relaygr_stream.worker.replies import check_answers_fit
 from relaygr_stream.worker.requests import Requests
 from relaygr_stream.worker.restart import find_again
@@ -224,7 +225,7 @@ class WorkerProcess:
                 await background.until(self._called_away())
                 watch.cancel()
                 if not context.stop.is_set():
-                    context.doing = f"moves to {place(self._moves.target)}"
+                    context.doing = f"moves to {scenario_in_words(self._moves.target)}"
                     log.info("leaves for another scenario", target=self._moves.target, epoch=self._moves.epoch)
                 drained_by = time.monotonic() + self._settings.worker.drain_ms / 1e3
                 drained = await self._drain(drained_by)

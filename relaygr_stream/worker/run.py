@@ -21,6 +21,7 @@ from relaygr_stream.bus.assignments import AssignmentsTail
 from relaygr_stream.bus.topics import topic_exists
 from relaygr_stream.engine.build import build, free_memory
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, RelayError, Superseded
+from relaygr_stream.settings.scenarios import scenario_in_words
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -29,7 +30,7 @@ from relaygr_stream.wire.routes import routes_topic
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.handing import MakeHandover
-from relaygr_stream.worker.moves import ScenarioMoves, place
+from relaygr_stream.worker.moves import ScenarioMoves
 from relaygr_stream.worker.process import Build, made_worker, name_of
 
 log = structlog.get_logger(__name__)
@@ -54,7 +55,7 @@ async def _serve(context: ProcessContext, moves: ScenarioMoves, make_handover: M
     while not context.stop.is_set():
         before, scenario, epoch = moves.serving, moves.set_out(), moves.epoch
         if scenario != before or not first:
-            doing = f"{'goes back' if scenario == before else 'moves'} to {place(scenario)}"
+            doing = f"{'goes back' if scenario == before else 'moves'} to {scenario_in_words(scenario)}"
             if doing != context.doing:
                 log.info(doing, epoch=epoch)
             context.doing = doing

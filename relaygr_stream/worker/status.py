@@ -189,10 +189,8 @@ class StatusReporter:
         await self._send(encode(status))
 
     async def _send(self, value: bytes | None, headers: list[tuple[str, bytes]] | None = None) -> None:
-        topic, key, signer = self._topics.worker_status.name, self._name.encode(), self.reader.signer
-        headers = headers or []
-        if signer is not None:
-            headers = signer.sign(topic, key, value, headers)
+        topic, key = self._topics.worker_status.name, self._name.encode()
+        headers = self.reader.signed(topic, key, value, headers or ())
         await self._producer.send_and_wait(topic, value, key=key, headers=headers)
 
     def _status(self, now: Snapshot, positions: dict[int, int]) -> WorkerStatus:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.assignments import AssignmentsTail, read_assignments, write_assignments
+from relaygr_stream.bus.assignments import AssignmentsTail, write_assignments
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_all_routes
 from relaygr_stream.bus.topics import topic_exists
@@ -31,6 +31,7 @@ from relaygr_stream.wire.routes import MAX_AHEAD_MS, Routes, encode_routes, newe
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
+from tests.assignments import read_assignments
 from tests.waiting import until
 
 TOPIC = "relaygr.routes"

@@ -128,9 +128,8 @@ class PlannerStatements:
             log.warning("the planner's record is not removed")
 
     async def _send(self, value: bytes | None) -> None:
-        key, headers = (KEY_PREFIX + self.name).encode(), [(HEADER_KIND, KIND.encode())]
-        if self.reader.signer is not None:
-            headers = self.reader.signer.sign(self._topic, key, value, headers)
+        key = (KEY_PREFIX + self.name).encode()
+        headers = self.reader.signed(self._topic, key, value, [(HEADER_KIND, KIND.encode())])
         try:
             await self._producer.send_and_wait(self._topic, value, key=key, headers=headers)
         except BrokerError as error:

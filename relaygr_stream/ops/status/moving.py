@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from relaygr_stream.fleet import DROP_AFTER_S
 from relaygr_stream.ops.status.overview import Overview
+from relaygr_stream.settings.scenarios import scenario_in_words
 from relaygr_stream.wire.messages import WorkerStatus
 
 
@@ -19,11 +20,11 @@ def moves(view: Overview) -> Iterator[str]:
     leaving = {name: at for at, of in views for name, seen in of.workers.items() if seen.last.state == "draining"}
     for name, target in sorted(newest.workers.items()):
         at, status = living.get(name, (target, None))
-        to = _place(target)
+        to = scenario_in_words(target)
         if status is not None and at != target:
-            yield f"{name} {_why(status, newest.epoch, to)}; it serves {_place(at)}"
+            yield f"{name} {_why(status, newest.epoch, to)}; it serves {scenario_in_words(at)}"
         elif status is None and name in leaving:
-            yield f"{name} moves to {to}: it leaves {_place(leaving[name])}"
+            yield f"{name} moves to {to}: it leaves {scenario_in_words(leaving[name])}"
         elif status is None and view.now_ms() - newest.epoch < DROP_AFTER_S * 1e3:
             yield f"{name} moves to {to}: it is in no group now"
 
@@ -31,7 +32,3 @@ def moves(view: Overview) -> Iterator[str]:
 def _why(status: WorkerStatus, epoch: int, to: str) -> str:
     gave_up = status.given_up if status.given_up and status.given_up.epoch == epoch else None
     return f"is to move to {to}" if gave_up is None else f"gave up its move to {to} ({gave_up.reason})"
-
-
-def _place(scenario: str) -> str:
-    return f"scenario {scenario}" if scenario else "no scenario"

@@ -13,7 +13,7 @@ from relaygr_stream.engine.clients import Clients
 from relaygr_stream.engine.commands import Rank, RankTask, Times
 from relaygr_stream.engine.forecast import IDLE_S, Forecast, IdleShare
 from relaygr_stream.engine.queue import WorkQueue
-from relaygr_stream.engine.ranking import BEGUN_SHARE
+from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION
 from tests.properties import examples
 from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKENS, USERS, Simulation, waiting
 from tests.unit.engine.test_queue import job, ranking
@@ -147,7 +147,7 @@ def test_what_is_not_begun_in_time_is_refused_before_it_is_due_while_others_can_
     served.load(0.5 * CAPACITY_PER_S, 100)
     tasks = [served.ask() for _ in range(waiting)]
     assert not any(task in served.ends for task in tasks)
-    served.device.now += BEGUN_SHARE * (SLO_S - REPLY_S) + 1e-6
+    served.device.now += QUEUED_DEADLINE_FRACTION * (SLO_S - REPLY_S) + 1e-6
     served.step()
     refused = [each for each in served.world.answers if each.task in tasks and each.status == "overloaded"]
     assert len(refused) == waiting - 1, "the last one keeps nobody else waiting"

@@ -17,12 +17,11 @@ from relaygr_stream.engine.forecast import (
     ALONE_DEADLINE_FACTOR,
     FORWARDED_DEADLINE_FRACTION,
     MIN_SAMPLES,
-    QUEUED_DEADLINE_FRACTION,
     Calibration,
     Forecast,
     Full,
 )
-from relaygr_stream.engine.ranking import Ranking
+from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION, Ranking
 from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
 from tests.unit.engine.worlds import World

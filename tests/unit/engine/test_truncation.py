@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from relaygr_stream.cache.entry import Coverage
 from relaygr_stream.engine.admission import Admission
 from relaygr_stream.engine.commands import Rank, RankTask
-from relaygr_stream.engine.forecast import MIN_SAMPLES, QUEUED_DEADLINE_FRACTION, Forecast
-from relaygr_stream.engine.ranking import Ranking
+from relaygr_stream.engine.forecast import MIN_SAMPLES, Forecast
+from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION, Ranking
 from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
 from relaygr_stream.models.kv import KVRegion
 from tests.properties import examples

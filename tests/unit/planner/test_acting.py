@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.bus.assignments import read_assignments, write_assignments
+from relaygr_stream.bus.assignments import write_assignments
 from relaygr_stream.bus.contents import read_all
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import topic_exists
@@ -24,6 +24,7 @@ from relaygr_stream.wire.assignments import Assignments, newer_assignments
 from relaygr_stream.wire.routes import routes_topic
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
+from tests.assignments import read_assignments
 from tests.unit.planner.test_moves import SCENARIOS, TO_SEARCH, seen, worker
 from tests.waiting import until
 
