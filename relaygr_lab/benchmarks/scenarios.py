@@ -20,60 +20,18 @@ from functools import partial
 from typing import Final
 
 import torch
-from relaygr_lab.bench.lengths import costs_named
-from relaygr_lab.simulate.groups import Day, GroupsDay, Outcome, Surface, run_mixed
+from relaygr_lab.simulate.groups import GroupsDay, Outcome, run_mixed
 from relaygr_lab.simulate.movers import foreseen, planned
+from relaygr_lab.tides.traffic import FEED, LENGTHS, LOAD, LOAD_S, SCENARIOS, SWING, day_of, rates_of
 from targets import end
 
 from relaygr_stream.ops.planner.plan import Damping, demand_of
 from relaygr_stream.ops.planner.seen import Observation
-from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.scenarios import Scenario
-from relaygr_stream.workload.items import StageDelay
-from relaygr_stream.workload.traffic import Tide, Traffic
 
 #: Of the oracle, and of the best fixed split.
 OF_ORACLE: Final = 0.9
 OF_STATIC: Final = 1.15
-SCENARIOS: Final = (
-    Scenario(name="feed", slo_ms=50.0, lead_ms=150.0),
-    Scenario(name="search", slo_ms=20.0, lead_ms=150.0),
-)
-LENGTHS: Final = {"feed": 2000.0, "search": 300.0}
-#: So a ranking of search takes 5 of its 20 ms. One of the feed takes 16 ms with FEED candidates, as long as search can
-#: wait, and 7 ms with 400.
-CANDIDATES: Final = 300
-FEED: Final = 1000
-#: Users return after so many seconds, half of the requests are theirs: a day of minutes must not begin cold.
-RETURN_S: Final = 4.0
-SWING: Final = 0.6
-#: A device's change of model: weights of 1 GB, their check, the warm-up of each size. Assumed.
-LOAD_S: Final = 2.0
-#: Mean load of all devices, of what they carry with 1 % late. A device that gets more is late more often, and carries
-#: about twice as much before it refuses: at 1.25 the best fixed split loses a twentieth, and no mover can win more.
-LOAD: Final = 1.75
-GIVEN: Final = {
-    # A ranking that no worker has in time is refused, not cut to its newest behaviours: it does not count as answered.
-    "worker.truncate_to": "0", "worker.hbm_bytes": "32GiB", "worker.dram_bytes": "64GiB", "worker.audit_share": "0",
-    "relay.max_prefix_tokens": "4096",
-}  # fmt: skip
-
-
-def surface(scenario: Scenario, rate: float, tide: Tide | None, phase: float, feed: int) -> Surface:
-    """A scenario's traffic. feed: candidates of a ranking of the feed."""
-    traffic = Traffic(
-        rate=rate, revisit=0.5, return_s=RETURN_S, length=LENGTHS[scenario.name], sigma=0.3, max_prefix=4096, tide=tide,
-        candidates=feed if scenario.name == "feed" else CANDIDATES, delay=StageDelay(150.0, 0.1),
-    )  # fmt: skip
-    return Surface(scenario, traffic, phase)
-
-
-def day_of(rates: Mapping[str, float], devices: int, seconds: float, feed: int, *, tide: bool) -> Day:
-    """A day with these mean rates."""
-    swing = Tide(SWING, seconds) if tide else None
-    surfaces = tuple(surface(each, rates[each.name], swing, index / 2, feed) for index, each in enumerate(SCENARIOS))
-    settings = load_settings([], GIVEN).settings
-    return Day(surfaces, settings, costs_named("npu"), devices, seconds, 2 * RETURN_S, LOAD_S)
 
 
 def carried(scenario: Scenario, seconds: float, feed: int) -> tuple[float, float]:
@@ -134,7 +92,7 @@ def main() -> None:
     with ProcessPoolExecutor(chosen.processes, multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(partial(carried, seconds=10.0, feed=chosen.candidates), SCENARIOS))
         capacity = {each.name: rate for each, (rate, _) in zip(SCENARIOS, found, strict=True)}
-        rates = {name: chosen.load * devices / 2 * rate for name, rate in capacity.items()}
+        rates = rates_of(chosen.load, devices, capacity)
         for (name, rate), (_, need) in zip(capacity.items(), found, strict=True):
             say = f"for which the planner's bound asks for {need:.2f} devices"
             floors = [rates[name] * (1 + swing) / rate for swing in (-SWING, 0, SWING)]
