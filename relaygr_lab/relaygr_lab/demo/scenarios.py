@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FACTOR: Final = 20.0
 WORKERS: Final = 4
 #: Of what the devices carry with 1 % late.
-LOAD: Final = 1.25
+LOAD: Final = 0.9
 DAY_S: Final = 100.0
 #: Users return after so many seconds of a device.
 RETURN_S: Final = 0.5
@@ -48,28 +48,28 @@ async def run_scenarios_demo(broker: BrokerKind | None, settings: Settings, out:
     began_s, until_s = fleet.judged_from_s(), math.inf
     for at_s, move in fleet.planned:
         console.print(f"{at_s - began_s:5.0f} s: a worker moves from {move.source} to {move.target}: {move.reason}")
-    first_s, lost = fleet.planned[0][0] if fleet.planned else until_s, 0
+    first_s = fleet.planned[0][0] if fleet.planned else until_s
     for name in fleet.samples:
         told, before, since = (
             fleet.served(name, *part) for part in ((began_s, until_s), (began_s, first_s), (first_s, until_s))
         )
-        lost += told.lost
         then = f", {since.hits:.0%} since" if since.asked else ""
         console.print(
             f"{name}: {told.asked} rankings, {told.within:.0%} within {fleet.slo_ms(name):g} ms, {told.refused} "
-            f"refused, {told.lost} lost; hits {before.hits:.0%} before the first move{then}"
+            f"refused; hits {before.hits:.0%} before the first move{then}"
         )
-    console.print(f"{len(fleet.planned)} moves, {fleet.verified} verified")
+    console.print(f"{len(fleet.planned)} moves, {fleet.verified} verified; {fleet.lost} rankings lost")
+    for each in fleet.unanswered if fleet.lost else ():
+        console.print(f"no answer: {each}")
     draw(fleet, began_s).savefig(out, format="png")
     console.print(f"picture: {out}")
-    return 1 if lost else 0
+    return 1 if fleet.lost else 0
 
 
 def draw(fleet: TidalFleet, since_s: float) -> Figure:
     """Workers of each scenario above, shares within their SLOs below, over the seconds since then, and the moves."""
-    lost = sum(each.lost for samples in fleet.samples.values() for each in samples)
     figure, workers, shares = two_panels(
-        f"A day of two scenarios on {fleet.day.devices} workers: {len(fleet.planned)} moves, {lost} rankings lost"
+        f"A day of two scenarios on {fleet.day.devices} workers: {len(fleet.planned)} moves, {fleet.lost} rankings lost"
     )
     end_s = fleet.factor * fleet.day.seconds
     for name, samples in fleet.samples.items():
@@ -83,13 +83,9 @@ def draw(fleet: TidalFleet, since_s: float) -> Figure:
     workers.set_xlim(0, end_s)
     workers.set_ylim(0, fleet.day.devices)
     workers.set_ylabel("workers")
-    workers.legend(loc="upper right", fontsize=9)
     as_share(shares)
     shares.set_ylabel("rankings within their SLO")
-    mark(
-        workers,
-        shares,
-        [(at_s, f"to {move.target}: {move.reason.split(';')[0]}") for at_s, move in fleet.planned],
-        since_s,
-    )
+    shares.legend(loc="lower left", fontsize=9)
+    moves = [(at_s, f"to {move.target}: {move.reason.split(';')[0]}") for at_s, move in fleet.planned]
+    mark(workers, shares, [each for each in moves if since_s <= each[0] <= since_s + end_s], since_s)
     return figure

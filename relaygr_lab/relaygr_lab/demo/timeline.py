@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from relaygr_lab.demo.plot import DPI, SIZE_INCHES
 from relaygr_lab.drawing import GREY
@@ -12,6 +13,10 @@ from relaygr_lab.rollouts import Sample
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+#: Characters of a line of a mark: as many as a panel is high.
+MARK_WIDTH: Final = 28
 
 
 def two_panels(title: str) -> tuple[Figure, Axes, Axes]:
@@ -40,8 +45,9 @@ def mark(named: Axes, other: Axes, marks: Iterable[tuple[float, str]], since_s: 
     for when, what in marks:
         for axes in (named, other):
             axes.axvline(when - since_s, color=GREY, linewidth=0.8, linestyle="--")
-        at, up = (when - since_s, 0.04), named.get_xaxis_transform()
-        named.text(*at, f" {what}", transform=up, rotation=90, fontsize=8, va="bottom")
+        up = named.get_xaxis_transform()
+        name = textwrap.fill(what, MARK_WIDTH)
+        named.text(when - since_s, 0.04, name, transform=up, rotation=90, fontsize=8, va="bottom", clip_on=True)
 
 
 def by_time(samples: Sequence[Sample], since_s: float, point_s: float) -> list[tuple[float, list[Sample]]]:

@@ -59,7 +59,6 @@ class AfterMove(NamedTuple):
     took_s: float
     least_hits: float
     rankings: int
-    lost: int
 
 
 async def move_in_turns(
@@ -84,8 +83,7 @@ async def move_in_turns(
     for moved, until_s in zip(fleet.moves, [*begun[1:], ended_s], strict=True):
         found = {name: fleet.served(name, moved.began_s, min(until_s, moved.began_s + WITHIN_S)) for name in EVEN}
         least = min(each.hits / before[name] for name, each in found.items())
-        told = found.values()
-        after.append(AfterMove(moved.took_s, least, sum(each.asked for each in told), sum(each.lost for each in told)))
+        after.append(AfterMove(moved.took_s, least, sum(each.asked for each in found.values())))
     return fleet, before, after
 
 

@@ -46,6 +46,9 @@ from relaygr_stream.workload.driver import Result, drive
 LANES: Final = 12
 #: A client waits so long: longer than a move or a rebalance takes, so what has no answer then is lost.
 TIMEOUT_S: Final = 20.0
+#: An answer that comes later than that, within so many seconds, was late and not lost.
+LATE_S: Final = 5.0
+DROPPED: Final = "relaygr_client_answers_dropped_total"
 #: Longest wait for a worker that moves, and for lanes at the start.
 ARRIVE_S: Final = 90.0
 LOOK_S: Final = 0.05
@@ -61,7 +64,6 @@ class Served(NamedTuple):
     within: float
     hits: float
     refused: int
-    lost: int
 
 
 @dataclass(frozen=True)
@@ -91,17 +93,18 @@ class TidalFleet:
         self.planned: list[tuple[float, Move]] = []  # what the planner began, and when it said so
         self.verified = 0  # of these
         self.moves: list[Moved] = []  # those that `move` made
-        self.lost: list[str] = []  # each lost ranking in words
+        self.unanswered: list[str] = []  # each ranking without an answer in time, in words
+        self.late_answers = 0  # to these, after their clients had stopped waiting
         self.start_s = 0.0
         self.sent_late_ms: list[float] = []
         self._name, self._folder = name, folder
-        self._settings = self._settings_on(settings)
+        self.settings = self._settings_on(settings)
         self._children: dict[str, Child] = {}
         self._statuses: dict[str, WorkerStatus] = {}
         self._said = ""
         self._assigned: dict[str, str] = {}
         self._assignments: Assignments | None = None
-        self._reader = StatusReader.of(self._settings, load_topics(self._settings.kafka))
+        self._reader = StatusReader.of(self.settings, load_topics(self.settings.kafka))
 
     def _settings_on(self, cluster: Settings) -> Settings:
         kafka = replace(cluster.kafka, partitions=LANES, prefix=f"{cluster.kafka.prefix}{self._name}.")
@@ -124,7 +127,7 @@ class TidalFleet:
         """Start it, and wait until all workers serve. pace: of a planner that acts (emulate/process.py); None: none."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._stop)
-            await make_groups(self._settings, lambda _: None)
+            await make_groups(self.settings, lambda _: None)
             for group in self._groups():
                 topics = load_topics(group.kafka)
                 tail = TopicTail(group.kafka, topics.worker_status.name, [0], "latest", self._on_statuses)
@@ -134,8 +137,8 @@ class TidalFleet:
             await asyncio.gather(*(child.wait_ready() for child in self._children.values()))
             await self._until(self._all_serve, "all workers serve")
             if pace is not None:
-                topic = load_topics(self._settings.kafka).worker_status.name
-                planners = TopicTail(self._settings.kafka, topic, [0], "latest", self._on_planner)
+                topic = load_topics(self.settings.kafka).worker_status.name
+                planners = TopicTail(self.settings.kafka, topic, [0], "latest", self._on_planner)
                 await stack.enter_async_context(planners)
                 how = ("--pace", f"{pace:g}", "--period", f"{period_s:g}")
                 self._start("planner", ("planner", *how))
@@ -144,14 +147,24 @@ class TidalFleet:
 
     async def run(self, seconds: float, stop: asyncio.Event | None = None) -> None:
         """Send the day's requests for so long, or until stopped. Raises RelayError where a process ends."""
-        async with RelayClient(settings=self._settings) as client:
+        async with RelayClient(settings=self.settings) as client:
             for surface in self.day.surfaces:
                 await client.worker_serves(ARRIVE_S, "" if self.split is None else surface.scenario.name)
             self.start_s = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 for number, surface in enumerate(self.day.surfaces):
                     group.create_task(self._send(client, surface, seconds, self.day.seed + number, stop))
+            until_s = time.monotonic() + LATE_S
+            while self.lost and time.monotonic() < until_s:
+                await asyncio.sleep(LOOK_S)
+                dropped = client.registry.get_sample_value(DROPPED, {"reason": "late"})
+                self.late_answers = int(dropped or 0)
         check_running(list(self._children.values()))
+
+    @property
+    def lost(self) -> int:
+        """Rankings that no worker has answered."""
+        return max(0, len(self.unanswered) - self.late_answers)
 
     async def move(self, worker: str, target: str) -> Moved:
         """Assign the worker to that scenario, and wait until it serves there. Raises RelayError if it does not."""
@@ -159,8 +172,8 @@ class TidalFleet:
         self._assigned[worker] = target
         self._assignments = Assignments.after(self._assignments, "bench", self._assigned, now_ms())
         epoch, began_s = self._assignments.epoch, time.monotonic()
-        topics = load_topics(self._settings.kafka)
-        async with Producer(self._settings.kafka, client_id="bench-planner") as producer:
+        topics = load_topics(self.settings.kafka)
+        async with Producer(self.settings.kafka, client_id="bench-planner") as producer:
             await write_assignments(producer, topics, self._reader, self._assignments)
         await self._until(partial(self._has_arrived, worker, target, epoch), f"{worker} serves {target}")
         moved = Moved(began_s, time.monotonic() - began_s, worker, source, target)
@@ -199,8 +212,8 @@ class TidalFleet:
     # ---- processes ----
 
     def _groups(self) -> list[Settings]:
-        named = [self._settings.serving(each.name) for each in self._settings.scenarios]
-        return named or [self._settings]
+        named = [self.settings.serving(each.name) for each in self.settings.scenarios]
+        return named or [self.settings]
 
     def _start_processes(self) -> None:
         split = {"": self.day.devices} if self.split is None else self.split
@@ -214,8 +227,8 @@ class TidalFleet:
 
     def _start(self, name: str, arguments: Sequence[str]) -> None:
         # The averages are constants of the serving code.
-        relay = replace(self._settings.relay, averaging=1.0)
-        config = write_settings(self._folder / f"{self._name}.toml", replace(self._settings, relay=relay))
+        relay = replace(self.settings.relay, averaging=1.0)
+        config = write_settings(self._folder / f"{self._name}.toml", replace(self.settings, relay=relay))
         how = ("--config", config, "--averaging", f"{self.factor:g}", "--set", "telemetry.log_format=console")
         # A name of its own for each arm's log.
         self._children[name] = Child(f"{self._name}-{name}", (*arguments, *how), self._folder, MODULE)
@@ -277,13 +290,15 @@ class TidalFleet:
 
         def on_result(result: Result) -> None:
             scored = result.error is None
-            refused = result.error == "Overloaded" or (pooled and not scored)
+            # Whatever else a worker may say is counted as lost.
+            refused = result.error == "Overloaded" or result.detail.startswith("the deadline passed")
+            refused = refused or (pooled and not scored)
             at_s = self.start_s + result.item.rank_at
             latency_ms = result.latency_ms if scored else float("nan")
             samples.append(Sample(at_s, result.outcome in HITS, latency_ms, refused=refused))
             if samples[-1].lost:
                 when = f"{result.item.request.request_id}, after {result.item.rank_at:.1f} s"
-                self.lost.append(f"{when}: {result.error}: {result.detail}")
+                self.unanswered.append(f"{when}: {result.error}: {result.detail}")
 
         requests = requests_of(surface, seconds, self.factor, seed, "" if pooled else name)
         summary = await drive(client, requests, timeout=timeout_s, on_result=on_result, stop=stop)
@@ -299,5 +314,4 @@ def served(samples: Sequence[Sample], slo_ms: float, since_s: float, until_s: fl
         sum(each.latency_ms <= slo_ms for each in scored) / len(mine) if mine else float("nan"),
         sum(each.hit for each in scored) / len(scored) if scored else float("nan"),
         sum(each.refused for each in mine),
-        sum(each.lost for each in mine),
     )
