@@ -159,7 +159,7 @@ bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and withou
 bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (5 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/simulate.py $(ARGS)
 
-bench-scenarios: $(STAMP) ## two scenarios with opposite tides, simulated: a mixed pool, fixed groups, groups that the planner moves, an oracle (half an hour of a core, ARGS=--quick 5 minutes; ARGS=--fleet real processes, 50 minutes; ARGS='--moves 20' in a row, 6; CHECK=1 judges)
+bench-scenarios: $(STAMP) ## two scenarios with opposite tides, simulated: a mixed pool, fixed groups, groups that the planner moves, an oracle (half an hour of a core, ARGS=--quick 5 minutes; ARGS=--fleet real processes, 50 minutes; ARGS='--moves 20' in a row, 8; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/scenarios.py $(ARGS)
 
 bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and without chunks, at rising load (2 minutes; CHECK=1 judges)

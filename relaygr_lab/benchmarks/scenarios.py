@@ -91,10 +91,10 @@ def main() -> None:
     parser.add_argument(
         "--moves", type=int, metavar="N", help="N moves in a row of a worker of real processes, instead"
     )
-    parser.add_argument("--dilation", type=float, default=20.0, help="of real processes' times (default %(default)s)")
+    parser.add_argument("--dilation", type=float, help="of real processes' times [20; 10 with --moves]")
     chosen = parser.parse_args()
     if chosen.moves:
-        end(asyncio.run(moves_in_a_row(chosen.moves, chosen.dilation, chosen.load or MOVES_LOAD)))
+        end(asyncio.run(moves_in_a_row(chosen.moves, chosen.dilation or 10.0, chosen.load or MOVES_LOAD)))
     elif chosen.fleet:
         end(on_a_fleet(chosen))
     else:
@@ -104,14 +104,15 @@ def main() -> None:
 def on_a_fleet(chosen: argparse.Namespace) -> list[str]:
     """Choose the fixed split by simulation, then play the day; returns the targets missed."""
     seconds = chosen.seconds or (180.0 if chosen.quick else 600.0)
-    day = dilated_day(chosen.load or LOAD, seconds, chosen.dilation, chosen.candidates)
+    dilation = chosen.dilation or 20.0
+    day = dilated_day(chosen.load or LOAD, seconds, dilation, chosen.candidates)
     splits = [str(feed) for feed in range(1, day.devices)]
     with ProcessPoolExecutor(chosen.processes, multiprocessing.get_context("spawn")) as pool:
         shares = [mean_share(each) for each in pool.map(partial(run, day=day, capacity=CARRIED), splits)]
     best = max(range(len(splits)), key=shares.__getitem__)
     told = ", ".join(f"{split} for feed {share:.1%}" for split, share in zip(splits, shares, strict=True))
     print(f"fixed splits, simulated: {told}; played: {splits[best]} for feed")
-    return asyncio.run(ways(day, chosen.dilation, {"feed": best + 1, "search": day.devices - best - 1}))
+    return asyncio.run(ways(day, dilation, {"feed": best + 1, "search": day.devices - best - 1}))
 
 
 def simulated(chosen: argparse.Namespace) -> None:

@@ -29,11 +29,11 @@ RETURN_S: Final = 1.0
 #: Of the oracle and of the best fixed split; not even the oracle reaches 1.15 of the latter (explanation/planner.md).
 OF_ORACLE: Final = 0.9
 OF_FIXED: Final = 1.0
-#: Of the hits before, from each move's beginning until the next one.
+#: Of the hits before, from each move's arrival until the next one.
 OF_HITS: Final = 0.9
 #: Steady load of moves in a row, of what the devices carry with 1 % late: three workers of four carry it.
 MOVES_LOAD: Final = 0.5
-PAUSE_S: Final = 8.0
+PAUSE_S: Final = 15.0
 
 
 def dilated_day(load: float, seconds: float, factor: float, feed: int = FEED, *, tide: bool = True) -> Day:
@@ -97,12 +97,13 @@ async def moves_in_a_row(moves: int, factor: float, load: float = MOVES_LOAD) ->
             settings = Settings(kafka=broker.kafka_settings(Kafka(replication=1)))
             told = await move_in_turns(moves, settings, Path(name), day, factor, PAUSE_S, print)
     fleet, before, after = told
-    least = min(each.least_hits for each in after)
+    least, usually = min(each.since for each in after), statistics.mean(each.meanwhile for each in after)
     usual = ", ".join(f"{name} {hits:.1%}" for name, hits in before.items())
     took = [each.took_s for each in after]
     print(
         f"{len(after)} moves of {min(took):.1f} to {max(took):.1f} s, {sum(each.rankings for each in after)} rankings, "
-        f"{fleet.lost} lost; hits before: {usual}; from a move to the next one at least {least:.3f} of these"
+        f"{fleet.lost} lost; hits before: {usual}; from each move's arrival to the next move at least {least:.3f} of "
+        f"these, all the time {usually:.3f}"
     )
     missed = [f"{fleet.lost} rankings lost", *fleet.unanswered[:10]] if fleet.lost else []
     if least < OF_HITS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -25,7 +26,7 @@ PACE_DAY_S: Final = 3600.0
 MOVE_S: Final = 8.0
 #: Rankings before the first of many moves, and after each: so long.
 BEFORE_S: Final = 20.0
-#: Hits are those of so many seconds from a move's beginning, or until the next one.
+#: Hits have come back so many seconds after a move's beginning, or at the next one.
 WITHIN_S: Final = 60.0
 
 
@@ -53,11 +54,12 @@ async def play(
 
 
 class AfterMove(NamedTuple):
-    """What became of the rankings from a move's beginning until the next one, WITHIN_S at most. least_hits: of one
-    scenario."""
+    """Of a move. hits, of the mean scenario and as multiples of those before: meanwhile, from its beginning until the
+    next one; since, from its arrival until the next one, WITHIN_S from its beginning at most. rankings: meanwhile."""
 
     took_s: float
-    least_hits: float
+    meanwhile: float
+    since: float
     rankings: int
 
 
@@ -81,9 +83,13 @@ async def move_in_turns(
     before = {name: fleet.served(name, fleet.judged_from_s(), begun[0]).hits for name in EVEN}
     after = []
     for moved, until_s in zip(fleet.moves, [*begun[1:], ended_s], strict=True):
-        found = {name: fleet.served(name, moved.began_s, min(until_s, moved.began_s + WITHIN_S)) for name in EVEN}
-        least = min(each.hits / before[name] for name, each in found.items())
-        after.append(AfterMove(moved.took_s, least, sum(each.asked for each in found.values())))
+        end_s, arrived_s = min(until_s, moved.began_s + WITHIN_S), moved.began_s + moved.took_s
+        hits = []
+        for since_s in (moved.began_s, arrived_s):
+            found = {name: fleet.served(name, since_s, end_s).hits / of for name, of in before.items()}
+            hits.append(statistics.mean(found.values()))
+        asked = sum(fleet.served(name, moved.began_s, end_s).asked for name in before)
+        after.append(AfterMove(moved.took_s, hits[0], hits[1], asked))
     return fleet, before, after
 
 
