@@ -56,8 +56,8 @@ async def ways(day: Day, factor: float, split: Mapping[str, int]) -> list[str]:
             for arm in arms:
                 fleet = await play(arm, settings, Path(name), day, factor, split if arm == "fixed" else EVEN)
                 found[arm] = report(arm, fleet)
-                if arm != "mixed" and fleet.lost:
-                    missed += [f"{arm}: {fleet.lost} rankings lost", *fleet.unanswered[:10]]
+                if arm != "mixed" and fleet.load.lost:
+                    missed += [f"{arm}: {fleet.load.lost} rankings lost", *fleet.load.unanswered[:10]]
     for name, least in (("oracle", OF_ORACLE), ("fixed", OF_FIXED), ("mixed", 1.0)):
         ratio = found["moving"] / found[name]
         print(f"moving over {name}: {ratio:.3f}, aim {least:g}")
@@ -68,16 +68,16 @@ async def ways(day: Day, factor: float, split: Mapping[str, int]) -> list[str]:
 
 def report(arm: str, fleet: TidalFleet) -> float:
     """Print one way's day; returns the mean of its scenarios' shares within their SLOs."""
-    since_s = fleet.judged_from_s()
-    told = {name: fleet.served(name, since_s, float("inf")) for name in fleet.samples}
+    since_s = fleet.load.begins_s
+    told = {name: fleet.load.served(name, since_s) for name in fleet.load.samples}
     mean = statistics.mean(each.within for each in told.values())
     parts = [
         f"{name} {each.within:.1%} of {each.asked} (hits {each.hits:.0%}, refused {each.refused})"
         for name, each in told.items()
     ]
     moves = len(fleet.planned) + len(fleet.moves)
-    late_ms = nearest_rank(fleet.sent_late_ms, 0.99)
-    lost = "" if fleet.split is None else f", {moves} moves, {fleet.lost} lost"
+    late_ms = nearest_rank(fleet.load.sent_late_ms, 0.99)
+    lost = "" if fleet.split is None else f", {moves} moves, {fleet.load.lost} lost"
     print(f"{arm:>8}: {mean:.1%}; {', '.join(parts)}{lost}; sent {late_ms:.0f} ms late at P99", flush=True)
     for at_s, move in fleet.planned:
         print(f"{'':>10}{at_s - since_s:5.0f} s, {move.source} to {move.target}: {move.reason}")
@@ -100,12 +100,11 @@ async def moves_in_a_row(moves: int, factor: float, load: float = MOVES_LOAD) ->
     least, usually = min(each.since for each in after), statistics.mean(each.meanwhile for each in after)
     usual = ", ".join(f"{name} {hits:.1%}" for name, hits in before.items())
     took = [each.took_s for each in after]
-    print(
-        f"{len(after)} moves of {min(took):.1f} to {max(took):.1f} s, {sum(each.rankings for each in after)} rankings, "
-        f"{fleet.lost} lost; hits before: {usual}; from each move's arrival to the next move at least {least:.3f} of "
-        f"these, all the time {usually:.3f}"
-    )
-    missed = [f"{fleet.lost} rankings lost", *fleet.unanswered[:10]] if fleet.lost else []
+    asked = sum(each.rankings for each in after)
+    print(f"{len(after)} moves of {min(took):.1f} to {max(took):.1f} s, {asked} rankings, {fleet.load.lost} lost")
+    then = f"from each move's arrival to the next move at least {least:.3f} of these, all the time {usually:.3f}"
+    print(f"hits before: {usual}; {then}")
+    missed = [f"{fleet.load.lost} rankings lost", *fleet.load.unanswered[:10]] if fleet.load.lost else []
     if least < OF_HITS:
         missed.append(f"hits fell to {least:.3f} of those before, aim {OF_HITS:g}")
     return missed

@@ -45,38 +45,37 @@ async def run_scenarios_demo(broker: BrokerKind | None, settings: Settings, out:
         async with cluster(broker, settings, Path(name), BRIEF_RELAY, console.print) as (connected, where):
             console.print(f"a day of {seconds:g} s: {WORKERS} emulated devices, two scenarios, a planner; {where}")
             fleet = await play("moving", connected, Path(name), day, FACTOR)
-    began_s, until_s = fleet.judged_from_s(), math.inf
+    began_s, until_s = fleet.load.begins_s, math.inf
     for at_s, move in fleet.planned:
         console.print(f"{at_s - began_s:5.0f} s: a worker moves from {move.source} to {move.target}: {move.reason}")
     first_s = fleet.planned[0][0] if fleet.planned else until_s
-    for name in fleet.samples:
+    for name in fleet.load.samples:
         told, before, since = (
-            fleet.served(name, *part) for part in ((began_s, until_s), (began_s, first_s), (first_s, until_s))
+            fleet.load.served(name, *part) for part in ((began_s, until_s), (began_s, first_s), (first_s, until_s))
         )
         then = f", {since.hits:.0%} since" if since.asked else ""
         console.print(
-            f"{name}: {told.asked} rankings, {told.within:.0%} within {fleet.slo_ms(name):g} ms, {told.refused} "
+            f"{name}: {told.asked} rankings, {told.within:.0%} within {fleet.load.slo_ms(name):g} ms, {told.refused} "
             f"refused; hits {before.hits:.0%} before the first move{then}"
         )
-    console.print(f"{len(fleet.planned)} moves, {fleet.verified} verified; {fleet.lost} rankings lost")
-    for each in fleet.unanswered if fleet.lost else ():
+    console.print(f"{len(fleet.planned)} moves, {fleet.verified} verified; {fleet.load.lost} rankings lost")
+    for each in fleet.load.unanswered if fleet.load.lost else ():
         console.print(f"no answer: {each}")
     draw(fleet, began_s).savefig(out, format="png")
     console.print(f"picture: {out}")
-    return 1 if fleet.lost else 0
+    return 1 if fleet.load.lost else 0
 
 
 def draw(fleet: TidalFleet, since_s: float) -> Figure:
     """Workers of each scenario above, shares within their SLOs below, over the seconds since then, and the moves."""
-    figure, workers, shares = two_panels(
-        f"A day of two scenarios on {fleet.day.devices} workers: {len(fleet.planned)} moves, {fleet.lost} rankings lost"
-    )
+    title = f"A day of two scenarios on {fleet.day.devices} workers: {len(fleet.planned)} moves"
+    figure, workers, shares = two_panels(f"{title}, {fleet.load.lost} rankings lost")
     end_s = fleet.factor * fleet.day.seconds
-    for name, samples in fleet.samples.items():
+    for name, samples in fleet.load.samples.items():
         steps = [(at_s - since_s, counts[name]) for at_s, counts in fleet.counts]
         at, counts = [each[0] for each in steps] + [end_s], [each[1] for each in steps] + [steps[-1][1]]
         workers.step(at, counts, where="post", color=COLOURS[name], linewidth=1.8, label=name)
-        slo_ms = fleet.slo_ms(name)
+        slo_ms = fleet.load.slo_ms(name)
         points = by_time(samples, since_s, POINT_S)
         within = [sum(each.latency_ms <= slo_ms for each in some) / len(some) for _, some in points]
         shares.plot([at_s for at_s, _ in points], within, color=COLOURS[name], linewidth=1.8, label=name)

@@ -80,15 +80,15 @@ async def move_in_turns(
             await asyncio.sleep(pause_s)
         ended_s = time.monotonic()
     begun = [each.began_s for each in fleet.moves]
-    before = {name: fleet.served(name, fleet.judged_from_s(), begun[0]).hits for name in EVEN}
+    before = {name: fleet.load.served(name, fleet.load.begins_s, begun[0]).hits for name in EVEN}
     after = []
     for moved, until_s in zip(fleet.moves, [*begun[1:], ended_s], strict=True):
         end_s, arrived_s = min(until_s, moved.began_s + WITHIN_S), moved.began_s + moved.took_s
         hits = []
         for since_s in (moved.began_s, arrived_s):
-            found = {name: fleet.served(name, since_s, end_s).hits / of for name, of in before.items()}
+            found = {name: fleet.load.served(name, since_s, end_s).hits / of for name, of in before.items()}
             hits.append(statistics.mean(found.values()))
-        asked = sum(fleet.served(name, moved.began_s, end_s).asked for name in before)
+        asked = sum(fleet.load.served(name, moved.began_s, end_s).asked for name in before)
         after.append(AfterMove(moved.took_s, hits[0], hits[1], asked))
     return fleet, before, after
 

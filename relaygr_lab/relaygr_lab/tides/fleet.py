@@ -14,56 +14,39 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec.structs import replace
 
 from relaygr_lab.bench.dilation import Fleet
 from relaygr_lab.emulate.process import MODULE
 from relaygr_lab.processes import check_running
-from relaygr_lab.rollouts import Sample
-from relaygr_lab.simulate.groups import Day, Mover, Surface
-from relaygr_lab.tides.traffic import requests_of
+from relaygr_lab.simulate.groups import Day, Mover
+from relaygr_lab.tides.load import DayLoad
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.assignments import write_assignments
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import DecodeError, RelayError
 from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation, WorkerSeen
 from relaygr_stream.ops.scenarios import make_groups
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.assignments import Assignments
-from relaygr_stream.wire.messages import HITS, WorkerStatus
+from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.planner_status import Move, read_planner
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader, worker_statuses
-from relaygr_stream.workload.driver import Result, drive
 
 #: Divides by each number of workers up to four.
 LANES: Final = 12
-#: A client waits so long: longer than a move or a rebalance takes, so what has no answer then is lost.
-TIMEOUT_S: Final = 20.0
-#: An answer that comes later than that, within so many seconds, was late and not lost.
-LATE_S: Final = 5.0
-DROPPED: Final = "relaygr_client_answers_dropped_total"
 #: Longest wait for a worker that moves, and for lanes at the start.
 ARRIVE_S: Final = 90.0
 LOOK_S: Final = 0.05
 #: Of one pool: its longest SLO, and a slice of pre-inference as short as the tightest one needs.
 POOL: Final = "pool"
 SLICE: Final = 0.2
-
-
-class Served(NamedTuple):
-    """Of one scenario from one time to another. hits: share of those with scores that found prefix KV."""
-
-    asked: int
-    within: float
-    hits: float
-    refused: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +61,7 @@ class Moved:
 
 
 class TidalFleet:
-    """An async context: processes on a cluster, and the load of a day from `begin` on.
+    """An async context: processes on a cluster, and a day's load.
 
     settings: of the cluster. day: undilated, as simulated; factor: of its times. split: the workers of each scenario at
     first; None: one pool of all, without scenarios. Raises RelayError.
@@ -88,15 +71,11 @@ class TidalFleet:
         self, name: str, settings: Settings, folder: Path, day: Day, factor: float, split: Mapping[str, int] | None
     ) -> None:
         self.day, self.factor, self.split = day, factor, split
-        self.samples: dict[str, list[Sample]] = {each.scenario.name: [] for each in day.surfaces}
+        self.load: Final = DayLoad(day, factor, pooled=split is None)
         self.counts: list[tuple[float, dict[str, int]]] = []  # serving workers of each scenario, from a time on
         self.planned: list[tuple[float, Move]] = []  # what the planner began, and when it said so
         self.verified = 0  # of these
         self.moves: list[Moved] = []  # those that `move` made
-        self.unanswered: list[str] = []  # each ranking without an answer in time, in words
-        self.late_answers = 0  # to these, after their clients had stopped waiting
-        self.start_s = 0.0
-        self.sent_late_ms: list[float] = []
         self._name, self._folder = name, folder
         self.settings = self._settings_on(settings)
         self._children: dict[str, Child] = {}
@@ -147,24 +126,8 @@ class TidalFleet:
 
     async def run(self, seconds: float, stop: asyncio.Event | None = None) -> None:
         """Send the day's requests for so long, or until stopped. Raises RelayError where a process ends."""
-        async with RelayClient(settings=self.settings) as client:
-            for surface in self.day.surfaces:
-                await client.worker_serves(ARRIVE_S, "" if self.split is None else surface.scenario.name)
-            self.start_s = time.monotonic()
-            async with asyncio.TaskGroup() as group:
-                for number, surface in enumerate(self.day.surfaces):
-                    group.create_task(self._send(client, surface, seconds, self.day.seed + number, stop))
-            until_s = time.monotonic() + LATE_S
-            while self.lost and time.monotonic() < until_s:
-                await asyncio.sleep(LOOK_S)
-                dropped = client.registry.get_sample_value(DROPPED, {"reason": "late"})
-                self.late_answers = int(dropped or 0)
+        await self.load.run(self.settings, seconds, stop)
         check_running(list(self._children.values()))
-
-    @property
-    def lost(self) -> int:
-        """Rankings that no worker has answered."""
-        return max(0, len(self.unanswered) - self.late_answers)
 
     async def move(self, worker: str, target: str) -> Moved:
         """Assign the worker to that scenario, and wait until it serves there. Raises RelayError if it does not."""
@@ -184,10 +147,10 @@ class TidalFleet:
         """Make the moves that it asks for, until cancelled; its times are undilated."""
         while True:
             await asyncio.sleep(period_s)
-            at_s = (time.monotonic() - self.start_s) / self.factor - self.day.warm_s
+            at_s = (time.monotonic() - self.load.start_s) / self.factor - self.day.warm_s
             groups = {
                 name: GroupSeen(workers=tuple(WorkerSeen(name=worker) for worker in self.serving_now(name)))
-                for name in self.samples
+                for name in self.load.samples
             }
             asked = mover(Observation(at_s=max(0.0, at_s), groups=groups), at_s)
             if asked is not None:
@@ -196,18 +159,6 @@ class TidalFleet:
     def serving_now(self, scenario: str) -> list[str]:
         """The names of the workers that serve it, in their order."""
         return [name for name, status in sorted(self._statuses.items()) if self._serves(status, scenario)]
-
-    def served(self, scenario: str, since_s: float, until_s: float) -> Served:
-        """What became of the rankings that were sent between the two times, by the monotonic clock."""
-        return served(self.samples[scenario], self.slo_ms(scenario), since_s, until_s)
-
-    def slo_ms(self, scenario: str) -> float:
-        """Its SLO on the clock."""
-        return self.factor * next(each.scenario.slo_ms for each in self.day.surfaces if each.scenario.name == scenario)
-
-    def judged_from_s(self) -> float:
-        """When the day begins, by the monotonic clock: until then users become known."""
-        return self.start_s + self.factor * self.day.warm_s
 
     # ---- processes ----
 
@@ -242,7 +193,7 @@ class TidalFleet:
         for status in worker_statuses(records):
             self._statuses[status.name] = status
         counts = Counter(status.scenario or "" for status in self._statuses.values() if self._serves(status))
-        now = {name: counts[name] for name in (self.samples if self.split is not None else ("",))}
+        now = {name: counts[name] for name in (self.load.samples if self.split is not None else ("",))}
         if not self.counts or self.counts[-1][1] != now:
             self.counts.append((time.monotonic(), now))
 
@@ -277,41 +228,3 @@ class TidalFleet:
             if time.monotonic() > deadline:
                 raise RelayError(f"after {ARRIVE_S:g} s it is not so: {what}")
             await asyncio.sleep(LOOK_S)
-
-    # ---- the load ----
-
-    async def _send(
-        self, client: RelayClient, surface: Surface, seconds: float, seed: int, stop: asyncio.Event | None
-    ) -> None:
-        name, pooled = surface.scenario.name, self.split is None
-        # In one pool a ranking is due by the time that its client waits.
-        timeout_s = self.factor * surface.scenario.slo_ms / 1e3 if pooled else TIMEOUT_S
-        samples = self.samples[name]
-
-        def on_result(result: Result) -> None:
-            scored = result.error is None
-            # Whatever else a worker may say is counted as lost.
-            refused = result.error == "Overloaded" or result.detail.startswith("the deadline passed")
-            refused = refused or (pooled and not scored)
-            at_s = self.start_s + result.item.rank_at
-            latency_ms = result.latency_ms if scored else float("nan")
-            samples.append(Sample(at_s, result.outcome in HITS, latency_ms, refused=refused))
-            if samples[-1].lost:
-                when = f"{result.item.request.request_id}, after {result.item.rank_at:.1f} s"
-                self.unanswered.append(f"{when}: {result.error}: {result.detail}")
-
-        requests = requests_of(surface, seconds, self.factor, seed, "" if pooled else name)
-        summary = await drive(client, requests, timeout=timeout_s, on_result=on_result, stop=stop)
-        self.sent_late_ms.extend(summary.late_ms)
-
-
-def served(samples: Sequence[Sample], slo_ms: float, since_s: float, until_s: float) -> Served:
-    """Of the rankings that were sent between the two times."""
-    mine = [each for each in samples if since_s <= each.at_s < until_s]
-    scored = [each for each in mine if each.latency_ms == each.latency_ms]
-    return Served(
-        len(mine),
-        sum(each.latency_ms <= slo_ms for each in scored) / len(mine) if mine else float("nan"),
-        sum(each.hit for each in scored) / len(scored) if scored else float("nan"),
-        sum(each.refused for each in mine),
-    )

@@ -6,12 +6,14 @@ import math
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from relaygr_lab.demo.scenarios import draw
 from relaygr_lab.demo.timeline import by_time
 from relaygr_lab.emulate.process import damping_at
 from relaygr_lab.rollouts import Sample
-from relaygr_lab.tides.fleet import TidalFleet, served
+from relaygr_lab.tides.fleet import TidalFleet
+from relaygr_lab.tides.load import served
 from relaygr_lab.tides.traffic import FEED, day_of, rates_of, requests_of
 
 from relaygr_stream.ops.planner.plan import DAY
@@ -86,13 +88,13 @@ def test_a_day_becomes_a_png(tmp_path: Path) -> None:
     fleet.planned = [
         (150.0, Move(source="search", target="feed", reason="feed needs 2 workers and has 1; search has 1"))
     ]
-    for name in fleet.samples:
-        fleet.samples[name] = [Sample(100.0 + number, hit=True, latency_ms=number * 10.0) for number in range(100)]
+    for name in fleet.load.samples:
+        fleet.load.samples[name] = [Sample(100.0 + number, hit=True, latency_ms=number * 10.0) for number in range(100)]
     figure = draw(fleet, 100.0)
     figure.savefig(tmp_path / "s.png", format="png")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     upper, lower = figure.axes
-    assert list(upper.lines[0].get_xdata()) == [-10.0, 50.0, 55.0, 100.0]
-    assert list(upper.lines[0].get_ydata()) == [1, 1, 2, 2]
-    assert list(lower.lines[1].get_ydata())[-1] == 0.0, "search answers later than 200 ms"
+    assert np.asarray(upper.lines[0].get_xdata()).tolist() == [-10.0, 50.0, 55.0, 100.0]
+    assert np.asarray(upper.lines[0].get_ydata()).tolist() == [1, 1, 2, 2]
+    assert np.asarray(lower.lines[1].get_ydata())[-1] == 0.0, "search answers later than 200 ms"
     assert "needs 2 workers and has 1" in " ".join(upper.texts[0].get_text().split())
