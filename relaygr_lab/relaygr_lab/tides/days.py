@@ -23,6 +23,8 @@ Arm = Literal["mixed", "fixed", "moving", "oracle"]
 EVEN: Final = {"feed": 2, "search": 2}
 #: A planner's minutes on a day of so many seconds: of an hour where it passes in a second.
 PACE_DAY_S: Final = 3600.0
+#: Of many moves, clients wait longer than a move or a rebalance takes.
+TIMEOUT_S: Final = 20.0
 #: Of a move, about, as the oracle foresees it.
 MOVE_S: Final = 8.0
 #: Rankings before the first of many moves, and after each: so long.
@@ -74,6 +76,7 @@ async def move_in_turns(
     before. Raises RelayError.
     """
     fleet, there = TidalFleet("moves", cluster, folder, day, factor, EVEN), tuple(EVEN)
+    fleet.load.timeout_s = TIMEOUT_S
     async with fleet.serving(), _load(fleet):
         await asyncio.sleep(factor * day.warm_s + BEFORE_S)
         for number in range(moves):
