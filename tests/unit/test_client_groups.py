@@ -338,7 +338,7 @@ async def test_lanes_of_a_scenarios_group_are_announced_to_its_clients(world: Wo
     group = group_settings(settings, "feed", 2)
     async with feed_on(world), opened(world) as relay, listening(group, load_topics(group.kafka)) as (view, _):
         bus = Bus(settings)
-        fleet = LiveFleet(bus, "feed", group, load_topics(group.kafka), view)
+        fleet = LiveFleet(bus, "feed", group, view)
         assert await fleet.announced() == 2
         await fleet.announce(8)
         assert await fleet.announced() == 8
