@@ -43,6 +43,7 @@ def test_the_packaged_topics_load() -> None:
     files = [path.stem for path in packaged_dir("topics").glob("*.toml")]
     assert sorted(topic.name for topic in topics.all) == sorted(f"relaygr.{name}" for name in files)
     assert topics.worker_status.cleanup_policy == "compact"
+    assert (topics.lanes, topics.stated, topics.scores.partitions) == (64, 0, 16)
     assert {topic.name for topic in topics.all if topic.lanes} == {f"relaygr.{name}" for name in LANE_TOPICS}
 
 
