@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Final, Generic, NamedTuple, TypeVar
+from zlib import crc32
 
 from sortedcontainers import SortedList
 
@@ -231,16 +232,17 @@ class CostAwarePolicy(FadingFrequency[K]):
     def add(self, key: K, nbytes: int, cost_ms: float) -> None:
         """As `FadingFrequency.add`, in the simulations too."""
         super().add(key, nbytes, cost_ms)
-        self._simulate(hash(key), nbytes, cost_ms)
+        self._simulate(key, nbytes, cost_ms)
 
     def touch(self, key: K, nbytes: int, cost_ms: float) -> None:
         """As `FadingFrequency.touch`, in the simulations too."""
         here = key in self
         super().touch(key, nbytes, cost_ms)
         if not here:
-            self._simulate(hash(key), nbytes, cost_ms)
+            self._simulate(key, nbytes, cost_ms)
 
-    def _simulate(self, identity: int, nbytes: int, cost_ms: float) -> None:
+    def _simulate(self, key: K, nbytes: int, cost_ms: float) -> None:
+        identity = crc32(repr(key).encode())  # hash() of a text differs by process: so would who is simulated
         while len(self) >= 2 * SIMULATED * self._one_in:
             self._one_in *= 2
             for trial in self._trials:
