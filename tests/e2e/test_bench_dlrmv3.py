@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from relaygr_lab.bench.modes import CACHE, FULL, RELAY
 from relaygr_lab.dlrmv3.assemble import run_dlrmv3
-from relaygr_lab.dlrmv3.loadgen import SUMMARY
 from relaygr_lab.dlrmv3.model import Shape
+from relaygr_lab.dlrmv3.options import Options
 from relaygr_lab.dlrmv3.report import Report
-from relaygr_lab.dlrmv3.run import Options
+from relaygr_lab.dlrmv3.sut import SUMMARY
 from relaygr_lab.dlrmv3.workload import Workload
 from relaygr_lab.simulate.costs import KV, DeviceCosts
 from rich.console import Console
