@@ -22,7 +22,7 @@ PRIOR_RECORDS: Final = 400.0
 
 
 @dataclass
-class _Lane:
+class _Measured:
     began: float
     at: float
     position: int
@@ -38,14 +38,14 @@ class LaneLoads:
     """Averages the rates of lanes from their positions. Times are seconds of a monotonic clock."""
 
     def __init__(self) -> None:
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, _Measured] = {}
 
     def note(self, positions: Mapping[int, int], now: float) -> None:
         """The positions of all lanes owned now: records read of each, from any start."""
         for lane in self._lanes.keys() - positions.keys():
             del self._lanes[lane]
         for lane, position in positions.items():
-            seen = self._lanes.setdefault(lane, _Lane(now, now, position))
+            seen = self._lanes.setdefault(lane, _Measured(now, now, position))
             seconds = now - seen.at
             if seconds > 0:
                 rate = max(0, position - seen.position) / seconds

@@ -34,7 +34,7 @@ def stated_speed(stated: float, measured: float) -> float:
     return stated if stated / NEWS <= measured <= stated * NEWS else measured
 
 
-class Asked(Protocol):
+class LaneMember(Protocol):
     """The member of the group that is asked (bus/lanes.py: LaneConsumer)."""
 
     speed: float
@@ -47,7 +47,7 @@ class FairShare:
     """name: the worker's. peers: what all workers state. fixed: its weight is set by hand, so it states no speed."""
 
     def __init__(
-        self, name: str, peers: OwnerDirectory, member: Asked, *, fixed: bool, clock: Clock = time.monotonic
+        self, name: str, peers: OwnerDirectory, member: LaneMember, *, fixed: bool, clock: Clock = time.monotonic
     ) -> None:
         self._name, self._peers, self._member = name, peers, member
         self._fixed = fixed
