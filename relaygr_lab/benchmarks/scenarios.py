@@ -25,7 +25,8 @@ from relaygr_lab.simulate.groups import Day, GroupsDay, Outcome, Surface, run_mi
 from relaygr_lab.simulate.movers import foreseen, planned
 from targets import end
 
-from relaygr_stream.ops.planner.plan import Damping, demand_of
+from relaygr_stream.ops.planner.demand import demand_of
+from relaygr_stream.ops.planner.plan import Damping
 from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.scenarios import Scenario
