@@ -16,6 +16,7 @@ import msgspec
 
 from relaygr_stream.ops.planner.demand import ALLOWED_LATE, MOST_USE, demand_of
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation
+from relaygr_stream.ops.planner.shared import Group, shared_group
 from relaygr_stream.ops.planner.tried import Tried
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.planner_status import FleetPlan, Move, ScenarioPlan
@@ -177,7 +178,8 @@ def decide(
         workers=workers,
         changed_s=changed_s,
     )
-    return remembered, FleetPlan(at_s=at_s, scenarios=plans, move=move)
+    shared = shared_group([Group(each.scenario, each.seen, each.floor) for each in needs.values()], seen.reserve)
+    return remembered, FleetPlan(at_s=at_s, scenarios=plans, move=move, shared=shared)
 
 
 def _averaged(memory: Memory, group: GroupSeen, scenario: Scenario, at_s: float, damping: Damping) -> float:
