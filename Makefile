@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml relaygr_lab/pyproject.toml constraints.txt docker/setup
 	$(BIN)/pip install --constraint constraints.txt --no-build-isolation --editable '.[dev]' --editable relaygr_lab  # triton too
 	@touch $@
 
-demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER"; ARGS=--rollout)
+demo: $(STAMP) ## run the whole relay on an embedded broker and show what it does (2 minutes; ARGS="--events FILE --checkpoint FOLDER"; ARGS=--rollout; ARGS=--scenarios)
 	$(BIN)/relaygr demo $(ARGS)
 
 test: $(STAMP) ## unit tests, the bus on the embedded broker, one relay of real processes
@@ -159,7 +159,7 @@ bench-forwarding: $(STAMP) ## a hot lane and a general overload, with and withou
 bench-simulate: $(STAMP) ## relaygr simulate against the real core, and how fast it is (5 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/simulate.py $(ARGS)
 
-bench-scenarios: $(STAMP) ## two scenarios with opposite tides, simulated: a mixed pool, fixed groups, groups that the planner moves, an oracle (half an hour of a core, ARGS=--quick 5 minutes; CHECK=1 judges)
+bench-scenarios: $(STAMP) ## two scenarios with opposite tides, simulated: a mixed pool, fixed groups, groups that the planner moves, an oracle (half an hour of a core, ARGS=--quick 5 minutes; ARGS=--fleet real processes, 50 minutes; ARGS='--moves 20' in a row, 8; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/scenarios.py $(ARGS)
 
 bench-scheduler: $(STAMP) ## delay of rankings behind pre-inference, with and without chunks, at rising load (2 minutes; CHECK=1 judges)

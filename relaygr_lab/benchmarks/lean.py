@@ -49,7 +49,8 @@ COSTS = DeviceCosts(
 )
 RATES = (50, 300, 500)
 SLO_MS = 50.0
-#: The series of rates in the search for the largest, from the highest of RATES on.
+#: The series of rates in the search for the largest.
+FIRST_RATE = 200.0
 STEP = 1.25
 MOST_RATE = 6000.0
 ARMS = ("relay", "echo")
@@ -100,7 +101,7 @@ class Arm:
 
     async def largest(self, seconds: float) -> float:
         """Requests/s, the last of the series that went well; each may fail once, by a disturbance."""
-        rate, well = float(RATES[-1]), 0.0
+        rate, well = FIRST_RATE, 0.0
         while rate <= MOST_RATE:
             for _ in range(2):
                 found = await self.block(rate, seconds)

@@ -55,6 +55,13 @@ def servable(settings: Settings, folder: Path) -> Settings:
     return msgspec.structs.replace(settings, model=model)
 
 
+def known_items(model: Model) -> int:
+    """The number of items with a row of their own. Raises ModelError for a checkpoint without a readable config."""
+    from relaygr_stream.models.loading import config_of  # noqa: PLC0415 - imports torch
+
+    return config_of(msgspec.structs.replace(model, checkpoint="") if model.factory else model).vocab
+
+
 def start_relay(
     settings: Settings,
     folder: Path,

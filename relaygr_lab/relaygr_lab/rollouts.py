@@ -60,16 +60,18 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Sample:
-    """One ranking of the load. at_s: when it was sent, by the monotonic clock. latency_ms: NaN without scores."""
+    """One ranking of the load. at_s: when it was sent, by the monotonic clock. latency_ms: NaN without scores. refused:
+    a worker answered that it cannot be in time."""
 
     at_s: float
     hit: bool
     latency_ms: float
+    refused: bool = False
 
     @property
     def lost(self) -> bool:
-        """It got no scores."""
-        return bool(np.isnan(self.latency_ms))
+        """It got no answer."""
+        return bool(np.isnan(self.latency_ms)) and not self.refused
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,8 @@ class Groups:
         """The group of a request: the stated one, that of the announced request of this id, or the user's by routes.
 
         If no worker of it serves, the first group where one does: all users are answered when a whole group is gone.
-        But only a group that the routes of its scenario name: others have another model. Raises UnknownScenario,
-        BrokerUnavailable where none of these is reached yet.
+        But only a group that the routes of its scenario name, since others have another model, and none on trial.
+        Raises UnknownScenario, BrokerUnavailable where none of these is reached yet.
         """
         routes = self._routes.get(scenario)
         if routes is None and scenario:
@@ -118,7 +118,7 @@ class Groups:
             raise BrokerUnavailable(f"no group of scenario {scenario!r} is reached yet: {', '.join(routes.groups)}")
         if wanted in reached and self.connection(own, wanted).serves:
             return wanted
-        serving = (group for group in reached if self.connection(own, group).serves)
+        serving = (group for group in reached if not routes.on_trial(group) and self.connection(own, group).serves)
         return next(serving, wanted if wanted in reached else reached[0])
 
     def serves(self, scenario: str) -> bool:

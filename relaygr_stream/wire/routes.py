@@ -65,7 +65,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The rollout that wrote the routes last, for people."""
+    """The rollout that wrote the routes last: for people, but for `Routes.on_trial`."""
 
     state: Label  # "moving", "done", "back"; later releases may add more
     group: GroupName  # where users move to
@@ -111,6 +111,11 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     def lanes_of(self, group: str) -> int:
         """The group's number of lanes; 0 for one that the routes do not name."""
         return next((part.lanes for part in self.parts if part.group == group), 0)
+
+    def on_trial(self, group: str) -> bool:
+        """Whether the group has no users since its rollout has only begun, or went back: nobody may fall back to it."""
+        to = self.rollout or None
+        return to is not None and to.group == group and to.state != "done" and not self.share_of(group)
 
     @property
     def groups(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from relaygr_lab.emulate.process import MODULE
 
 from relaygr_stream.ops.children import Child, write_settings
 from relaygr_stream.settings.schema import Kafka
@@ -31,8 +32,9 @@ async def test_a_scenario_without_workers_gets_one_and_the_next_planner_goes_on(
     async with scene_on(embedded_settings, tmp_path) as scene:
         planned = tuple(each for each in scene.settings.scenarios if each.name in ("feed", "search"))
         config = write_settings(tmp_path / "plan.toml", msgspec.structs.replace(scene.settings, scenarios=planned))
-        arguments = ["planner", "--mode", "act", "--period", "1", "--config", config]
-        planners = {name: Child(name, arguments, tmp_path, "tests.e2e.quick_planner") for name in ("one", "two")}
+        # It damps by seconds, not by minutes.
+        arguments = ["planner", "--pace", "120", "--period", "1", "--config", config]
+        planners = {name: Child(name, arguments, tmp_path, MODULE) for name in ("one", "two")}
         scene.children |= planners
         for name in ("a", "b"):
             scene.start(name, "feed")

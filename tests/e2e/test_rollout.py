@@ -32,12 +32,14 @@ from tests.waiting import until
 pytestmark = pytest.mark.stack
 USERS = 400
 CANDIDATES = 20
-#: Requests at a time: both workers are asked, neither is overloaded.
-AT_ONCE = 6
+#: So many send at a time, each with a pause behind an answer: both workers are asked, neither is overloaded, and the
+#: processes that start beside them have a share of the machine.
+AT_ONCE = 16
+PAUSE_S = 0.5
 
 
 class Traffic:
-    """Requests of many users without a pause, and their answers by the model's version."""
+    """Requests of many users, and their answers by the model's version."""
 
     def __init__(self, relay: RelayClient) -> None:
         self._relay = relay
@@ -66,6 +68,7 @@ class Traffic:
             except RelayError as error:
                 self.errors[f"{type(error).__name__}: {error}"[:200]] += 1
             self.total += 1
+            await asyncio.sleep(PAUSE_S)
 
 
 @contextlib.asynccontextmanager

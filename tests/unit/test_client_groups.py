@@ -28,7 +28,7 @@ from relaygr_stream.settings import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.routes import POSITIONS, Routes, group_settings, routes_topic
+from relaygr_stream.wire.routes import POSITIONS, RolloutProgress, Routes, group_settings, routes_topic
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from tests.statuses import lane_statuses, worker_status
@@ -49,8 +49,11 @@ class World:
         self.routes = Routes.of_one("", LANES)
         self._other = load_topics(group_settings(Settings(kafka=kafka), "next", LANES).kafka)
 
-    async def move(self, share: int) -> None:
+    async def move(self, share: int, rollout: str = "") -> None:
         self.routes = self.routes.moved("next", LANES, share)
+        if rollout:
+            progress = RolloutProgress(state=rollout, group="next", steps=(POSITIONS,))
+            self.routes = msgspec.structs.replace(self.routes, rollout=progress)
         await topic_exists(self.kafka, routes_topic(self.topics), create=True)
         await write_routes(self.peers[""].producer, self.topics, READER, self.routes)
 
@@ -164,6 +167,22 @@ async def test_users_of_a_group_without_workers_are_answered_by_one_that_serves(
         await world.state("next")
         await until(lambda: relay.group_of("u") == "next", "the group is back")
     assert world.asked("") == ["whole"]
+
+
+@pytest.mark.parametrize("state", ["moving", "back"])
+async def test_nobody_falls_back_to_a_model_on_trial(world: World, state: str) -> None:
+    """Before its first users, and after its last ones, also where the own workers are not heard of for a while."""
+    await world.move(0, state)
+    async with opened(world) as relay:
+        await both_serve(world, relay)
+        await world.state("", "draining")
+        await until(lambda: not relay._opened().serves, "the own group is gone")
+        assert relay.group_of("u") == ""
+        await relay.rank(request(1))
+        await world.move(0, "done")
+        await until(lambda: relay.group_of("u") == "next", "its rollout was well")
+    assert world.asked("") == ["r-1"]
+    assert world.asked("next") == []
 
 
 async def test_a_request_in_the_log_of_a_group_that_ends_is_answered_by_another(world: World) -> None:

@@ -21,7 +21,7 @@ from relaygr_lab.bench.model import BENCH_MODEL
 from relaygr_lab.bench.modes import FULL, RELAY, Mode
 from relaygr_lab.bench.options import SloOptions
 from relaygr_lab.bench.pipeline import Pipeline
-from relaygr_lab.demo.traffic import known_items
+from relaygr_lab.processes import known_items
 from relaygr_stream.client import RelayClient
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent
 from relaygr_stream.wire.topic_files import lane_of

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 ROUNDING: Final = 1 + 1e-9
+#: Outward steps do not widen beyond this power of the first, which is beyond any range here.
+MOST_POWERS: Final = 64.0
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Search:
     step: float = 1.5  # factor of the outward steps
     tolerance: float = 1.15  # of the bracket, failing over passing
     most: int = 12
+    widening: float = 1.0  # each outward step is the one before to this power
     block: int = 0  # values are whole multiples of it, `low` and `high` included; 0: any values
     passed: float | None = None  # the largest that passed
     failed: float | None = None  # the smallest that failed
@@ -37,8 +40,11 @@ class Search:
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.high < math.inf:
             raise ValueError(f"search within {self.low:g}…{self.high:g}: must be positive, finite and in order")
-        if self.step <= 1 or self.tolerance <= 1:
-            raise ValueError(f"step {self.step:g} and tolerance {self.tolerance:g} are factors above 1")
+        if self.step <= 1 or self.tolerance <= 1 or self.widening < 1:
+            raise ValueError(
+                f"step {self.step:g} and tolerance {self.tolerance:g} are factors above 1, widening {self.widening:g} "
+                f"is at least 1"
+            )
         self.guess = min(self.high, max(self.low, self._whole(self.guess)))
 
     def next(self) -> float | None:
@@ -49,10 +55,10 @@ class Search:
             return self.guess
         if self.failed is None:
             assert self.passed is not None
-            larger = self._whole(max(self.passed * self.step, self.passed + self.block))
+            larger = self._whole(max(self.passed * self._step, self.passed + self.block))
             return None if self.passed >= self.high else min(self.high, larger)
         if self.passed is None:
-            smaller = self._whole(min(self.failed / self.step, self.failed - self.block))
+            smaller = self._whole(min(self.failed / self._step, self.failed - self.block))
             return None if self.failed <= self.low else max(self.low, smaller)
         return None if self._close else self._whole(math.sqrt(self.passed * self.failed))
 
@@ -79,6 +85,11 @@ class Search:
         if self.passed is None or self.failed is None:
             return False
         return self.failed <= max(self.passed * self.tolerance, self.passed + self.block) * ROUNDING
+
+    @property
+    def _step(self) -> float:
+        """The next step outwards: at least one value was tried, and all had the same verdict."""
+        return float(self.step ** min(self.widening ** (len(self.tried) - 1), MOST_POWERS))
 
     def _whole(self, value: float) -> float:
         return round(value / self.block) * self.block if self.block else value

@@ -45,6 +45,9 @@ from relaygr_stream.workload.packaged import is_packaged
     "--by-reference", is_flag=True, help="Keep histories in a local store; requests with the relay refer to them."
 )
 @click.option("--rollout", is_flag=True, help="Show a rollout under load instead: hits and latencies through it.")
+@click.option(
+    "--scenarios", is_flag=True, help="Show a day of two scenarios instead: a planner moves workers between them."
+)
 @source_options
 def demo_command(
     broker: Literal["embedded", "kafka"] | None,
@@ -57,6 +60,7 @@ def demo_command(
     checkpoint: str | None,
     by_reference: bool,
     rollout: bool,
+    scenarios: bool,
     files: tuple[str, ...],
     assignments: tuple[str, ...],
 ) -> None:
@@ -72,11 +76,13 @@ def demo_command(
       relaygr demo --broker kafka --seconds 10
       relaygr demo --by-reference
       relaygr demo --rollout
+      relaygr demo --scenarios
       relaygr demo --events ml-100k/u.data --checkpoint out/movielens
     """
     from relaygr_lab.demo.plot import check_can_draw
     from relaygr_lab.demo.rollout import run_rollout_demo
     from relaygr_lab.demo.run import DemoOptions, run_demo
+    from relaygr_lab.demo.scenarios import run_scenarios_demo
     from relaygr_stream.ops.stopping import run_until_stopped
 
     check_cluster(broker, bootstrap)
@@ -87,10 +93,13 @@ def demo_command(
     if events is not None and is_packaged(settings.model):
         raise click.UsageError("--events goes with --checkpoint FOLDER: the packaged model knows generated items only")
     kind = None if bootstrap else broker or "embedded"
-    if rollout:
-        if events is not None or by_reference:
-            raise click.UsageError("--rollout sends requests of its own: leave --events and --by-reference out")
-        sys.exit(run_until_stopped(run_rollout_demo(kind, settings, out)))
+    if rollout or scenarios:
+        if events is not None or by_reference or (rollout and scenarios):
+            raise click.UsageError(
+                "--rollout and --scenarios each send requests of their own: give one option of these"
+            )
+        instead = run_rollout_demo if rollout else run_scenarios_demo
+        sys.exit(run_until_stopped(instead(kind, settings, out)))
     options = DemoOptions(
         broker=kind,
         seconds=seconds,

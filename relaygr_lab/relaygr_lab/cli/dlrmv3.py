@@ -29,7 +29,7 @@ EMULATED: Final[dict[str, Any]] = {"worker.hbm_bytes": "40GiB", "worker.dram_byt
 
 
 @click.command(name="dlrmv3")
-@click.option("--quick", is_flag=True, help="Ten minutes: 700 queries a run. [2,000, an hour]")
+@click.option("--quick", is_flag=True, help="Ten minutes, at most 700 queries a run. [an hour, 2,000]")
 @click.option("--broker", type=click.Choice(["embedded", "kafka"]), help="Private broker to start. [embedded]")
 @click.option("--bootstrap", metavar="HOST:PORT", help="Use this running cluster instead of a private broker.")
 @click.option("--device", metavar="cpu|cuda[:N]|npu[:N]", help="Device of the worker. [cpu]")
@@ -40,7 +40,7 @@ EMULATED: Final[dict[str, Any]] = {"worker.hbm_bytes": "40GiB", "worker.dram_byt
 @click.option("--scale", type=float, help="Factor of the histories' length. [1; cpu: 0.1]")
 @click.option("--layers", type=click.IntRange(1, 64), help="Layers of the model. [5; cpu: 2]")
 @click.option("--dim", type=click.IntRange(8), help="Width of the model. [512; cpu: 256]")
-@click.option("--queries", type=click.IntRange(1), help="Queries of a run of LoadGen.")
+@click.option("--queries", type=click.IntRange(1), help="Queries of a run of LoadGen. [those that --budget pays for]")
 @click.option("--budget", type=click.FloatRange(1), metavar="SECONDS", help="Time of all runs.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=7, show_default=True, help="Seed of the traffic.")
 @click.option(
@@ -88,9 +88,9 @@ def dlrmv3_command(
     from relaygr_lab.bench.lengths import costs_named
     from relaygr_lab.bench.modes import MODES as BUS_MODES
     from relaygr_lab.dlrmv3.assemble import run_dlrmv3
-    from relaygr_lab.dlrmv3.loadgen import leave, loadgen
+    from relaygr_lab.dlrmv3.loadgen import FEWEST, leave, loadgen
     from relaygr_lab.dlrmv3.model import Shape
-    from relaygr_lab.dlrmv3.run import Options
+    from relaygr_lab.dlrmv3.options import Options
     from relaygr_lab.dlrmv3.workload import Workload
     from relaygr_stream.ops.stopping import run_until_stopped
     from relaygr_stream.telemetry.process import loop_factory
@@ -100,6 +100,7 @@ def dlrmv3_command(
     if unknown := sorted(set(asked) - set(MODES)):
         raise ConfigError(f"modes {', '.join(unknown)}: no such mode; there are {', '.join(MODES)}")
     of_run, seconds = SIZES[quick]
+    least = queries or FEWEST
     queries = queries or of_run
     given = {name: value for name, value in shape.items() if value is not None}
     given = {"users": max(1, queries // 4), **({} if costs or settings.worker.device != "cpu" else ON_CPU), **given}
@@ -111,6 +112,7 @@ def dlrmv3_command(
         engine=ENGINE in asked,
         broker=None if bootstrap else broker or "embedded",
         queries=queries,
+        least_queries=least,
         budget_s=budget or seconds,
         out=out,
         emulated=costs_named(costs) if costs else None,

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import numpy as np
 
-from relaygr_lab.demo.plot import DPI, SIZE_INCHES, check_can_draw
+from relaygr_lab.demo.plot import check_can_draw
+from relaygr_lab.demo.timeline import as_share, by_time, mark, two_panels
 from relaygr_lab.drawing import BLUE, GREY, ORANGE, RED
 from relaygr_lab.processes import cluster
 from relaygr_lab.rollouts import NEXT, Change, ChangingFleet, Sample, Traffic, changed
@@ -70,47 +70,35 @@ async def run_rollout_demo(broker: BrokerKind | None, settings: Settings, out: P
 
 def draw(samples: Sequence[Sample], marks: Sequence[tuple[float, str]], since_s: float, change: Change) -> Figure:
     """Hits above, P50 and P99 below, over the seconds since then; marks: what happened when."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    hits, latencies = figure.subplots(2, 1, sharex=True)
+    figure, hits, latencies = two_panels(
+        f"A rollout: {change.rankings:,} rankings, {change.lost} lost, hits at least {change.least:.2f} × those before"
+    )
     at, share, p50, p99 = points(samples, since_s)
     hits.plot(at, share, color=BLUE, linewidth=1.8)
     hits.axhline(change.before, color=GREY, linewidth=0.8)
-    hits.set_ylim(0, 1.05)
-    hits.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    as_share(hits)
     hits.set_ylabel("rankings that hit")
     latencies.plot(at, p99, color=RED, linewidth=1.8, label="P99")
     latencies.plot(at, p50, color=ORANGE, linewidth=1.8, label="P50")
     latencies.set_ylim(0)
     latencies.set_ylabel("milliseconds")
-    latencies.set_xlabel("seconds")
     latencies.legend(loc="upper left", fontsize=9)
-    for axes in (hits, latencies):
-        axes.grid(alpha=0.25, linewidth=0.6)
-        for when, _ in marks:
-            axes.axvline(when - since_s, color=GREY, linewidth=0.8, linestyle="--")
-    for when, what in marks:
-        hits.text(when - since_s, 0.05, f" {what}", rotation=90, fontsize=8, va="bottom")
-    figure.suptitle(
-        f"A rollout: {change.rankings:,} rankings, {change.lost} lost, hits at least {change.least:.2f} × those before",
-        fontsize=11,
-    )
+    mark(hits, latencies, marks, since_s)
     return figure
 
 
 def points(samples: Sequence[Sample], since_s: float) -> tuple[list[float], list[float], list[float], list[float]]:
     """Of each POINT_S: its middle in seconds since then, the share of hits, P50 and P99 in milliseconds."""
-    found = np.asarray([(each.at_s - since_s, each.hit, each.latency_ms) for each in samples if each.at_s >= since_s])
     columns: tuple[list[float], list[float], list[float], list[float]] = ([], [], [], [])
-    for number in range(int(found[:, 0].max() // POINT_S) + 1):
-        some = found[found[:, 0] // POINT_S == number]
-        answered = some[~np.isnan(some[:, 2])]
-        if len(answered):
-            times = answered[:, 2].tolist()
-            row = ((number + 0.5) * POINT_S, some[:, 1].mean(), nearest_rank(times, 0.5), nearest_rank(times, 0.99))
+    for at_s, some in by_time(samples, since_s, POINT_S):
+        times = [each.latency_ms for each in some if not each.lost]
+        if times:
+            row = (
+                at_s,
+                sum(each.hit for each in some) / len(some),
+                nearest_rank(times, 0.5),
+                nearest_rank(times, 0.99),
+            )
             for column, value in zip(columns, row, strict=True):
-                column.append(float(value))
+                column.append(value)
     return columns

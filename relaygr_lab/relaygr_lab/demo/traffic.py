@@ -10,8 +10,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from relaygr_lab.processes import known_items
 from relaygr_stream.history.store import WritableStore
-from relaygr_stream.models.loading import checkpoint_folder, config_of, read_config
+from relaygr_stream.models.loading import checkpoint_folder, read_config
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.wire.behaviours import WIDE_VERSION, Behaviours
@@ -101,11 +102,6 @@ async def by_reference(items: Iterable[WorkItem], store: WritableStore) -> list[
         request = msgspec.structs.replace(request, prefix=Behaviours(), **stated)
         referring.append(replace(item, event=event, request=request))
     return referring
-
-
-def known_items(model: Model) -> int:
-    """The number of items with a row of their own. Raises ModelError for a checkpoint without a readable config."""
-    return config_of(msgspec.structs.replace(model, checkpoint="") if model.factory else model).vocab
 
 
 def features_of(model: Model) -> FeatureSchema:

@@ -15,8 +15,10 @@ from rich.console import Console
 from relaygr_lab.bench.progress import Progress
 from relaygr_lab.dlrmv3.loadgen import allowed_late
 from relaygr_lab.dlrmv3.model import ITEM_ROWS, Shape
-from relaygr_lab.dlrmv3.report import Report, render
-from relaygr_lab.dlrmv3.run import HEAD_START_S, Bench, Options
+from relaygr_lab.dlrmv3.options import Options
+from relaygr_lab.dlrmv3.report import Found, Report, render
+from relaygr_lab.dlrmv3.run import HEAD_START_S, Bench
+from relaygr_lab.dlrmv3.sut import SUMMARY
 from relaygr_lab.dlrmv3.workload import CANDIDATES, ITEMS, MEAN, USERS, Visit
 from relaygr_stream.errors import RelayError
 from relaygr_stream.settings.schema import Settings
@@ -27,22 +29,24 @@ def assemble(bench: Bench, command: str) -> Report:
     """What was measured. Raises RelayError if that is nothing."""
     if bench.costs is None or not any(cell.runs for cell in bench.cells):
         raise RelayError(
-            f"no run of {bench.options.queries} queries fitted into {bench.options.budget_s:g} s: give --budget more "
-            f"seconds, or reduce --scale, --candidates or the model"
+            f"no run of {bench.queries} queries fitted into {bench.options.budget_s:g} s: give --budget more seconds, "
+            f"or reduce --scale, --candidates or the model"
         )
     options, worker = bench.options, bench.settings.worker
     work = bench.work(bench.costs)
-    visits = options.workload.requests[1][: options.queries]
+    visits = options.workload.requests[1][: bench.queries]
     mean = float(np.mean([visit.length for visit in visits]))
+    found = bench.found()
     conditions = {
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}; one worker on "
         f"{bench.about.get('device') or worker.device}"
         + ("" if bench.fleet else f", {worker.dtype}, {worker.threads} thread(s)"),
         "broker": bench.about.get("broker", "none"),
         "memory": f"{worker.hbm_bytes >> 20:,} MiB HBM tier, {worker.dram_bytes >> 20:,} MiB DRAM tier",
-        "LoadGen": f"Server scenario, {options.queries} queries a run, of which VALID may have "
-        f"{allowed_late(options.queries)} late; no least duration; announced {HEAD_START_S[0] * 1e3:g} to "
+        "LoadGen": f"Server scenario, {bench.queries} queries a run{_fewer(bench)}, of which VALID may have "
+        f"{allowed_late(bench.queries)} late; no least duration; announced {HEAD_START_S[0] * 1e3:g} to "
         f"{HEAD_START_S[1] * 1e3:g} ms before in mode relay",
+        "search": f"began at {_rates(found, 'calibrated_qps')}, went no lower than {_rates(found, 'least_qps')}",
         "other processes": f"used up to {_others(bench):.2f} cores during a run",
         "command": command,
     }
@@ -51,7 +55,7 @@ def assemble(bench: Bench, command: str) -> Report:
         reductions=_reductions(bench, mean, visits),
         slo_ms=bench.test.slo_ms,
         runs=[run for cell in bench.cells for run in cell.runs],
-        found=[cell.found() for cell in bench.cells],
+        found=found,
         costs=msgspec.structs.asdict(bench.costs),
         full_ms=work.full_ms,
         reused_ms=work.reused_ms,
@@ -59,6 +63,16 @@ def assemble(bench: Bench, command: str) -> Report:
         kv_user_bytes=mean * bench.bytes_per_token,
         wall_s=time.monotonic() - bench.started,
     )
+
+
+def _fewer(bench: Bench) -> str:
+    """Why a run has fewer queries than asked for."""
+    most = bench.options.queries
+    return "" if bench.queries == most else f" (the budget of {bench.options.budget_s:g} s does not pay for {most})"
+
+
+def _rates(found: Sequence[Found], name: str) -> str:
+    return ", ".join(f"{one.mode} {getattr(one, name):.1f}/s" for one in found)
 
 
 def _others(bench: Bench) -> float:
@@ -101,7 +115,12 @@ async def run_dlrmv3(options: Options, settings: Settings, command: str, console
     report = assemble(bench, command)
     written = _write(report, "report", options.out)
     print_table(render(report), console)
-    console.print(f"report: {written}", soft_wrap=True)
+    valid = sum(run.valid for run in report.runs)
+    console.print(
+        f"report: {written}; LoadGen's summaries, {valid} VALID and {len(report.runs) - valid} INVALID: "
+        f"{options.out}/MODE-RATE/{SUMMARY}",
+        soft_wrap=True,
+    )
     return not report.missed()
 
 

@@ -55,6 +55,14 @@ class Work:
         """How much less device time a request takes with prefix KV of earlier visits."""
         return self.full_ms / self.reused_ms
 
+    def of_mode(self, mode: str) -> Floats:
+        """Device time of each request in a mode."""
+        return (self.prefix if mode == FULL.name else self.new) + self.hit
+
+    def slower(self, times: float) -> Work:
+        """The same requests where everything takes so many times as long."""
+        return Work(times * self.prefix, times * self.new, times * self.hit)
+
     def largest_rate(self, mode: str, test: Load, heads_s: Floats) -> float:
         """The largest rate (queries/s) that LoadGen would call VALID; 0 if none is. test: its rate does not matter."""
         at_one = Load(1.0, test.queries, test.slo_ms, test.seed).schedule() * 1e3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -34,10 +33,24 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     p99_ms: float
     outcomes: dict[str, int]  # where prefix KV were found
     errors: dict[str, int]  # queries without scores, which LoadGen counts as late
+    late: int  # queries behind the SLO, or without scores
     heads_ms: tuple[float, float] | None = None  # 1 % and 50 % of the head starts; None: nothing was announced
     off_ms: tuple[float, float]  # 50 % and 99 % of how late LoadGen issued against its schedule
     others_cores: float | None = None  # that other processes used
     folder: str  # with LoadGen's logs
+
+    @property
+    def ranked(self) -> int:
+        """Queries that were asked; fewer than `queries` where so many were late that the run was ended early."""
+        return sum(self.outcomes.values()) + sum(self.errors.values())
+
+    @property
+    def verdict(self) -> str:
+        """LoadGen's, in words."""
+        if self.valid:
+            return "VALID"
+        early = f", ended after {self.ranked}" if self.ranked < self.queries else ""
+        return f"INVALID: {self.late} late{early}"
 
     @property
     def hits(self) -> float:
@@ -53,6 +66,39 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     best: Run | None  # None: none was VALID
     settled: bool  # a larger rate, within the tolerance, was INVALID; else the rate is a lower bound
     oracle_qps: float | None  # of a queue at one device, without a bus
+    calibrated_qps: float = 0.0  # with which the search began: the oracle queue's, as slow as requests one at a time
+    least_qps: float = 0.0  # below which the budget pays for no run
+    why: str | None = None  # no run was VALID
+
+
+class Aim(msgspec.Struct, frozen=True):
+    """A value against what is allowed. exact: it is no upper bound; settled: no lower bound."""
+
+    name: str
+    reached: float
+    allowed: float
+    by: str
+    exact: bool
+    settled: bool
+
+    @property
+    def share(self) -> float:
+        """Of what is allowed."""
+        return self.reached / self.allowed
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the share is at least TARGET; None where bounds leave it open."""
+        met = self.share >= TARGET
+        return met if (self.exact if met else self.settled) else None
+
+    def __str__(self) -> str:
+        bound = ("" if self.exact else "at most ") + ("" if self.settled else "at least ")
+        open_ = "" if self.met is not None else ", not judged: give --budget more seconds"
+        return (
+            f"{self.name}: {bound}{self.reached:.2f} of {self.allowed:.2f} ({self.by}): {self.share:.2f}, the target "
+            f"is {TARGET:g}{open_}"
+        )
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,24 +122,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         best = next((one.best for one in self.found if one.mode == mode), None)
         return None if best is None else best.qps
 
-    def missed(self) -> list[str]:
-        """Missed targets."""
-        return list(self._missed())
+    def aims(self) -> list[Aim]:
+        """What the run's costs allow, and what of it was reached; without a mode that had no VALID rate."""
+        rates = {one.mode: one for one in self.found if one.best is not None}
+        full, cache, relay = (rates.get(mode.name) for mode in (FULL, CACHE, RELAY))
+        aims = []
+        if full and cache:
+            reached = _best(cache) / _best(full)
+            aims.append(Aim("cache ÷ full", reached, self.quotient, "costs of this run", full.settled, cache.settled))
+        if relay and relay.oracle_qps:
+            aims.append(Aim("relay, queries/s", _best(relay), relay.oracle_qps, "oracle queue", True, relay.settled))
+        return aims
 
-    def _missed(self) -> Iterator[str]:
-        found = {one.mode: one for one in self.found}
-        for one in self.found:
-            if one.best is None:
-                yield f"{one.mode}: no rate was VALID"
-        full, cache, relay = (self.qps(mode.name) for mode in (FULL, CACHE, RELAY))
-        if full and cache and (ratio := cache / full) < TARGET * self.quotient and found[CACHE.name].settled:
-            yield (
-                f"cache carries {ratio:.2f} × full inference; the costs of this run allow {self.quotient:.2f} ×, the "
-                f"target is {TARGET:g} of that"
-            )
-        oracle = found[RELAY.name].oracle_qps if RELAY.name in found else None
-        if relay and oracle and relay < TARGET * oracle and found[RELAY.name].settled:
-            yield f"relay carries {relay:.1f}/s, an oracle queue {oracle:.1f}/s; the target is {TARGET:g} of that"
+    def missed(self) -> list[str]:
+        """Missed targets, and modes without a rate."""
+        none = [f"{one.mode}: no rate was VALID: {one.why}" for one in self.found if one.best is None]
+        return none + [str(aim) for aim in self.aims() if aim.met is False]
 
 
 def render(report: Report) -> RenderableType:
@@ -102,14 +146,14 @@ def render(report: Report) -> RenderableType:
         title=f"Largest rate that LoadGen calls VALID (P99 ≤ {report.slo_ms:g} ms)",
         title_justify="left", title_style="bold", box=SIMPLE_HEAD,
     )  # fmt: skip
-    for name in ("mode", "QPS", "÷ full", "P99 ms", "hits", "oracle queue", "head start"):
+    for name in ("mode", "QPS", "÷ full", "P99 ms", "hits", "oracle queue", "share of it", "head start"):
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     full = report.qps(FULL.name)
     for one in report.found:
         best = one.best
         oracle = "–" if one.oracle_qps is None else f"{one.oracle_qps:.1f}"
         if best is None:
-            table.add_row(one.mode, "none", "–", "–", "–", oracle, "–")
+            table.add_row(one.mode, "none", "–", "–", "–", oracle, "–", "–")
             continue
         table.add_row(
             one.mode,
@@ -118,6 +162,7 @@ def render(report: Report) -> RenderableType:
             f"{best.p99_ms:.1f}",
             f"{best.hits:.1%}",
             oracle,
+            f"{best.qps / one.oracle_qps:.2f}" if one.oracle_qps else "–",
             "–" if best.heads_ms is None else f"{best.heads_ms[1]:.0f} ms",
         )
     words = report.reductions | report.conditions | {
@@ -125,13 +170,18 @@ def render(report: Report) -> RenderableType:
         f"{report.quotient:.2f} times less",
         "prefix KV of a user": f"{report.kv_user_bytes / (1 << 20):.1f} MiB",
     }  # fmt: skip
-    missed = [Text(f"✗ {line}", style="bold red") for line in report.missed()]
+    reached = [f"{'–' if aim.met is None else '✓'} {aim}" for aim in report.aims() if aim.met is not False]
     return Group(
         Text(report.note, style="bold"),
         table,
         *(Text(f"{name}: {text}", style="dim") for name, text in words.items()),
-        *(missed or [Text("✓ every target that was measured is met", style="bold green")]),
+        *(Text(line, style="bold green") for line in reached),
+        *(Text(f"✗ {line}", style="bold red") for line in report.missed()),
     )
+
+
+def _best(found: Found) -> float:
+    return found.best.qps if found.best else 0.0
 
 
 def spread(values: list[float], *quantiles: float) -> tuple[float, ...]:

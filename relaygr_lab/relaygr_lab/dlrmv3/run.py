@@ -10,32 +10,34 @@ import asyncio
 import math
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from relaygr_lab.bench.broker_warm_up import compile_broker
 from relaygr_lab.bench.dilation import Fleet
-from relaygr_lab.bench.modes import FULL, RELAY, Mode
+from relaygr_lab.bench.modes import FULL, RELAY
 from relaygr_lab.bench.pipeline import Pipeline
 from relaygr_lab.bench.probe import no_collections
 from relaygr_lab.bench.progress import Progress
 from relaygr_lab.bench.search import Search
 from relaygr_lab.cpu_times import CpuTimes
-from relaygr_lab.dlrmv3.loadgen import Load, Sut, System, allowed_late, loadgen
-from relaygr_lab.dlrmv3.model import Shape
+from relaygr_lab.dlrmv3.loadgen import Load, loadgen
+from relaygr_lab.dlrmv3.options import Options
 from relaygr_lab.dlrmv3.oracle import Floats, Work
+from relaygr_lab.dlrmv3.plan import affordable, payable, search_of, slowness, why_none
 from relaygr_lab.dlrmv3.report import ENGINE, Found, Run, spread
+from relaygr_lab.dlrmv3.sut import LATE_SLOS, Sut, System
 from relaygr_lab.dlrmv3.systems import Engine, Relay
-from relaygr_lab.dlrmv3.workload import Item, Visit, Workload
+from relaygr_lab.dlrmv3.warm_up import serve
+from relaygr_lab.dlrmv3.workload import Item, Visit
 from relaygr_lab.processes import cluster
 from relaygr_lab.simulate.costs import DeviceCosts
-from relaygr_stream.errors import ConfigError, DeadlineExceeded, Overloaded
+from relaygr_stream.errors import DeadlineExceeded, Overloaded
 from relaygr_stream.models.loading import config_of
 from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.settings.schema import Settings
@@ -43,46 +45,15 @@ from relaygr_stream.settings.worker import Model
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 from relaygr_stream.wire.messages import CostModel
 
-#: The search of the largest rate: first step, and tolerance of its bracket.
-STEP: Final = 1.4
-TOLERANCE: Final = 1.15
-#: Start of a search, as a share of the oracle queue's rate: there the bus takes no time.
-GUESSED_SHARE: Final = 0.7
-LEAST_QPS: Final = 0.5
-#: A search ends at this multiple of the oracle queue's rate.
-HEADROOM: Final = 2.0
 #: Head starts are drawn evenly between these, in seconds.
 HEAD_START_S: Final = (0.02, 0.15)
 #: An emulated device's time is dilated until this share of the oracle queue's rate is at most so many queries a second,
 #: of 100 KB each: two cores then have time for the bus.
 HEADROOM_DILATED, MOST_DILATED_QPS = 1.25, 40.0
-#: Requests of the warm-up at a time, and the longest that one may take.
-FILLING: Final = 2
+#: The longest that a request of the warm-up may take.
 FILL_TIMEOUT_S: Final = 20.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of a run. Raises ConfigError for numbers out of range."""
-
-    workload: Workload
-    shape: Shape
-    modes: tuple[Mode, ...]
-    engine: bool
-    broker: Literal["embedded", "kafka"] | None
-    queries: int
-    budget_s: float
-    out: Path
-    most_runs: int = 8  # of a search
-    emulated: DeviceCosts | None = None  # of an emulated device, whose time is dilated; None: a real one
-
-    def __post_init__(self) -> None:
-        if self.emulated is not None and self.engine:
-            raise ConfigError("modes: an emulated device has no engine without a bus; leave `engine` out")
-        if allowed_late(self.queries) < 0:
-            raise ConfigError(f"queries = {self.queries}: LoadGen calls fewer than 459 never VALID")
-        if (there := len(self.workload.requests[1])) < self.queries:
-            raise ConfigError(f"queries = {self.queries}: {self.workload.users} users have {there}; give more --users")
+#: Requests, one at a time, of which the costs of full inference are fitted; and of each mode, before its search.
+FITTING, CALIBRATION = 20, 30
 
 
 @dataclass
@@ -94,11 +65,19 @@ class Cell:
     oracle_qps: float
     runs: list[Run] = field(default_factory=list)
 
-    def found(self) -> Found:
-        """Its result."""
+    def found(self, queries: int, slo_ms: float) -> Found:
+        """Its result. queries: of a run."""
         valid = [run for run in self.runs if run.valid]
         best = max(valid, key=lambda run: run.qps, default=None)
-        return Found(mode=self.name, best=best, settled=self.search.settled, oracle_qps=self.oracle_qps)
+        return Found(
+            mode=self.name,
+            best=best,
+            settled=self.search.settled,
+            oracle_qps=self.oracle_qps,
+            calibrated_qps=self.search.guess,
+            least_qps=self.search.low,
+            why=None if best else why_none(self.runs, self.search.low, queries, slo_ms),
+        )
 
 
 class Bench:
@@ -108,7 +87,9 @@ class Bench:
         self.options, self.progress = options, progress
         self.settings = settings
         self.module = loadgen()
-        self.test = Load(1.0, options.queries, settings.relay.slo_ms, options.workload.seed + 1)
+        self.queries = options.queries  # of a run; as the budget allows, once a calibration says what that is
+        self._planned = False
+        self._slo_ms = settings.relay.slo_ms  # undilated
         rng = np.random.default_rng(options.workload.seed)
         self.heads_s: Floats = rng.uniform(*HEAD_START_S, options.queries)
         self.cells: list[Cell] = []
@@ -121,6 +102,15 @@ class Bench:
         self._judged = False  # the costs that the report judges by are final
         self._rounds = 0
         self._schema = NO_FEATURES
+
+    @property
+    def test(self) -> Load:
+        """A run of LoadGen, at one query a second."""
+        return Load(1.0, self.queries, self._slo_ms, self.options.workload.seed + 1)
+
+    def found(self) -> list[Found]:
+        """Each mode's result so far."""
+        return [cell.found(self.queries, self.test.slo_ms) for cell in self.cells]
 
     async def run(self) -> None:
         """Make the model, then search all modes, as far as the time allows."""
@@ -164,7 +154,8 @@ class Bench:
                 until = self.started + share * options.budget_s
                 systems = [(mode.name, Relay(pipeline, mode)) for mode in options.modes]
                 costs = self.fleet and Fleet(self.fleet.costs, 1.0).cost_model
-                await self._search(systems, lambda: costs or pipeline.costs, until, pipeline.fresh_statuses)
+                warm = Relay(pipeline, RELAY)
+                await self._search(systems, warm, lambda: costs or pipeline.costs, until, pipeline.fresh_statuses)
                 self._judged = True
 
     async def _engine(self) -> None:
@@ -172,35 +163,64 @@ class Bench:
         async with Engine(self.settings) as engine:
             self.bytes_per_token = engine.bytes_per_token
             until = self.started + self.options.budget_s
-            await self._search([(ENGINE, engine)], lambda: engine.costs, until)
+            await self._search([(ENGINE, engine)], engine, lambda: engine.costs, until)
 
     async def _search(
         self,
         systems: Sequence[tuple[str, System]],
+        warm: System,
         costs: Callable[[], CostModel],
         until: float,
         settle: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
     ) -> None:
-        """Search each system's largest rate, in turns. costs(): as fitted so far. settle(): awaited before `costs`."""
-        await self._fill(systems[0][1], self._round(), self.options.workload.requests[1][:20])
+        """Search each system's largest rate, in turns. warm: serves the warm-up. costs(): as fitted so far. settle():
+        awaited before `costs`."""
+        await self._fill(warm, self._round(), self.options.workload.requests[1][:FITTING])
+        walls = {name: await self._calibrate(name, system, warm) for name, system in systems}
         await settle()
-        cells, work = [], self.work(self._fitted(costs()))
+        work = self.work(self._fitted(costs()))
         self.progress.say(f"a request takes {work.full_ms:.1f} ms in full, {work.reused_ms:.1f} ms with prefix KV")
+        slower = {name: work.slower(slowness(of, work.of_mode(name)[: len(of)])) for name, of in walls.items()}
+        left_s = max(1.0, until - time.monotonic())
+        self._plan(slower, left_s)
+        cells = []
         for name, system in systems:
-            oracle = work.largest_rate(name, self.test, self.heads_s)
-            high = max(2 * LEAST_QPS, HEADROOM * oracle)
-            search = Search(
-                max(LEAST_QPS, GUESSED_SHARE * oracle), LEAST_QPS, high, STEP, TOLERANCE, self.options.most_runs
-            )
-            cells.append((Cell(name, search, oracle), system))
+            guess = slower[name].largest_rate(name, self.test, self.heads_s)
+            search = search_of(guess, self.queries, left_s / self.factor / len(systems), self.options.most_runs)
+            cells.append((Cell(name, search, work.largest_rate(name, self.test, self.heads_s)), system))
         self.cells += [cell for cell, _ in cells]
         open_cells = list(cells)
         while open_cells:
-            open_cells = [each for each in open_cells if await self._turn(*each, until)]
+            open_cells = [each for each in open_cells if await self._turn(*each, warm, until)]
             await settle()
         work = self.work(self._fitted(costs()))
         for cell, _ in cells:
             cell.oracle_qps = work.largest_rate(cell.name, self.test, self.heads_s)
+
+    async def _calibrate(self, mode: str, system: System, warm: System) -> list[float]:
+        """Milliseconds of the first measured requests, one at a time, announced where the mode announces."""
+        name, visits = self._round(), self.options.workload.requests[1][:CALIBRATION]
+        if mode != FULL.name:
+            users = {visit.user for visit in visits}
+            await self._fill(warm, name, [one for one in self.options.workload.requests[0] if one.user in users])
+        walls = []
+        for visit in visits:
+            item, began = self._item(visit, name), time.monotonic()
+            if mode == RELAY.name:
+                await system.announce(item)
+            try:
+                await system.rank(item, FILL_TIMEOUT_S * self.factor)
+                walls.append((time.monotonic() - began) * 1e3 / self.factor)
+            except (DeadlineExceeded, Overloaded):
+                walls.append(LATE_SLOS * self.test.slo_ms)
+        return walls
+
+    def _plan(self, slower: Mapping[str, Work], left_s: float) -> None:
+        """Choose the queries of a run, the same for all modes, from what the first ones carry."""
+        if not self._planned:
+            rates = [work.largest_rate(name, self.test, self.heads_s) / self.factor for name, work in slower.items()]
+            options, self._planned = self.options, True
+            self.queries = affordable(rates, left_s, options.least_queries, options.queries)
 
     def _fitted(self, costs: CostModel) -> CostModel:
         """These costs; the report judges by them, unless the bus's modes were measured before."""
@@ -208,20 +228,20 @@ class Bench:
             self.costs = costs
         return costs
 
-    async def _turn(self, cell: Cell, system: System, until: float) -> bool:
+    async def _turn(self, cell: Cell, system: System, warm: System, until: float) -> bool:
         """One run of LoadGen; False where the search is complete or there is no time left."""
-        qps = cell.search.next()
-        if qps is None or time.monotonic() + self.options.queries * self.factor / qps > until:
+        qps = payable(cell.search, self.queries, (until - time.monotonic()) / self.factor)
+        if qps is None:
             return False
         name = self._round()
         if cell.name != FULL.name:
-            await self._fill(system, name, self.options.workload.requests[0])
+            await self._fill(warm, name, self.options.workload.requests[0])
         run = await self._run(cell.name, system, round(qps, 2), name)
         cell.search.record(qps, run.valid)
         cell.runs.append(run)
         self.progress.say(
             f"{time.monotonic() - self.started:5.0f} s  {cell.name:7} {run.qps:7.1f}/s  P99 {run.p99_ms:,.0f} ms  "
-            f"hits {run.hits:.1%}  {'VALID' if run.valid else 'INVALID'}"
+            f"hits {run.hits:.1%}  {run.verdict}"
         )
         return True
 
@@ -230,8 +250,8 @@ class Bench:
         folder = options.out / f"{mode}-{qps:g}"
         folder.mkdir(parents=True, exist_ok=True)
         factor = self.factor
-        test = Load(qps / factor, options.queries, self.test.slo_ms * factor, self.test.seed)
-        heads = (factor * self.heads_s).tolist() if mode == RELAY.name else None
+        test = Load(qps / factor, self.queries, self.test.slo_ms * factor, self.test.seed)
+        heads = (factor * self.heads_s[: self.queries]).tolist() if mode == RELAY.name else None
         sut = Sut(self.module, test, system, lambda index, head: self._item(visits[index], name, head), heads)
         self.progress.live(f"{mode}: LoadGen issues {test.queries} queries at {qps:g}/s …")
         before = CpuTimes.now()
@@ -248,23 +268,19 @@ class Bench:
             p99_ms=outcome.p99_ms / factor,
             outcomes=dict(outcome.outcomes),
             errors=dict(outcome.errors),
+            late=outcome.late,
             heads_ms=None if heads is None else (heads_ms[0], heads_ms[1]),
             off_ms=(off[0], off[1]),
             folder=folder.name,
             others_cores=None if before is None or after is None else after.others_since(before),
         )
 
-    async def _fill(self, system: System, name: str, visits: Sequence[Visit]) -> None:
-        """Serve these visits, some at a time: their users' prefix KV are then there."""
+    async def _fill(self, warm: System, name: str, visits: Sequence[Visit]) -> None:
+        """Serve these visits: their users' prefix KV are then there."""
         self.progress.live(f"serving {len(visits)} requests of the warm-up …")
-        waiting = iter(visits)
-
-        async def serve() -> None:
-            for visit in waiting:
-                with suppress(DeadlineExceeded, Overloaded):  # its user has no prefix KV then
-                    await system.rank(self._item(visit, name), FILL_TIMEOUT_S * self.factor)
-
-        await asyncio.gather(*(serve() for _ in range(FILLING)))
+        served = await serve(warm, visits, lambda visit: self._item(visit, name), FILL_TIMEOUT_S * self.factor)
+        if served < len(visits):
+            self.progress.say(f"{len(visits) - served} of {len(visits)} requests of the warm-up were refused")
 
     def _item(self, visit: Visit, name: str, head_start_ms: float = 0.0) -> Item:
         return self.options.workload.item(visit, name, self._schema, head_start_ms)
@@ -275,5 +291,5 @@ class Bench:
 
     def work(self, costs: CostModel) -> Work:
         """Device times of the measured queries."""
-        visits = self.options.workload.requests[1][: self.options.queries]
+        visits = self.options.workload.requests[1][: self.queries]
         return Work.of(costs, visits, self.options.workload.candidates)

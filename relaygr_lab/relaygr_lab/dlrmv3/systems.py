@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from types import TracebackType
 from typing import Any, Final, Self
@@ -15,7 +14,7 @@ from relaygr_lab.bench.modes import Mode
 from relaygr_lab.bench.pipeline import Pipeline
 from relaygr_lab.dlrmv3.workload import Item
 from relaygr_stream.engine.build import WorkerRuntime, build
-from relaygr_stream.engine.commands import Answer, Placed, Rank, RankTask, Times
+from relaygr_stream.engine.commands import Answer, Placed, Prefill, PrefillTask, Rank, RankTask, Times
 from relaygr_stream.errors import DeviceError, Overloaded, WorkerFailed
 from relaygr_stream.models.api import Tokens, schema_of
 from relaygr_stream.settings.schema import Settings
@@ -26,6 +25,8 @@ from relaygr_stream.worker.device import DeviceThread
 
 #: Longest start of a model's device thread: warm-up and kernels that are compiled.
 START_S: Final = 300.0
+#: What the warm-up announces is pinned for so long, unless it is ranked before.
+LIFE_S: Final = 20.0
 
 
 class Relay:
@@ -50,7 +51,6 @@ class Engine:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
-        self._names = itertools.count()
         self._runtime: WorkerRuntime
         self._thread: DeviceThread
 
@@ -78,13 +78,19 @@ class Engine:
         return self._runtime.bytes_per_token
 
     async def announce(self, item: Item) -> None:
-        """Does nothing: the query is all that is known."""
+        """Have its prefix KV computed, as a pre-infer signal does. Only the warm-up announces here."""
+        event, now = item.event, time.monotonic()
+        user = (event.columns or NO_TABLES).user
+        tokens, ends = Tokens.of(event.prefix, None, self._schema, user), now + LIFE_S
+        self._thread.submit(
+            Prefill(PrefillTask(event.request_id, event.user_id, 0, tokens, due=ends, expires=ends, arrived=now))
+        )
 
     async def rank(self, item: Item, timeout_s: float) -> str:
         """Submit it, and wait for its answer."""
         request, now = item.request, time.monotonic()
         columns = request.columns or NO_TABLES
-        name = f"{request.request_id}-{next(self._names)}"
+        name = request.request_id
         task = RankTask(
             request_id=name,
             user_id=request.user_id,

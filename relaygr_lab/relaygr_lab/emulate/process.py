@@ -1,7 +1,7 @@
-"""`python -m relaygr_lab.emulate.process worker|trigger`: that process, with parts of the laboratory.
+"""`python -m relaygr_lab.emulate.process worker|trigger|planner`: that process, with parts of the laboratory.
 
-A worker has an emulated device. `--policy` replaces one of the relay's policies by what it is compared with. The
-serving code is the same and knows of neither.
+A worker has an emulated device. `--policy` replaces one of the relay's policies by what it is compared with. A planner
+acts, and `--pace` divides its damping, for a day of minutes. The serving code is the same and knows of none of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from prometheus_client.registry import Collector
 
 from relaygr_lab.policies import POLICIES, Policy, decider, eviction
 from relaygr_stream.errors import RelayError
+from relaygr_stream.ops.planner.plan import DAY, Damping
+from relaygr_stream.ops.planner.process import PlannerOptions, run_planner
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext, run_process
@@ -45,6 +47,11 @@ class Lateness(Collector):
         yield CounterMetricFamily(LATE_METRIC, "Time by which its operations ended late", self._clock.late_s * 1e3)
 
 
+def damping_at(pace: float) -> Damping:
+    """A planner's damping on a day that passes so many times as fast. A move takes as long as ever."""
+    return Damping(DAY.floor_s / pace, DAY.patience_s / pace, DAY.settle_s / pace, DAY.arrive_s)
+
+
 async def run_emulated_worker(context: ProcessContext, policy: Policy = "relay") -> None:
     """A worker with an emulated device, whose lateness is among its metrics."""
     # Only here: a trigger does not load torch.
@@ -65,18 +72,26 @@ async def run_emulated_worker(context: ProcessContext, policy: Policy = "relay")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the process; returns its exit code."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
-    parser.add_argument("role", choices=("worker", "trigger"))
+    parser.add_argument("role", choices=("worker", "trigger", "planner"))
+    parser.add_argument("--scenario", metavar="NAME", help="as of a section [scenario.NAME]")
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML file with settings")
     parser.add_argument("--set", action="append", default=[], dest="assignments", metavar="SECTION.KEY=VALUE")
     parser.add_argument("--policy", choices=POLICIES, default="relay", help="what replaces the relay's policy")
     parser.add_argument("--averaging", type=float, default=1.0, help="factor of the times over which is averaged")
+    parser.add_argument("--pace", type=float, default=1.0, help="how much faster a planner's day is (default 1)")
+    parser.add_argument("--period", type=float, default=10.0, help="seconds between a planner's decisions (default 10)")
     given = parser.parse_args(arguments)
     try:
         flags = dict(each.split("=", 1) for each in given.assignments)
         settings: Settings = load_settings(given.config, flags).settings
+        settings = replace(settings, relay=replace(settings.relay, averaging=given.averaging))
+        if given.scenario:
+            settings = settings.serving(given.scenario)
     except (RelayError, ValueError) as error:
         parser.error(str(error))
-    settings = replace(settings, relay=replace(settings.relay, averaging=given.averaging))
+    if given.role == "planner":
+        options = PlannerOptions(given.period, act=True, damping=damping_at(given.pace))
+        return run_process("planner", settings, partial(run_planner, options=options))
     if given.role == "trigger":
         return run_process("trigger", settings, partial(run_trigger, decide=decider(given.policy)))
     return run_process("worker", settings, partial(run_emulated_worker, policy=given.policy))

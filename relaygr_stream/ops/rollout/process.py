@@ -81,8 +81,9 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
         await asyncio.sleep(LISTEN_S)
         if asked.up is not None and new.versions:
             raise ConfigError(f"group {label(to)} has workers already ({', '.join(new.versions)}): stop them first")
-        if to not in routes.groups:  # whom it prefills must be erased in it, too
-            routes = routes.moved(to, new.lanes, 0)
+        if not routes.share_of(to):  # whom it prefills must be erased in it, too, and nobody falls back to it
+            begun = RolloutProgress(state="moving", group=to, steps=asked.plan.steps)
+            routes = msgspec.structs.replace(routes.moved(to, new.lanes, 0), rollout=begun)
             await bus.write(producer, msgspec.structs.replace(routes, epoch=max(routes.epoch, now_ms())))
         background = Background()
         async with (

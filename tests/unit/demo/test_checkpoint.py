@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from relaygr_lab.demo.traffic import known_items
+from relaygr_lab.processes import known_items
 
 from examples.demo.requests import fresh_requests, offline_quality
 from relaygr_stream.models.loading import checkpoint_folder, load_checkpoint

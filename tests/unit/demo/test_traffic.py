@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from relaygr_lab.demo.run import deviations_of
-from relaygr_lab.demo.traffic import NEWEST, TURNS, Requests, by_reference, known_items, newest_only, requests_of
+from relaygr_lab.demo.traffic import NEWEST, TURNS, Requests, by_reference, newest_only, requests_of
+from relaygr_lab.processes import known_items
 
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import InputError, ModelError

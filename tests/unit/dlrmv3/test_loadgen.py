@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from relaygr_lab.dlrmv3.loadgen import SUMMARY, Load, Outcome, Sut, allowed_late, loadgen
+from relaygr_lab.dlrmv3.loadgen import FEWEST, Load, allowed_late, loadgen
+from relaygr_lab.dlrmv3.sut import SUMMARY, Outcome, Sut
 from relaygr_lab.dlrmv3.workload import Item, Workload
 
 from relaygr_stream.cli.main import main
@@ -23,7 +24,6 @@ from tests.needs import without
 WORKLOAD = Workload(users=150, candidates=2, scale=0.02)
 #: Longer than any machine takes.
 PATIENT_MS = 60_000.0
-FEWEST = 459
 
 
 class Recorder:
@@ -86,6 +86,15 @@ async def test_one_query_without_scores_counts_as_late(tmp_path: Path) -> None:
     outcome = await ran(Recorder(refuses=7), Load(2000.0, FEWEST, 500.0, seed=3), tmp_path)
     assert outcome.errors == {"Overloaded": 1}
     assert not outcome.valid
+
+
+async def test_a_run_that_cannot_be_valid_any_more_ends_early(tmp_path: Path) -> None:
+    """LoadGen ends it, by its own bound on queries that wait, and its summary says INVALID."""
+    outcome = await ran(Recorder(), Load(60.0, FEWEST, 1e-3, seed=3), tmp_path)
+    assert not outcome.valid
+    assert outcome.late >= 1
+    assert sum(outcome.outcomes.values()) <= outcome.issued < FEWEST
+    assert "Result is : INVALID" in (tmp_path / SUMMARY).read_text()
 
 
 async def test_another_error_is_raised_when_loadgen_has_ended(tmp_path: Path) -> None:

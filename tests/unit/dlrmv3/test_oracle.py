@@ -10,7 +10,7 @@ import pytest
 from relaygr_lab.bench.modes import CACHE, FULL, RELAY
 from relaygr_lab.dlrmv3.loadgen import Load
 from relaygr_lab.dlrmv3.oracle import Work
-from relaygr_lab.dlrmv3.report import ENGINE, NOTE, Found, Report, Run, render
+from relaygr_lab.dlrmv3.report import ENGINE, NOTE, Aim, Found, Report, Run, render
 from relaygr_lab.dlrmv3.workload import Visit, Workload
 from rich.console import Console
 
@@ -20,6 +20,7 @@ COSTS = CostModel(c0=1.0, c1=0.002, c2=3e-7, c3=1e-6, c4=0.001)
 WORKLOAD = Workload(users=200)
 TEST = Load(1.0, 700, 80.0, seed=1)
 VISITS = WORKLOAD.requests[1][:700]
+WHY = "at 3/s 5 of 40 queries took over 80 ms"
 HEADS = np.random.default_rng(0).uniform(0.02, 0.15, 700)
 
 
@@ -54,14 +55,20 @@ def test_nothing_is_valid_where_a_request_alone_takes_longer() -> None:
 
 def run(mode: str, qps: float) -> Run:
     return Run(
-        mode=mode, qps=qps, queries=700, valid=True, p99_ms=70.0, outcomes={"hbm": 690, "full": 10}, errors={},
+        mode=mode, qps=qps, queries=700, valid=True, p99_ms=70.0, outcomes={"hbm": 690, "full": 10}, errors={}, late=0,
         off_ms=(0.1, 1.0), heads_ms=(20.0, 85.0) if mode == RELAY.name else None, folder=f"{mode}-{qps:g}",
     )  # fmt: skip
 
 
 def report(quotient: float = 3.0, settled: bool = True, **qps: float | None) -> Report:
     found = [
-        Found(mode=mode, best=None if rate is None else run(mode, rate), settled=settled, oracle_qps=60.0)
+        Found(
+            mode=mode,
+            best=run(mode, rate) if rate else None,
+            settled=settled,
+            oracle_qps=60.0,
+            why=None if rate else WHY,
+        )
         for mode, rate in qps.items()
     ]
     return Report(
@@ -74,10 +81,10 @@ def report(quotient: float = 3.0, settled: bool = True, **qps: float | None) -> 
     ("made", "missed"),
     [
         (report(full=10.0, cache=26.0, relay=52.0), []),
-        (report(full=10.0, cache=25.0, relay=52.0), ["cache carries 2.50"]),
-        (report(full=10.0, cache=26.0, relay=50.0), ["relay carries 50.0/s"]),
+        (report(full=10.0, cache=25.0, relay=52.0), ["cache ÷ full: 2.50 of 3.00"]),
+        (report(full=10.0, cache=26.0, relay=50.0), ["relay, queries/s: 50.00 of 60.00"]),
         (report(full=10.0, cache=25.0, relay=50.0, settled=False), []),
-        (report(full=None, cache=25.0), ["full: no rate was VALID"]),
+        (report(full=None, cache=25.0), ["full: no rate was VALID: at 3/s 5 of 40"]),
         (report(full=10.0, engine=1.0), []),
     ],
 )
@@ -87,11 +94,39 @@ def test_targets_are_shares_of_what_the_run_allows(made: Report, missed: list[st
     assert all(line.startswith(start) for line, start in zip(found, missed, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("reached", "exact", "settled", "met"),
+    [
+        (2.6, True, True, True),
+        (2.6, True, False, True),  # at least that
+        (2.6, False, True, None),  # at most that
+        (2.5, True, True, False),
+        (2.5, False, True, False),
+        (2.5, True, False, None),
+        (2.5, False, False, None),
+    ],
+)
+def test_a_bound_is_judged_only_where_it_decides(reached: float, exact: bool, settled: bool, met: bool | None) -> None:
+    aim = Aim("cache ÷ full", reached, 3.0, "costs", exact, settled)
+    assert aim.met is met
+    assert ("not judged" in str(aim)) == (met is None)
+
+
 def test_the_table_says_what_it_is_and_what_was_reduced() -> None:
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(render(report(full=10.0, cache=26.0, relay=52.0, engine=None)))
     text = console.export_text()
     assert NOTE[:50] in text
-    for shown in ("2.60×", "98.6%", "85 ms", "none", "users: 200 of 5,000", "2.5 MiB", "3.00 times less"):
+    for shown in (
+        "2.60×",
+        "98.6%",
+        "85 ms",
+        "none",
+        "users: 200 of 5,000",
+        "2.5 MiB",
+        "3.00 times less",
+        "2.60 of 3.00",
+        "0.87",
+    ):
         assert shown in text, shown
     assert math.isclose(run("full", 1.0).hits, 690 / 700)

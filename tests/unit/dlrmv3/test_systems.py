@@ -13,6 +13,7 @@ from relaygr_stream.errors import Overloaded
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.features import FeatureSchema
+from relaygr_stream.wire.messages import HITS
 
 WORKLOAD = Workload(users=30, candidates=8, scale=0.02)
 SHAPE = Shape(layers=1, dim=32)
@@ -32,6 +33,8 @@ async def test_a_user_who_returns_finds_prefix_kv_and_one_that_is_too_late_is_re
     async with Engine(settings) as engine:
         assert await engine.rank(WORKLOAD.item(first, "r", schema), 60.0) == "full"
         assert await engine.rank(WORKLOAD.item(second, "r", schema), 60.0) == "hbm"
+        await engine.announce(WORKLOAD.item(first, "warm-up", schema))
+        assert await engine.rank(WORKLOAD.item(second, "warm-up", schema), 60.0) in HITS
         assert engine.bytes_per_token >= 4 * 2 * SHAPE.dim  # float32, K and V of a layer
         assert engine.costs.full_ms(100, 8) > 0
         with pytest.raises(Overloaded):

@@ -1,0 +1,118 @@
+"""The requests of a day in dilated time, from one client, and what became of each."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from relaygr_lab.rollouts import Sample
+from relaygr_lab.simulate.groups import Day, Surface
+from relaygr_lab.tides.traffic import requests_of
+from relaygr_stream.client import RelayClient
+from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.messages import HITS
+from relaygr_stream.workload.driver import OnResult, Result, drive
+
+#: A client waits so long: longer than a move or a rebalance takes, so what has no answer then is lost.
+TIMEOUT_S: Final = 20.0
+#: An answer that comes later than that, within so many seconds, was late and not lost.
+LATE_S: Final = 5.0
+DROPPED: Final = "relaygr_client_answers_dropped_total"
+#: Longest wait until a worker of each scenario serves.
+SERVES_S: Final = 90.0
+LOOK_S: Final = 0.05
+
+
+class Served(NamedTuple):
+    """Of one scenario from one time to another. hits: share of those with scores that found prefix KV."""
+
+    asked: int
+    within: float
+    hits: float
+    refused: int
+
+
+class DayLoad:
+    """The rankings of a day, by scenario. day: undilated; factor: of its times. pooled: without scenarios, and each is
+    due by its own SLO, for which alone its client waits."""
+
+    def __init__(self, day: Day, factor: float, *, pooled: bool) -> None:
+        self.samples: dict[str, list[Sample]] = {each.scenario.name: [] for each in day.surfaces}
+        self.unanswered: list[str] = []  # each ranking without an answer in time, in words
+        self.sent_late_ms: list[float] = []
+        self.start_s = 0.0
+        self._day, self._factor, self._pooled = day, factor, pooled
+        self._late_answers = 0  # to unanswered ones, after their clients had stopped waiting
+
+    @property
+    def lost(self) -> int:
+        """Rankings that no worker has answered."""
+        return max(0, len(self.unanswered) - self._late_answers)
+
+    @property
+    def begins_s(self) -> float:
+        """When the day begins, by the monotonic clock: until then users become known."""
+        return self.start_s + self._factor * self._day.warm_s
+
+    def slo_ms(self, scenario: str) -> float:
+        """Its SLO on the clock."""
+        return self._factor * next(
+            each.scenario.slo_ms for each in self._day.surfaces if each.scenario.name == scenario
+        )
+
+    def served(self, scenario: str, since_s: float, until_s: float = math.inf) -> Served:
+        """What became of the rankings that were sent between the two times, by the monotonic clock."""
+        return served(self.samples[scenario], self.slo_ms(scenario), since_s, until_s)
+
+    async def run(self, settings: Settings, seconds: float, stop: asyncio.Event | None) -> None:
+        """Send them for so long, or until stopped, and wait for their answers."""
+        async with RelayClient(settings=settings) as client:
+            for surface in self._day.surfaces:
+                await client.worker_serves(SERVES_S, "" if self._pooled else surface.scenario.name)
+            self.start_s = time.monotonic()
+            async with asyncio.TaskGroup() as group:
+                for number, surface in enumerate(self._day.surfaces):
+                    group.create_task(self._send(client, surface, seconds, self._day.seed + number, stop))
+            until_s = time.monotonic() + LATE_S
+            while self.lost and time.monotonic() < until_s:
+                await asyncio.sleep(LOOK_S)
+                self._late_answers = int(client.registry.get_sample_value(DROPPED, {"reason": "late"}) or 0)
+
+    async def _send(
+        self, client: RelayClient, surface: Surface, seconds: float, seed: int, stop: asyncio.Event | None
+    ) -> None:
+        name = surface.scenario.name
+        timeout_s = self.slo_ms(name) / 1e3 if self._pooled else TIMEOUT_S
+        requests = requests_of(surface, seconds, self._factor, seed, "" if self._pooled else name)
+        summary = await drive(client, requests, timeout=timeout_s, on_result=self._on_result(name), stop=stop)
+        self.sent_late_ms.extend(summary.late_ms)
+
+    def _on_result(self, name: str) -> OnResult:
+        def note(result: Result) -> None:
+            scored = result.error is None
+            # Whatever else a worker may say is counted as lost.
+            refused = result.error == "Overloaded" or result.detail.startswith("the deadline passed")
+            latency_ms = result.latency_ms if scored else math.nan
+            at_s = self.start_s + result.item.rank_at
+            sample = Sample(at_s, result.outcome in HITS, latency_ms, refused=refused or (self._pooled and not scored))
+            self.samples[name].append(sample)
+            if sample.lost:
+                when = f"{result.item.request.request_id}, after {result.item.rank_at:.1f} s"
+                self.unanswered.append(f"{when}: {result.error}: {result.detail}")
+
+        return note
+
+
+def served(samples: Sequence[Sample], slo_ms: float, since_s: float, until_s: float) -> Served:
+    """Of the rankings that were sent between the two times."""
+    mine = [each for each in samples if since_s <= each.at_s < until_s]
+    scored = [each for each in mine if not math.isnan(each.latency_ms)]
+    return Served(
+        len(mine),
+        sum(each.latency_ms <= slo_ms for each in scored) / len(mine) if mine else math.nan,
+        sum(each.hit for each in scored) / len(scored) if scored else math.nan,
+        sum(each.refused for each in mine),
+    )

@@ -1,0 +1,100 @@
+"""A day of scenarios on real processes: its requests in dilated time, what is counted, and its picture."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from relaygr_lab.demo.scenarios import draw
+from relaygr_lab.demo.timeline import by_time
+from relaygr_lab.emulate.process import damping_at
+from relaygr_lab.rollouts import Sample
+from relaygr_lab.tides.fleet import TidalFleet
+from relaygr_lab.tides.load import served
+from relaygr_lab.tides.traffic import FEED, day_of, rates_of, requests_of
+
+from relaygr_stream.ops.planner.plan import DAY
+from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.wire.planner_status import Move
+
+NAN = math.nan
+#: A day of 100 s, times ten times as long as a device's, on two devices.
+TIDAL = day_of(rates_of(1.0, 2), 2, 10.0, FEED, tide=True, return_s=0.5)
+FACTOR = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _cache_here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path_factory.getbasetemp() / "matplotlib"))
+
+
+def test_what_is_refused_is_not_lost_and_neither_is_within_the_slo() -> None:
+    samples = [
+        Sample(1.0, hit=True, latency_ms=10.0),
+        Sample(2.0, hit=False, latency_ms=30.0),
+        Sample(3.0, hit=False, latency_ms=NAN, refused=True),
+        Sample(4.0, hit=False, latency_ms=NAN),
+        Sample(5.0, hit=True, latency_ms=10.0),  # outside
+    ]
+    told = served(samples, 20.0, 1.0, 5.0)
+    assert (told.asked, told.within, told.hits, told.refused) == (4, 0.25, 0.5, 1)
+    assert [each.lost for each in samples] == [False, False, False, True, False]
+
+
+def test_requests_come_in_dilated_time_with_opposite_tides_and_users_of_their_own() -> None:
+    feed, search = (list(requests_of(each, 100.0, FACTOR, 7, each.scenario.name)) for each in TIDAL.surfaces)
+    for requests, rising in ((feed, True), (search, False)):
+        assert all(a.at <= b.at for a, b in pairwise(requests))
+        assert (sum(each.at < 50 for each in requests) > len(requests) / 2) == rising
+    assert len(feed) == pytest.approx(130, rel=0.4), "13 a second for ten seconds of a device"
+    assert {each.event.scenario for each in feed} == {each.request.scenario for each in feed} == {"feed"}
+    assert all(each.event.user_id == each.request.user_id for each in feed)
+    assert not {each.event.user_id for each in feed} & {each.event.user_id for each in search}
+    assert feed[0].event.rank_in_ms == 1500.0
+
+
+def test_one_pool_has_no_scenarios_and_groups_have_theirs_in_dilated_time(tmp_path: Path) -> None:
+    pool = TidalFleet("mixed", Settings(), tmp_path, TIDAL, FACTOR, None)
+    assert not pool.settings.scenarios
+    assert (pool.settings.relay.slo_ms, pool.settings.worker.max_ranking_delay_ms) == (500.0, 40.0)
+    groups = TidalFleet("moving", Settings(kafka=Kafka(prefix="x.")), tmp_path, TIDAL, FACTOR, {"feed": 1, "search": 1})
+    assert [(each.name, each.slo_ms, each.lead_ms) for each in groups.settings.scenarios] == [
+        ("feed", 500.0, 1500.0),
+        ("search", 200.0, 1500.0),
+    ]
+    assert groups.settings.kafka.prefix == "x.moving."
+
+
+def test_a_planners_day_passes_faster_but_its_moves_do_not() -> None:
+    quick = damping_at(10.0)
+    assert (quick.floor_s, quick.settle_s, quick.arrive_s) == (DAY.floor_s / 10, DAY.settle_s / 10, DAY.arrive_s)
+
+
+def test_seconds_without_rankings_have_no_point() -> None:
+    samples = [Sample(at_s, hit=True, latency_ms=1.0) for at_s in (99.0, 100.0, 104.0, 111.0)]
+    assert [(at_s, len(some)) for at_s, some in by_time(samples, 100.0, 5.0)] == [(2.5, 2), (12.5, 1)]
+
+
+def test_a_day_becomes_a_png(tmp_path: Path) -> None:
+    fleet = TidalFleet("moving", Settings(), tmp_path, TIDAL, FACTOR, {"feed": 1, "search": 1})
+    fleet.counts = [
+        (90.0, {"feed": 1, "search": 1}),
+        (150.0, {"feed": 1, "search": 0}),
+        (155.0, {"feed": 2, "search": 0}),
+    ]
+    fleet.planned = [
+        (150.0, Move(source="search", target="feed", reason="feed needs 2 workers and has 1; search has 1"))
+    ]
+    for name in fleet.load.samples:
+        fleet.load.samples[name] = [Sample(100.0 + number, hit=True, latency_ms=number * 10.0) for number in range(100)]
+    figure = draw(fleet, 100.0)
+    figure.savefig(tmp_path / "s.png", format="png")
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    upper, lower = figure.axes
+    assert np.asarray(upper.lines[0].get_xdata()).tolist() == [-10.0, 50.0, 55.0, 100.0]
+    assert np.asarray(upper.lines[0].get_ydata()).tolist() == [1, 1, 2, 2]
+    assert np.asarray(lower.lines[1].get_ydata())[-1] == 0.0, "search answers later than 200 ms"
+    assert "needs 2 workers and has 1" in " ".join(upper.texts[0].get_text().split())
