@@ -120,7 +120,10 @@ async def test_a_member_that_asks_has_its_speed_counted_and_nothing_is_lost(
             await until(lambda: len(two.lanes) > len(one.lanes) + 1, "lanes moved to the faster one")
         one.capacity, two.capacity = 1.0, 2.0**1.5  # three times as fast, to the next step
         await shared_out(topics, one, two)
-        read = lambda: {(each.topic, each.lane, each.value) for each in one.records + two.records}  # noqa: E731
+
+        def read() -> set[tuple[str, int, bytes | None]]:
+            return {(each.topic, each.lane, each.value) for each in one.records + two.records}
+
         await until(lambda: read() == stream.sent, "all that was sent")
         assert any(lost for _, lost in one.history)
         assert not any(lost for _, lost in two.history), "who keeps lanes does not lose them"
