@@ -49,6 +49,7 @@ from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
 from relaygr_stream.worker.device import Device, DeviceThread
+from relaygr_stream.worker.fair_share import LOOK_S, FairShare
 from relaygr_stream.worker.handing import MakeHandover
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.moves import ScenarioMoves
@@ -185,9 +186,10 @@ class WorkerProcess:
             group=settings.kafka.prefix + settings.worker.group,
             member=name,
             user=self,
-            capacity=settings.worker.capacity,
+            capacity=settings.worker.capacity or 1.0,
             crashes=Crashes([topics.pre_infer.name, topics.ranking.name], settings.worker.max_crashes, self),
         )
+        self._fair_share = FairShare(name, peers, self.consumer, fixed=settings.worker.capacity > 0)
         self.core: Final = WorkerCore(name, WorkerPolicy.of(settings), peers, topics)
         self.requests: Final = Requests(context, connections, device, self.core, self.consumer)
         device.thread.deliver_to(self.requests)
@@ -217,6 +219,7 @@ class WorkerProcess:
             watch = background.start(self._watch.run(consumer, self._connections.scores, self._connections.others))
             background.start(periodically(AGES_S, self._sample_ages, "ask for the ends of the lanes' logs"))
             background.start(self._counts.run())
+            background.start(periodically(LOOK_S, self._fair_share.look, "look at the workers' loads"))
             in_order = True
             try:
                 self._moves.arrive()
@@ -331,6 +334,7 @@ class WorkerProcess:
         log.info("lanes changed", gained=sorted(gained), lost=sorted(lost))
         if any(lane >= self._connections.topics.lanes for lane in gained):  # they were just added
             self._background.start(self._counts.ask_now())
+        self._fair_share.lanes_changed()
         if self._handover is not None:
             self._handover.lanes_changed(gained, lost)
         self.requests.on_lanes(gained, lost)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.assignor import MemberClaim, assign_lanes
+from relaygr_stream.bus.balance import MemberClaim, assign_lanes
 from relaygr_stream.errors import BrokerError, ConfigError, CoPartitionError, DecodeError, RelayError
 from relaygr_stream.ops.lane_growth import grow
 from relaygr_stream.settings.schema import Kafka
