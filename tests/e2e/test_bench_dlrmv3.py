@@ -54,7 +54,7 @@ async def test_a_toy_run_has_loadgens_verdict_on_every_mode(embedded_settings: K
         assert "Result is : VALID" in summary
         assert "Scenario : Server" in summary
         assert sum(run.outcomes.values()) == 459
-        assert run.hits == 0 if mode == "full" else run.hits > 0.9
+        assert run.hits == 0 if mode == "full" else run.hits > 0.5, (mode, run.outcomes)
     assert runs["relay"].heads_ms is not None
     assert runs["cache"].heads_ms is None
     assert report.kv_user_bytes > 0

@@ -89,6 +89,7 @@ class Bench:
         self.module = loadgen()
         self.queries = options.queries  # of a run; as the budget allows, once a calibration says what that is
         self._planned = False
+        self._slo_ms = settings.relay.slo_ms  # undilated
         rng = np.random.default_rng(options.workload.seed)
         self.heads_s: Floats = rng.uniform(*HEAD_START_S, options.queries)
         self.cells: list[Cell] = []
@@ -105,7 +106,7 @@ class Bench:
     @property
     def test(self) -> Load:
         """A run of LoadGen, at one query a second."""
-        return Load(1.0, self.queries, self.settings.relay.slo_ms, self.options.workload.seed + 1)
+        return Load(1.0, self.queries, self._slo_ms, self.options.workload.seed + 1)
 
     def found(self) -> list[Found]:
         """Each mode's result so far."""

@@ -83,7 +83,7 @@ def test_messages_are_what_the_model_reads() -> None:
     assert request.columns
     candidates = SCHEMA.values("candidate", request.columns.candidate)
     assert (np.frombuffer(request.candidates, "<u4") // CATEGORY == candidates["cand_category_id"][:, 0]).all()
-    assert item.nbytes() == 21 * item.visit.length + 20 * 24 + sum(map(len, _keys(item)))
+    assert item.nbytes() == 17 * item.visit.length + 16 * 24 + sum(map(len, _keys(item)))
 
 
 def test_tastes_have_levels_that_swing_and_chances_foretell_them() -> None:
@@ -115,7 +115,7 @@ def test_categories_drift_towards_what_was_taken() -> None:
 
 def _keys(item: object) -> list[str]:
     """Keys of columns, which count as bytes: of a behaviour, of the user and of candidates; the user's one value."""
-    return ["uih_category_id:int64", "user_id:int64", "cand_category_id:int64", "cand_query_time:int64", "8 bytes."]
+    return ["uih_category_id:int32", "user_id:int64", "cand_category_id:int32", "cand_query_time:int64", "8 bytes."]
 
 
 def test_a_model_without_features_gets_none() -> None:
