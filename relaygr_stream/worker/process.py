@@ -26,8 +26,8 @@ from relaygr_stream.bus.dead_letter import check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
-from relaygr_stream.bus.topic_check import PartitionCounts, topics_with
-from relaygr_stream.bus.topics import verify_topics
+from relaygr_stream.bus.topic_check import PartitionCounts
+from relaygr_stream.bus.topics import verified_topics
 from relaygr_stream.cache.copy import Wake
 from relaygr_stream.engine.audit import Report
 from relaygr_stream.engine.build import WorkerRuntime, build
@@ -98,7 +98,7 @@ async def made_worker(
     audits = AuditReport(settings.worker, metrics)
     device = DeviceThread(asyncio.get_running_loop())
     try:
-        topics = topics_with(settings.kafka, await verify_topics(settings.kafka))
+        topics = await verified_topics(settings.kafka)
         runtime = await device.start(lambda: build(settings, audits, device.wake))
         _say_model(settings, runtime, metrics)
         check_answers_fit(topics, settings.relay.max_candidates, runtime.model)
