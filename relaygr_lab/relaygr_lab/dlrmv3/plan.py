@@ -17,8 +17,9 @@ from relaygr_lab.bench.statistics import QUANTILE, binomial_at_most
 from relaygr_lab.dlrmv3.loadgen import CONFIDENCE, FEWEST, allowed_late
 from relaygr_lab.dlrmv3.report import Run
 
-#: The search of the largest rate: first step outwards, each further one being its square; tolerance of its bracket.
-STEP: Final = 1.4
+#: The search of the largest rate: first step outwards, which one bisection settles; each further one is its square;
+#: tolerance of the bracket.
+STEP: Final = 1.32
 WIDENING: Final = 2.0
 TOLERANCE: Final = 1.15
 #: Full-length runs that a search takes: two VALID ones, and as much as one for those that end early and the warm-ups.
