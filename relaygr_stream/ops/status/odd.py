@@ -157,7 +157,7 @@ def _lanes(view: Overview) -> Iterator[str]:
     if owned == lanes and (idle := sorted(name for name, status in serving.items() if not status.lanes)):
         yield (
             f"{', '.join(idle)}: no lane, and so no request: {len(lanes)} lanes are shared by {len(serving)} workers; "
-            f"if this lasts, give the topics more partitions (kafka.partitions)"
+            f"if this lasts, `relaygr lanes grow {2 * len(lanes)}` adds some while everything serves"
         )
     triggers = view.living_triggers().values()
     if triggers and (free := lanes - {lane for status in triggers for lane in status.lanes}):

@@ -142,8 +142,8 @@ def test_hits_are_those_since_we_look_on() -> None:
         ),
         (
             [worker(), worker("w3", range(0)), worker("w2", range(0)), trigger()],
-            "w2, w3: no lane, and so no request: 4 lanes are shared by 3 workers; if this lasts, give the topics "
-            "more partitions (kafka.partitions)",
+            "w2, w3: no lane, and so no request: 4 lanes are shared by 3 workers; if this lasts, `relaygr lanes "
+            "grow 8` adds some while everything serves",
         ),
         (
             [worker(lanes=range(3)), worker("new", range(0)), trigger()],  # the group has not settled yet
