@@ -95,7 +95,7 @@ class LanesChanged(CoPartitionError):
         found = ", ".join(f"{name} has {count} partitions" for name, count in counts.items())
         super().__init__(
             f"{found}, this process knows {served} lanes: messages are sent to lanes that no process serves. Stop all "
-            f"processes and start them with the new number (kafka.partitions, or topics/*.toml); see "
+            f"processes and start them again; see "
             f"docs/how-to/kafka.md, 'Change the number of lanes'"
         )
         self.counts = dict(counts)

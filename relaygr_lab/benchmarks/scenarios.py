@@ -30,7 +30,8 @@ from relaygr_lab.tides.traffic import CARRIED, FEED, LENGTHS, LOAD, LOAD_S, SCEN
 from scenarios_fleet import MOVES_LOAD, dilated_day, moves_in_a_row, ways
 from targets import end
 
-from relaygr_stream.ops.planner.plan import Damping, demand_of
+from relaygr_stream.ops.planner.demand import demand_of
+from relaygr_stream.ops.planner.plan import Damping
 from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.settings.scenarios import Scenario
 

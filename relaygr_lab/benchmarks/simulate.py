@@ -3,7 +3,8 @@
 Truth: one real core with the real model on this machine's clock, under arrivals at wall-clock times, against the
 simulation of the same arrivals with costs fitted to the operations of that very run: what is judged is the simulation,
 not whether a shared machine is as fast now as a minute ago. Forwarding: three real workers with a hot lane, and all of
-them overloaded, beside the same load simulated (simulate_forwarding.py). Speed: a thousand workers.
+them overloaded, beside the same load simulated (simulate_forwarding.py). Lanes: which move as workers join and leave,
+and how even their loads are (simulate_lanes.py). Speed: a thousand workers.
 With CHECK=1 in the environment it exits non-zero naming the targets missed.
 """
 
@@ -31,6 +32,7 @@ from relaygr_lab.simulate.story import Story, hit_share, latencies, percentile, 
 from relaygr_lab.simulate.timeline import Timeline
 from relaygr_lab.simulate.worker import SimulatedWorker
 from simulate_forwarding import compare as forwarding
+from simulate_lanes import compare as lanes
 from simulate_slo import compare
 from targets import end
 
@@ -234,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", type=float, default=15.0, help="requests per second of the validation")
     parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--only", choices=["truth", "forwarding", "speed"])
+    parser.add_argument("--only", choices=["truth", "forwarding", "lanes", "speed"])
     parser.add_argument("--slo", type=Path, help="only: beside `relaygr bench slo`'s report.json")
     parser.add_argument("--costs", type=Path, help="with --slo: calibrated costs (default: calibrate now)")
     chosen = parser.parse_args()
@@ -247,6 +249,8 @@ def main() -> None:
         missed += validate("relay", chosen.rate, chosen.seconds, settings)
     if chosen.only in (None, "forwarding"):
         missed += forwarding(FORWARDING_S, WITHIN)
+    if chosen.only in (None, "lanes"):
+        missed += lanes(200, range(2))
     if chosen.only in (None, "speed"):
         costs = calibrate(settings, 1024, 108, rounds=30)
         missed += speed(load_settings([]).settings, costs, 27.0)

@@ -7,6 +7,7 @@ This module tells each what the other has to know, and counts crashes between th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -18,6 +19,7 @@ from aiokafka.errors import KafkaError
 from relaygr_stream.bus.aiokafka_compat import broker_error
 from relaygr_stream.bus.crashes import Crashes, Suspects
 from relaygr_stream.bus.lane_reader import LaneReader
+from relaygr_stream.bus.loads import LaneLoads
 from relaygr_stream.bus.membership import Membership
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.telemetry.background import Background
@@ -27,6 +29,8 @@ log = structlog.get_logger(__name__)
 
 #: Lanes gained together start together, but no lane waits longer than this for the offsets of another.
 TOGETHER_S: Final = 0.1
+#: The interval of measurements of the lanes' loads.
+MEASURE_S: Final = 5.0
 
 
 class LaneUser(Protocol):
@@ -77,6 +81,8 @@ class LaneConsumer:
         )
         self._reader = LaneReader(kafka, self._topics, member, self, check_crcs=check_crcs)
         self._suspects = None if crashes is None else Suspects(crashes, self._membership, self._reader)
+        self._loads = LaneLoads()
+        self.speed = 0.0  # stated to the group once lanes are busy (MemberClaim)
         self._taking = False  # lanes and their records: from `start` until `drain` or `stop`
         self._in_order = True
         self._drained: asyncio.Event | None = None
@@ -144,11 +150,16 @@ class LaneConsumer:
         except BaseException:
             await self.stop()
             raise
-        works = [self._reader.run, self._membership.poll, self._membership.commit, self._membership.look]
+        plane = self._membership
+        works = [self._reader.run, plane.poll, plane.commit, plane.look, self._measure]
         if self._suspects is not None:
             works.append(self._suspects.hand_out)
         for work in works:
             self._background.start(work())
+
+    def rebalance(self) -> None:
+        """Ask the group for another assignment, by the loads of now. A lane that stays is read on."""
+        self._membership.rebalance()
 
     async def drain(self, timeout_s: float) -> bool:
         """Stop reading, stay a member without new lanes, and wait until every record handed out is done.
@@ -187,6 +198,14 @@ class LaneConsumer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+    async def _measure(self) -> None:
+        """Measure the lanes' loads, for ever, and state them."""
+        while True:
+            positions = {lane: sum(self.position(topic, lane) for topic in self._topics) for lane in self.lanes}
+            self._loads.note(positions, time.monotonic())
+            self._membership.measured(self._loads.levels, self.speed if self._loads.telling else 0.0)
+            await asyncio.sleep(MEASURE_S)
 
     def _cancel_start(self) -> None:
         if self._starting is not None:

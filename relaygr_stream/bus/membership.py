@@ -148,6 +148,16 @@ class Membership:
         """Ask for no lanes in the next assignment; the member still gets some if all members drain."""
         self._assignor.draining = True
 
+    def measured(self, levels: Mapping[int, int], speed: float) -> None:
+        """State these loads and this speed (MemberClaim) in the next assignment. levels: by lane."""
+        self._assignor.levels, self._assignor.speed = levels, speed
+
+    def rebalance(self) -> None:
+        """Ask the group for another assignment. All members keep reading what they keep."""
+        if self._gate_open:  # else one is under way
+            # aiokafka has no public method for it.
+            self._consumer._coordinator.request_rejoin()
+
     async def poll(self) -> None:
         """Give the group a sign of life, for ever, while the process makes progress. Raises what ends a membership."""
         while True:

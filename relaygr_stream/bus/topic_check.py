@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import BrokerError, CoPartitionError, LanesChanged, TopicError
@@ -96,9 +97,27 @@ def check_rows(rows: Sequence[TopicRow]) -> None:
 def topics_with(kafka: Kafka, rows: Iterable[TopicRow]) -> TopicSet:
     """The topics as described, with the lanes that a cluster has by these checked rows."""
     topics = load_topics(kafka)
-    counts = {row.topic.name: row.found.partitions for row in rows if row.found is not None and row.topic.lanes}
-    topics.grow(lanes_in(counts, topics.stated))
+    topics.follow(lanes_in(_lane_counts(rows), topics.stated))
     return topics
+
+
+def as_found(kafka: Kafka, rows: Sequence[TopicRow]) -> tuple[TopicRow, ...]:
+    """The rows, described with the lanes that there are, unless a setting states how many there must be.
+
+    So a cluster keeps its number, and a topic that is missing gets as many. Counts that differ stay for check_rows.
+    """
+    counts, lanes = _lane_counts(rows), 0
+    if counts and not kafka.partitions:
+        with suppress(CoPartitionError):
+            lanes = lanes_in(counts, 0)
+    if not lanes:
+        return tuple(rows)
+    kept = (replace(row.topic, partitions=lanes if row.topic.lanes else row.topic.partitions) for row in rows)
+    return tuple(TopicRow(topic, row.found) for topic, row in zip(kept, rows, strict=True))
+
+
+def _lane_counts(rows: Iterable[TopicRow]) -> dict[str, int]:
+    return {row.topic.name: row.found.partitions for row in rows if row.found is not None and row.topic.lanes}
 
 
 def _check_count(topic: Topic, count: int) -> None:
@@ -173,7 +192,7 @@ class PartitionCounts:
     """Polls and checks the counts, and names topics that are missing.
 
     More partitions of `scores` are harmless: clients choose among all of them. So are more lanes, a multiple of those
-    stated: workers and triggers serve all that there are. Another number is an error: messages are sent to lanes that
+    known: workers and triggers serve all that there are. Another number is an error: messages are sent to lanes that
     nobody serves.
 
     topics: grows with the cluster's lanes where `serves`; a client sends to as many as were announced (wire/routes.py).
@@ -231,9 +250,9 @@ class PartitionCounts:
         if not counts:
             return
         with suppress(CoPartitionError):
-            found = lanes_in(counts, topics.stated)
+            found = lanes_in(counts, topics.lanes)
         other = {name: count for name, count in counts.items() if count != topics.lanes}
-        wrong = bool(other) and (found < topics.lanes or found % topics.stated > 0)
+        wrong = not found or found % topics.lanes > 0
         if wrong != bool(self.error):
             log.error("lanes changed on the cluster", counts=counts, served=topics.lanes)
         self.error = LanesChanged(other, topics.lanes) if wrong else None

@@ -19,10 +19,19 @@ from aiokafka.errors import KafkaError, NoError, TopicAlreadyExistsError, for_co
 from relaygr_stream.bus.aiokafka_compat import client_options, typed_errors
 from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.bus.producer import NO_LEADER
-from relaygr_stream.bus.topic_check import Difference, FoundTopic, TopicRow, check_all, check_rows, differences
+from relaygr_stream.bus.topic_check import (
+    Difference,
+    FoundTopic,
+    TopicRow,
+    as_found,
+    check_all,
+    check_rows,
+    differences,
+    topics_with,
+)
 from relaygr_stream.errors import BrokerError, TopicError
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.topic_files import Topic, load_topics
+from relaygr_stream.wire.topic_files import Topic, TopicSet, load_topics
 
 log = structlog.get_logger(__name__)
 
@@ -40,16 +49,18 @@ RETRY_S: Final = 0.5
 
 @dataclass(frozen=True)
 class TopicReport:
-    """The result of `apply_topics`."""
+    """The result of `apply_topics`. kept: says that there are fewer lanes than new topics get."""
 
     created: tuple[str, ...]
     existing: tuple[str, ...]
     rows: tuple[TopicRow, ...]
     altered: tuple[Difference, ...] = ()
+    kept: str = ""
 
     def __str__(self) -> str:
         lines = [f"created   {name}" for name in self.created] + [f"existing  {name}" for name in self.existing]
         lines += [f"altered   {each.topic}: {each.setting} {each.cluster} → {each.file}" for each in self.altered]
+        lines += [f"kept      {self.kept}"] if self.kept else []
         return "\n".join(lines)
 
 
@@ -81,6 +92,7 @@ async def verify_topics(kafka: Kafka, *, strict: bool = False, optional: Collect
     """
     described = await describe_topics(kafka)
     rows = tuple(row for row in described if row.found is not None or row.topic.name not in optional)
+    rows = as_found(kafka, rows)
     check_rows(rows)
     try:
         # The operator chooses the replication; a process that uses the topics need not know it.
@@ -90,6 +102,11 @@ async def verify_topics(kafka: Kafka, *, strict: bool = False, optional: Collect
             raise
         log.warning("topics differ from their files", detail=str(error))
     return rows
+
+
+async def verified_topics(kafka: Kafka) -> TopicSet:
+    """The topics, with the lanes that the cluster has. Raises as `verify_topics`."""
+    return topics_with(kafka, await verify_topics(kafka))
 
 
 async def delete_before(kafka: Kafka, topic: str, offsets: Mapping[int, int]) -> None:
@@ -126,13 +143,14 @@ async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
     """Create the missing topics, let brokers set the times of existing ones, then verify strictly. Raises as
     `verify_topics`.
 
-    alter: change existing topics to all that their files say, and add missing partitions. More lanes move users to
-    other lanes, so nothing may run meanwhile (docs/how-to/kafka.md).
+    Existing topics keep their number of lanes, and a missing one gets as many.
+    alter: change existing topics to all that their files say, and add missing partitions. With kafka.partitions that is
+    more lanes, which moves users to others, so nothing may run meanwhile (docs/how-to/kafka.md).
     """
     topics = load_topics(kafka)
     await check_connection(kafka)
     async with _admin(kafka) as admin:
-        before = await _describe(admin, topics.all)
+        before = as_found(kafka, await _describe(admin, topics.all))
         missing = [row.topic for row in before if row.found is None]
         if not alter:  # check the existing topics before changing them, or creating others
             check_rows([row for row in before if row.found is not None])
@@ -141,13 +159,21 @@ async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
             await _create(admin, missing)
         timeout_s = kafka.request_timeout_ms / 1000
         rows = await _describe_when_visible(
-            admin, topics.all, timeout_s, {(each.topic, each.setting) for each in altered}
+            admin, [row.topic for row in before], timeout_s, {(each.topic, each.setting) for each in altered}
         )
+    rows = as_found(kafka, rows)  # another process may have made some meanwhile
     check_rows(rows)
     check_all(rows)
     created = tuple(topic.name for topic in missing)
     existing = tuple(row.topic.name for row in rows if row.topic.name not in created)
-    return TopicReport(created, existing, rows, altered)
+    return TopicReport(created, existing, rows, altered, _kept(topics_with(kafka, rows).lanes, topics.lanes))
+
+
+def _kept(lanes: int, new: int) -> str:
+    """That there are fewer lanes than new topics get, and how to have more; "": there are not."""
+    more = -(-new // lanes) * lanes  # they grow to a multiple
+    hint = f"{lanes} lanes, new topics get {new}: `relaygr lanes grow {more}` adds some while everything serves"
+    return hint if lanes < new else ""
 
 
 async def topic_exists(kafka: Kafka, topic: Topic, *, create: bool = False) -> bool:

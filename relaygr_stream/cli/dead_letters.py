@@ -94,16 +94,15 @@ def replay(
     --again. Exits 1 if a message was refused, 4 if a partition has no broker: then run it again.
     """
     from relaygr_stream.bus.away import Away
+    from relaygr_stream.bus.topics import verified_topics
     from relaygr_stream.ops.dead_letters.letter import Letter
     from relaygr_stream.ops.dead_letters.replay import Verdict, choose, read_letters, verdict_before, why
     from relaygr_stream.ops.dead_letters.replay import replay as send_again
     from relaygr_stream.ops.dead_letters.table import line_of
     from relaygr_stream.ops.stopping import run_until_stopped
-    from relaygr_stream.wire.topic_files import load_topics
 
     if not (addresses or everything or reason or origin):
         raise click.UsageError("name dead letters by ADDRESS, select them with --reason or --from, or give --all")
-    topics = load_topics(settings.kafka)
     verdicts: list[Verdict] = []
     away = Away()
 
@@ -112,6 +111,7 @@ def replay(
         click.echo(line_of(letter, verdict, detail))
 
     async def run() -> bool:
+        topics = await verified_topics(settings.kafka)
         found, prefix = await read_letters(settings.kafka, away), settings.kafka.prefix
         letters = choose(found, addresses=addresses, reason=reason, origin=origin, prefix=prefix, away=away)
         if not dry_run:

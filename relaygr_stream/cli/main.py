@@ -178,7 +178,7 @@ def topics() -> None:
 
 
 @topics.command()
-@click.option("--alter", is_flag=True, help="Change existing topics to match their files; add partitions.")
+@click.option("--alter", is_flag=True, help="Change existing topics to match their files.")
 @settings_options
 @scenario_option
 def apply(settings: Settings, alter: bool) -> None:
@@ -186,8 +186,8 @@ def apply(settings: Settings, alter: bool) -> None:
 
     With scenarios in the settings and no --scenario, those of all their groups, and the routes to these.
 
-    Without --alter, existing topics are not changed. Adding partitions to topics that share lanes moves users to other
-    lanes: stop all processes first (docs/how-to/kafka.md).
+    Existing topics keep their number of lanes: `relaygr lanes grow` adds some while everything serves. With --alter and
+    kafka.partitions they get so many; stop all processes first (docs/how-to/kafka.md).
     """
     from relaygr_stream.bus.away import Away
     from relaygr_stream.bus.topics import apply_topics

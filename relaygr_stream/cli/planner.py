@@ -16,7 +16,7 @@ from relaygr_stream.settings.schema import Settings
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from relaygr_stream.wire.planner_status import FleetPlan, PlannerStatus
+    from relaygr_stream.wire.planner_status import FleetPlan, PlannerStatus, SharedGroup
 
 
 @click.command(name="planner")
@@ -91,6 +91,8 @@ def show_command(settings: Settings, as_json: bool) -> None:
     click.echo(printable(f"planner {status.name}, mode {status.mode}{stands_by}, {_ago(status)}"))
     print_table(_table(status.plan))
     click.echo(printable(status.moves or _moves(status.plan)))
+    if status.plan.shared is not None:
+        click.echo(printable(_shared(status.plan.shared)))
 
 
 @plan_command.command(name="replay")
@@ -182,8 +184,13 @@ def _moves(plan: FleetPlan) -> str:
     return f"proposes to move a worker from {source} to {plan.move.target}: {plan.move.reason}"
 
 
+def _shared(group: SharedGroup) -> str:
+    return f"proposes one group for {' and '.join(group.scenarios)}: {group.reason}"
+
+
 def _changes(plan: FleetPlan) -> tuple[object, ...]:
-    return {name: (each.workers, each.wanted) for name, each in plan.scenarios.items()}, plan.move and plan.move.target
+    numbers = {name: (each.workers, each.wanted) for name, each in plan.scenarios.items()}
+    return numbers, plan.move and plan.move.target, plan.shared and plan.shared.scenarios
 
 
 def _line(plan: FleetPlan) -> str:
@@ -193,4 +200,7 @@ def _line(plan: FleetPlan) -> str:
 
     at = datetime.fromtimestamp(plan.at_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
     groups = ", ".join(f"{name} {each.workers}, wants {each.wanted}" for name, each in sorted(plan.scenarios.items()))
-    return printable(f"{at}  {groups}{'' if plan.move is None else f'; {_moves(plan)}'}")
+    proposals = [] if plan.move is None else [_moves(plan)]
+    if plan.shared is not None:
+        proposals.append(_shared(plan.shared))
+    return printable("; ".join([f"{at}  {groups}", *proposals]))

@@ -16,7 +16,7 @@ import structlog
 from relaygr_stream.bus.aiokafka_compat import end
 from relaygr_stream.bus.producer import Outgoing, Producer, TopicLeaders
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
-from relaygr_stream.bus.topic_check import PartitionCounts, TopicRow
+from relaygr_stream.bus.topic_check import PartitionCounts, TopicRow, topics_with
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.client.answers import Answers, ReplyRoute, reply_partitions
 from relaygr_stream.client.exchange import Copies, Exchange, Hedges, between_copies_s
@@ -61,6 +61,8 @@ async def connected(
     library_lines.attach("aiokafka")  # in an outage it writes 150 lines a second
     async with AsyncExitStack() as stack:
         rows = await verify_topics(kafka, optional=(topics.worker_status.name,))
+        if not kafka.partitions:  # routes may say another number
+            topics.follow(topics_with(kafka, rows).lanes)
         max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
         producer = Producer(kafka, client_id=client_id, acks=1, max_bytes=max_bytes)
         scores = topics.scores.name

@@ -167,8 +167,11 @@ class Groups:
             known = self._topics.get(group)
             if known is None or count == known.lanes:
                 continue
-            if count % known.stated == 0 and known.grow(count):
-                log.info("lanes were added", group=group, lanes=count)
+            grown = count % known.lanes == 0
+            # At its start the own group has those of the cluster, which may be about to grow.
+            if count % (known.stated or 1) == 0 and (grown or (group == OWN and known.lanes % count == 0)):
+                known.follow(count)
+                log.info("lanes were added" if grown else "not all lanes are announced yet", group=group, lanes=count)
             elif group in self._keeping:  # made anew, with fewer
                 self._keeping.pop(group).cancel()
         for group in self._keeping.keys() - self._lanes.keys():

@@ -159,6 +159,7 @@ def assemble(
         Limits(
             pinned_bytes=pinned_bytes,
             delegated_bytes=delegated_bytes,
+            tenant_bytes=_tenant_bytes(settings, cache, context_tokens),
             max_ranking_delay_ms=worker.max_ranking_delay_ms or DELAY_SLO_SHARE * settings.relay.slo_ms,
             delay_by_costs=not worker.max_ranking_delay_ms,
             batch=worker.max_batch,
@@ -209,6 +210,18 @@ def _delegated_bytes(worker: WorkerSettings, spare_bytes: int, longest_bytes: in
     pinned = int(worker.pinned_share * worker.hbm_bytes)
     part = min(int(DELEGATED_PART * pinned), worker.hbm_bytes - pinned)
     return max(part, longest_bytes) if longest_bytes <= spare_bytes else part
+
+
+def _tenant_bytes(settings: Settings, cache: PrefixCache, context_tokens: int) -> int:
+    """Bytes that one tenant's announced requests may pin; 0: no bound. CapacityError where they hold no prefix."""
+    most = next((each.max_pinned_bytes for each in settings.scenarios if each.name == settings.scenario), 0)
+    tokens = settings.relay.max_prefix_tokens
+    if most and most < (needed := cache.nbytes(context_tokens + tokens)):
+        raise CapacityError(
+            f"scenario.{settings.scenario}.max_pinned_bytes = {most} cannot hold one prefix of "
+            f"relay.max_prefix_tokens = {tokens}: it takes {needed} bytes; raise it, or lower relay.max_prefix_tokens"
+        )
+    return most
 
 
 def _pinned_bytes(settings: Settings, cache: PrefixCache, context_tokens: int) -> int:

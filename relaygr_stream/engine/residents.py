@@ -21,6 +21,7 @@ from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.audit import Auditor
 from relaygr_stream.engine.commands import DELEGATED_LANE, PrefillTask, RankTask
 from relaygr_stream.engine.executor import Executor
+from relaygr_stream.engine.held_once import HeldOnce
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import TimerHeap, Waiters, WorkQueue
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
@@ -263,6 +264,7 @@ class Pin:
     lane: int
     nbytes: int
     since: float  # when its signal was read
+    tenant: str
     ranked: bool = False
     released: bool = False
 
@@ -275,7 +277,8 @@ class PinTable:
         self._pins: dict[str, Pin] = {}
         self._ends: TimerHeap[Pin] = TimerHeap(attrgetter("released"))
         self._lane_bytes: defaultdict[int, int] = defaultdict(int)
-        self._delegated: dict[Entry, tuple[int, int]] = {}  # entry → pins on other workers' behalf, bytes
+        self.delegated: HeldOnce[int] = HeldOnce()  # on other workers' behalf, by DELEGATED_LANE
+        self.tenants: HeldOnce[str] = HeldOnce()
         self.unheld: list[Entry] = []  # entries whose last pin ended while they were computed; the scheduler takes them
         self.expired = 0
         self.head_start_ms = 0.0  # from a signal to its ranking, about the median of the last; 0: unknown
@@ -309,24 +312,26 @@ class PinTable:
         asked for counts as asked for. What is physically held is the cache's pinned_bytes. No ledger counts
         DELEGATED_LANE, so an entry counts once there: a user who returns soon has several requests on their way.
         """
-        return self._lane_bytes.get(lane, 0)
+        return self.delegated.bytes_of(lane) if lane == DELEGATED_LANE else self._lane_bytes.get(lane, 0)
 
-    def delegated_more(self, entry: Entry | None, nbytes: int) -> int:
-        """Bytes of DELEGATED_LANE that another pin of this entry would add. nbytes: what it is admitted for."""
-        return nbytes if entry is None else max(0, nbytes - self._delegated.get(entry, (0, 0))[1])
+    def tenant_bytes(self, entry: Entry | None, nbytes: int) -> int:
+        """Bytes that an entry counts for its tenant: what it takes, or nbytes, which it is pinned for, if more."""
+        return nbytes if entry is None else max(nbytes, self._cache.entry_bytes(entry))
 
-    def add(self, request_id: str, lane: int, entry: Entry, expires: float, nbytes: int, since: float) -> None:
+    def add(
+        self, request_id: str, lane: int, entry: Entry, expires: float, nbytes: int, since: float, tenant: str = ""
+    ) -> None:
         """Hold the entry for an admitted request; a request pins once. nbytes: what it was admitted for. since: when
         its signal was read."""
         assert request_id not in self._pins
         self._cache.pin(entry)
-        pin = Pin(request_id, entry, lane, nbytes, since)
+        pin = Pin(request_id, entry, lane, nbytes, since, tenant)
         self._pins[request_id] = pin
         if lane == DELEGATED_LANE:
-            pins, held = self._delegated.get(entry, (0, 0))
-            nbytes = self.delegated_more(entry, nbytes)
-            self._delegated[entry] = pins + 1, held + nbytes
-        self._lane_bytes[lane] += nbytes
+            self.delegated.add(lane, entry, nbytes)
+        else:
+            self._lane_bytes[lane] += nbytes
+        self.tenants.add(tenant, entry, self.tenant_bytes(entry, nbytes))
         self._ends.add(expires, pin)
 
     def ranked(self, request_id: str, arrived: float) -> None:
@@ -345,20 +350,15 @@ class PinTable:
         if pin is None:
             return False
         pin.released = True
-        self._lane_bytes[pin.lane] -= self._freed(pin)
+        if pin.lane == DELEGATED_LANE:
+            self.delegated.release(pin.lane, pin.entry)
+        else:
+            self._lane_bytes[pin.lane] -= pin.nbytes
+        self.tenants.release(pin.tenant, pin.entry)
         self._cache.unpin(pin.entry)
         if pin.entry.computing and not pin.entry.pins:
             self.unheld.append(pin.entry)
         return True
-
-    def _freed(self, pin: Pin) -> int:
-        """Bytes of its lane that a pin's end frees."""
-        if pin.lane != DELEGATED_LANE:
-            return pin.nbytes
-        pins, held = self._delegated.pop(pin.entry)
-        if pins > 1:
-            self._delegated[pin.entry] = pins - 1, held
-        return held if pins == 1 else 0
 
     def release_lanes(self, lanes: Iterable[int]) -> None:
         """End the pins of lanes that have another owner now: their rankings will not come here."""

@@ -68,6 +68,7 @@ class Limits:
     queue_limit: int
     waiting_bytes: int = 1 << 62  # of rankings that wait for an answer
     delegated_bytes: int = 0  # pinned on other workers' behalf, beside pinned_bytes
+    tenant_bytes: int = 0  # of either, that one tenant's announced requests may pin; 0: no bound of their own
     truncate_to: int = 0  # newest behaviours that a ranking is cut to which no worker has in time; 0: none is cut
     delay_by_costs: bool = False  # max_ranking_delay_ms is only a bound
 
@@ -127,7 +128,9 @@ class Scheduler:
         self.time = DeviceTime()
         self._residents = residents = Residents(executor, cache, self._jobs, self._queue, self._waiters, auditor)
         self.pins = residents.pins
-        self.signals = Signals(residents, answered, self._placed, limits.pinned_bytes, limits.delegated_bytes)
+        self.signals = Signals(
+            residents, answered, self._placed, limits.pinned_bytes, limits.delegated_bytes, limits.tenant_bytes
+        )
         self.admission = Admission(
             executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_to
         )

@@ -1,6 +1,6 @@
 """Signals: admitted requests on their way to prefix KV that stay pinned until their rankings come.
 
-    find ─► within its bytes? ─► acquire (residents.py) ─► pin
+    find ─► within its tenant's bytes, and its lanes'? ─► acquire (residents.py) ─► pin
 
 A signal that waits for the beginning of its sequence pins what there is. It lives as long as that pin.
 
@@ -12,10 +12,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import structlog
+
 from relaygr_stream.cache.entry import Coverage, Entry
 from relaygr_stream.engine.commands import DELEGATED_LANE, Placed, PrefillTask
 from relaygr_stream.engine.queue import RecentIds
 from relaygr_stream.engine.residents import Residents, Way
+from relaygr_stream.telemetry.limiter import LogLimiter
+
+log = structlog.get_logger(__name__)
+limited: Final = LogLimiter().limited
 
 #: What becomes of a signal, by what there is for it.
 RESULTS: Final[dict[Way, str]] = {
@@ -45,13 +51,15 @@ class SignalCounters:
     signal_outranked: int = 0  # a delegated one, while a signal of the user's lane asked for another sequence
     signal_delegated: int = 0  # of the pinned ones, those on another worker's behalf
     signal_over_delegated: int = 0  # beyond the bytes for those
+    signal_over_quota: int = 0  # beyond those of its tenant
 
 
 class Signals:
     """Places signals: finds, loads or computes their prefix KV, and pins it.
 
     footprint: bytes that may be held when a signal pins more, those of waiting rankings included. delegated: beside
-    these, for signals on other workers' behalf. placed: takes what became of signals whose origin is to be told.
+    these, for signals on other workers' behalf. of_tenant: of either, for one tenant's signals; 0: no bound of its own.
+    placed: takes what became of signals whose origin is to be told.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class Signals:
         placed: list[Placed],
         footprint: int,
         delegated: int = 0,
+        of_tenant: int = 0,
     ) -> None:
         self._residents = residents
         self._cache, self._jobs, self._pins = residents.cache, residents.jobs, residents.pins
@@ -68,6 +77,7 @@ class Signals:
         self._placed = placed
         self._footprint = footprint
         self._delegated = delegated
+        self._of_tenant = of_tenant
         self.counters = SignalCounters()
 
     def enqueue(self, task: PrefillTask, now: float) -> None:
@@ -97,10 +107,17 @@ class Signals:
 
     def _place(self, task: PrefillTask) -> None:
         found = entry, coverage = self._residents.find(task)
-        delegated = self._pins.lane_bytes(DELEGATED_LANE)
+        pinned = entry if coverage is Coverage.COVERS else None  # one that is extended may stay beside the new one
+        nbytes, delegated = self._cache.nbytes(len(task.tokens)), self._pins.lane_bytes(DELEGATED_LANE)
+        if self._of_tenant and self._is_over_quota(task, entry if coverage is not Coverage.NONE else None, pinned):
+            self._refuse("over_quota", task)
+            limited(log.warning, "over_quota")(
+                "a tenant's announced requests have pinned its max_pinned_bytes: this one pins nothing",
+                tenant=task.tenant, bytes=self._pins.tenants.bytes_of(task.tenant), most=self._of_tenant,
+            )  # fmt: skip
+            return
         if task.lane == DELEGATED_LANE:
-            pinned = entry if coverage is Coverage.COVERS else None  # one that is extended may stay beside the new one
-            if delegated + self._pins.delegated_more(pinned, self._cache.nbytes(len(task.tokens))) > self._delegated:
+            if delegated + self._pins.delegated.more(DELEGATED_LANE, pinned, nbytes) > self._delegated:
                 self._refuse("over_delegated", task)
                 return
         elif self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint + delegated:
@@ -116,6 +133,12 @@ class Signals:
             self._jobs.hurry(got.entry, task.due)
         if not got.whole:
             self._residents.waiters.add(got.entry, task)
+
+    def _is_over_quota(self, task: PrefillTask, entry: Entry | None, pinned: Entry | None) -> bool:
+        """entry: what there is of its prefix. pinned: the same, where it has all."""
+        nbytes = self._pins.tenant_bytes(entry, self._cache.nbytes(len(task.tokens)))
+        held = self._pins.tenants
+        return held.bytes_of(task.tenant) + held.more(task.tenant, pinned, nbytes) > self._of_tenant
 
     def _count(self, result: str, task: PrefillTask) -> None:
         name = f"signal_{result}"
@@ -136,7 +159,7 @@ class Signals:
         if task.lane == DELEGATED_LANE:
             self.counters.signal_delegated += 1
         nbytes = self._cache.nbytes(len(task.tokens))
-        self._pins.add(task.request_key, task.lane, entry, task.expires, nbytes, task.arrived)
+        self._pins.add(task.request_key, task.lane, entry, task.expires, nbytes, task.arrived, task.tenant)
 
     def _more(self, task: PrefillTask, entry: Entry | None, coverage: Coverage) -> int:
         """HBM bytes that pinning this signal's prefix would add to what is held."""

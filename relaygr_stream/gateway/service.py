@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
+from relaygr_stream.bus.topics import verified_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.gateway.app import Door
 from relaygr_stream.gateway.connections import HttpServer
@@ -17,7 +18,6 @@ from relaygr_stream.history.store import open_store
 from relaygr_stream.ops.dashboard.board import Board
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.process import ProcessContext
-from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
 #: How often it looks whether its client still works.
@@ -28,7 +28,7 @@ async def run_gateway(context: ProcessContext) -> None:
     """Serve until `context.stop` is set, then answer what was accepted. Raises RelayError where it cannot go on."""
     settings, background = context.settings, Background()
     tokens = TenantTokens(settings.gateway)
-    topics = load_topics(settings.kafka)
+    topics = await verified_topics(settings.kafka)
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
     board = Board(settings, topics, reader, links='<a href="docs">API</a> <a href="metrics">metrics</a>')

@@ -16,15 +16,13 @@ from typing import Final, Protocol
 
 from relaygr_stream.bus.away import ranges
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topic_check import topics_with
-from relaygr_stream.bus.topics import add_partitions, verify_topics
+from relaygr_stream.bus.topics import add_partitions, verified_topics, verify_topics
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.rollout.routing import Bus, label
 from relaygr_stream.ops.status.overview import Overview, listening
 from relaygr_stream.settings.schema import MAX_LANES, Settings
 from relaygr_stream.telemetry.printable import Say
 from relaygr_stream.wire.routes import group_settings
-from relaygr_stream.wire.topic_files import TopicSet
 
 #: Owners are looked for so often, and told of when they change.
 LOOK_S: Final = 0.5
@@ -45,7 +43,7 @@ class GrowingCluster(Protocol):
         """The lanes that no live worker, and no live trigger, states; by "worker" and "trigger"."""
 
     async def announced(self) -> int:
-        """The number of lanes that clients go by."""
+        """The number of lanes that clients go by; 0: nothing says it, and each goes by what it found."""
 
     async def announce(self, lanes: int) -> None:
         """Have clients go by so many."""
@@ -53,16 +51,19 @@ class GrowingCluster(Protocol):
 
 async def grow(fleet: GrowingCluster, lanes: int, say: Say, owned_s: float = OWNED_S) -> None:
     """Grow to so many lanes. Raises ConfigError if that cannot be, RelayError if lanes get no owner in owned_s."""
-    counts, before = await fleet.counts(), await fleet.announced()
+    counts, told = await fleet.counts(), await fleet.announced()
+    before = told or min(counts.values())
     check_number(lanes, counts, before)
     if few := {name: lanes for name, count in counts.items() if count < lanes}:
+        if not told:  # a client that starts now would count those that have no owner yet
+            await fleet.announce(before)
         await fleet.add(few)
         say(f"{', '.join(few)}: {lanes} partitions")
-    began, told = time.monotonic(), ""
+    began, last = time.monotonic(), ""
     while unowned := {kind: free for kind, free in fleet.unowned(lanes).items() if free}:
         line = "; ".join(f"no {kind} has {len(free)} of {lanes} lanes yet" for kind, free in unowned.items())
-        if line != told:
-            say(told := line)
+        if line != last:
+            say(last := line)
         if time.monotonic() - began > owned_s:
             kind, free = next(iter(unowned.items()))
             raise RelayError(
@@ -71,7 +72,7 @@ async def grow(fleet: GrowingCluster, lanes: int, say: Say, owned_s: float = OWN
             )
         await asyncio.sleep(LOOK_S)
     say(f"every lane of {lanes} has a worker and a trigger")
-    if before == lanes:
+    if told == lanes:
         say(f"clients go by {lanes} lanes already")
         return
     await fleet.announce(lanes)
@@ -92,11 +93,10 @@ def check_number(lanes: int, counts: Mapping[str, int], announced: int) -> None:
 
 
 class LiveFleet:
-    """The fleet of one group on a cluster. topics: of the group, with the lanes that it has."""
+    """The fleet of one group on a cluster."""
 
-    def __init__(self, bus: Bus, group: str, settings: Settings, topics: TopicSet, view: Overview) -> None:
-        self._bus, self._group, self._settings = bus, group, settings
-        self._topics, self._view = topics, view
+    def __init__(self, bus: Bus, group: str, settings: Settings, view: Overview) -> None:
+        self._bus, self._group, self._settings, self._view = bus, group, settings, view
 
     async def counts(self) -> dict[str, int]:
         """The partitions of each topic that shares lanes."""
@@ -117,9 +117,9 @@ class LiveFleet:
         }
 
     async def announced(self) -> int:
-        """The number of lanes that clients go by."""
-        found = await self._bus.naming(self._group)
-        return max(min(routes.lanes_of(self._group) for routes in found.values()), self._topics.stated)
+        """The number of lanes that clients go by, or 0."""
+        found = (await self._bus.naming(self._group)).values()
+        return min(routes.lanes_of(self._group) if routes.epoch else 0 for routes in found)
 
     async def announce(self, lanes: int) -> None:
         """Have clients go by so many."""
@@ -134,8 +134,8 @@ async def grow_lanes(settings: Settings, group: str, lanes: int, say: Say) -> No
     bus = Bus(settings)
     stated = min(routes.lanes_of(group) for routes in (await bus.naming(group)).values())
     of_group = group_settings(settings, group, stated)
-    topics = topics_with(of_group.kafka, await verify_topics(of_group.kafka))
+    topics = await verified_topics(of_group.kafka)
     async with AsyncExitStack() as stack:
         view, _ = await stack.enter_async_context(listening(of_group, topics))
         say(f"group {label(group)}: {topics.lanes} lanes")
-        await grow(LiveFleet(bus, group, of_group, topics, view), lanes, say)
+        await grow(LiveFleet(bus, group, of_group, view), lanes, say)

@@ -34,6 +34,8 @@ async def make_groups(settings: Settings, say: Say, *, alter: bool = False) -> N
             group = settings.serving(scenario.name).kafka
             report = await apply_topics(group, alter=alter)
             made += len(report.created)
+            if report.kept:
+                say(f"scenario {scenario.name}: {report.kept} (--group {scenario.name})")
             if scenario.name not in known:
                 routes = Routes.of_one(scenario.name, topics_with(group, report.rows).lanes, epoch=now_ms())
                 routes = msgspec.structs.replace(routes, sent_ms=now_ms())

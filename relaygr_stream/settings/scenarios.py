@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings.section import LABEL, Ms, Positive, Section, Value, doc, section_fields
+from relaygr_stream.settings.section import BYTES, LABEL, Ms, Positive, Section, Value, doc, section_fields
 from relaygr_stream.settings.values import checked
 
 #: What the keys of all scenarios begin with.
@@ -57,6 +57,11 @@ class Scenario(Section, frozen=True, kw_only=True):
     max_rate: Annotated[
         float, Meta(ge=0, le=1e6), doc("requests a second of each of its tenants at a gateway; 0: gateway.max_rate")
     ] = 0.0
+    max_pinned_bytes: Annotated[
+        int,
+        Meta(ge=0, extra=BYTES),
+        doc("prefix KV that announced requests of one tenant may pin on a worker; 0: up to worker.pinned_share"),
+    ] = 0
     min_workers: Annotated[Positive, Meta(le=256), doc("it never has fewer workers than this")] = 1
 
 

@@ -23,7 +23,7 @@ class Kafka(Section, frozen=True, kw_only=True):
         "relaygr."
     )
     topics_dir: Annotated[str, doc("folder with one TOML file per topic; empty: the packaged topics")] = ""
-    partitions: Annotated[int, Meta(ge=0, le=MAX_LANES), doc("number of lanes; 0: as in the topic files")] = 0
+    partitions: Annotated[int, Meta(ge=0, le=MAX_LANES), doc("number of lanes; 0: the cluster's, or the files'")] = 0
     dead_letter_values: Annotated[
         bool,
         doc("dead letters keep the whole message, history included, for `replay`; otherwise its size and SHA-256"),

@@ -31,8 +31,10 @@ class Worker(Section, frozen=True, kw_only=True):
     ] = "auto"
     threads: Annotated[Positive, doc("CPU threads of one torch operator or C kernel; for device cpu")] = 1
     capacity: Annotated[
-        float, Meta(gt=0, le=1e6), doc("weight of this worker when lanes are distributed over workers")
-    ] = 1.0
+        float,
+        Meta(ge=0, le=1e6),
+        doc("weight of this worker when lanes are distributed over workers, 1: usual; 0: its measured speed"),
+    ] = 0.0
     hbm_bytes: Annotated[int, Meta(ge=1, extra=BYTES), doc("size of the HBM tier: prefix KV on the device")] = 1 << 30
     dram_bytes: Annotated[
         int,

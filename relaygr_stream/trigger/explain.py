@@ -19,8 +19,7 @@ from relaygr_stream.bus.ages import AgeBounds, SenderLag, stated_age_ms
 from relaygr_stream.bus.away import Away
 from relaygr_stream.bus.contents import read_back, spans
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topic_check import topics_with
-from relaygr_stream.bus.topics import verify_topics
+from relaygr_stream.bus.topics import verified_topics
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.ops.status.overview import LISTEN_S, listening
@@ -45,7 +44,7 @@ from relaygr_stream.wire.messages import (
 from relaygr_stream.wire.records import Record, kind_of
 from relaygr_stream.wire.refusals import KIND as REFUSALS
 from relaygr_stream.wire.refusals import decode_refusals
-from relaygr_stream.wire.topic_files import TopicSet, load_topics
+from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.worker_status import Room, StatusReader, Tombstone, prefix_bytes
 
 #: Seconds to wait for signals after the last event: a signal follows its event within milliseconds.
@@ -122,7 +121,7 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float, away:
 
     away: gets the partitions that no broker serves; their lanes are left out.
     """
-    topics = topics_with(settings.kafka, await verify_topics(settings.kafka))
+    topics = await verified_topics(settings.kafka)
     directory = OwnerDirectory(settings.trigger.max_status_age_ms, reader=StatusReader.of(settings, topics))
     async with AsyncExitStack() as stack:
         events, signals, answers = await asyncio.gather(
@@ -159,8 +158,7 @@ async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
 
     By chunks of the log, from its end on (bus/contents.py): each has the names that the ones before had not.
     """
-    await verify_topics(settings.kafka)
-    topics = load_topics(settings.kafka)
+    topics = await verified_topics(settings.kafka)
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
     known: set[str] = set()
@@ -186,8 +184,7 @@ async def running_policy(settings: Settings) -> tuple[Policy, str]:
     Listens for LISTEN_S.
     Raises BrokerUnavailable, TopicError.
     """
-    await verify_topics(settings.kafka)
-    async with listening(settings, load_topics(settings.kafka)) as (view, tail):
+    async with listening(settings, await verified_topics(settings.kafka)) as (view, tail):
         await tail.listen(LISTEN_S)  # excludes triggers that were killed, whatever any clock says
         running = [status for status in view.living_triggers().values() if status.state == "serving"]
     if not running:

@@ -77,10 +77,11 @@ def read_event(shape: type[RequestEvent], record: Record, topics: TopicSet) -> R
     event = decode(shape, record.value, topics.retrieval.max_message_bytes, record.headers)
     check_times(event.prefix, "prefix")  # else the worker would dead-letter its signal
     # Bounds are per lane, and its signal goes there.
-    if record.lane != topics.lane_of(event.user_id) and record.lane not in topics.lanes_of(event.user_id):
-        raise DecodeError(
-            "invalid",
-            f"this user belongs on partition {topics.lane_of(event.user_id)} of {topics.lanes}, the event came on "
-            f"{record.lane}; set the key to the user id and the partitioner to murmur2",
-        )
-    return event
+    user, lane = event.user_id, record.lane
+    if lane == topics.lane_of(user) or topics.splits(lane, user) or lane in topics.lanes_of(user):
+        return event
+    raise DecodeError(
+        "invalid",
+        f"this user belongs on partition {topics.lane_of(user)} of {topics.lanes}, the event came on {lane}; set the "
+        f"key to the user id and the partitioner to murmur2",
+    )

@@ -24,8 +24,8 @@ from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer, TopicLeaders
 from relaygr_stream.bus.renewed import RenewalsCollector
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
-from relaygr_stream.bus.topic_check import PartitionCounts, topics_with
-from relaygr_stream.bus.topics import verify_topics
+from relaygr_stream.bus.topic_check import PartitionCounts
+from relaygr_stream.bus.topics import verified_topics
 from relaygr_stream.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
@@ -82,7 +82,7 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     """
     settings = context.settings
     check_dead_letters_fit(load_topics(settings.kafka))
-    topics = topics_with(settings.kafka, await verify_topics(settings.kafka))
+    topics = await verified_topics(settings.kafka)
     member = f"trigger-{socket.gethostname()}-{os.getpid()}"
     max_bytes = max(each.max_message_bytes for each in (topics.pre_infer, topics.ranking, topics.dead_letter))
     metrics = TriggerMetrics(context.registry)

@@ -42,12 +42,20 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     reason: Text = ""
 
 
+class SharedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Scenarios that had better share one group."""
+
+    scenarios: Annotated[tuple[Label, ...], Meta(max_length=256)]
+    reason: Text = ""
+
+
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The proposals at a Unix time in seconds."""
 
     at_s: Finite
     scenarios: Annotated[dict[Label, ScenarioPlan], Meta(max_length=256)]
     move: Move | None = None
+    shared: SharedGroup | None = None
 
 
 class PlannerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import struct
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -82,7 +83,8 @@ class Topic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TopicSet:
     """All topics of the relay. Lanes are added while processes run; all else stays as it is.
 
-    stated: the number of lanes in the files and settings, of which the present one is a multiple.
+    stated: kafka.partitions, of which the present number is a multiple; 0: any number will do, and the files' is that
+    of topics that are made.
     """
 
     retrieval: Topic
@@ -93,7 +95,7 @@ class TopicSet:
     dead_letter: Topic
 
     def __post_init__(self) -> None:
-        self.stated = self.lanes
+        self.stated = 0
 
     @property
     def all(self) -> tuple[Topic, ...]:
@@ -109,29 +111,46 @@ class TopicSet:
         """The lane of a user."""
         return lane_of(user_id, self.lanes)
 
+    def follow(self, lanes: int) -> None:
+        """Have so many lanes from now on."""
+        for name in ("retrieval", "pre_infer", "ranking"):
+            setattr(self, name, msgspec.structs.replace(getattr(self, name), partitions=lanes))
+
     def grow(self, lanes: int) -> bool:
-        """Have so many lanes from now on; returns False, and changes nothing, if they are not more."""
-        more = lanes > self.lanes
-        if more:
-            for name in ("retrieval", "pre_infer", "ranking"):
-                setattr(self, name, msgspec.structs.replace(getattr(self, name), partitions=lanes))
+        """As `follow`; returns False, and changes nothing, if they are not more."""
+        if more := lanes > self.lanes:
+            self.follow(lanes)
         return more
 
     def lanes_of(self, user_id: str) -> list[int]:
-        """The lanes that a user's messages may be on, the present one first: clients learn of more lanes one by one."""
-        hashed, lanes = murmur2(user_id.encode()) & 0x7FFFFFFF, self.lanes
-        counts = [count for count in range(lanes, 0, -self.stated) if lanes % count == 0]
-        return list(dict.fromkeys(hashed % count for count in counts))
+        """The lanes that a user's messages may be on, the present one first: clients learn of more lanes one by one.
+
+        Of every number that may have grown to the present one, but not of one lane where that is not stated: a sender
+        that does not hash users has them all there.
+        """
+        hashed = murmur2(user_id.encode()) & 0x7FFFFFFF
+        return list(dict.fromkeys(hashed % count for count in _grown_from(self.lanes, self.stated)))
+
+    def splits(self, lane: int, user_id: str) -> bool:
+        """Whether this lane, beyond those that are known, was added and takes a part of the user's lane."""
+        return lane >= self.lanes and lane % self.lanes == self.lane_of(user_id)
+
+
+@cache
+def _grown_from(lanes: int, stated: int) -> tuple[int, ...]:
+    """The numbers that may have grown to `lanes`, the largest first."""
+    least = stated or 2
+    return (lanes, *(n for n in range(lanes // 2, least - 1, -1) if lanes % n == 0 and n % (stated or 1) == 0))
 
 
 def lanes_in(counts: Mapping[str, int], stated: int) -> int:
-    """The number of lanes of topics with these partition counts; `stated` and any multiple of it will do.
+    """The number of lanes of topics with these partition counts; `stated` and any multiple of it will do; 0: any.
 
     Where an operator's growth was stopped in the middle, it is the least count, of which the others are multiples.
     Raises CoPartitionError, which names two topics, for other counts that differ.
     """
     least = min(counts.values())
-    if least % stated or any(count % least for count in counts.values()):
+    if least % (stated or 1) or any(count % least for count in counts.values()):
         check_equal_counts(counts.items())
     return least
 
@@ -154,7 +173,8 @@ def lane_of_key(key: str, lanes: int) -> int:
 def load_topics(kafka: Kafka) -> TopicSet:
     """The topics as the files and the settings describe them; needs no broker.
 
-    kafka.partitions, if not 0, replaces the files' lane count; kafka.replication, if not 0, every topic's replication.
+    kafka.partitions, if not 0, replaces the files' lane count, that of new topics; kafka.replication, if not 0, every
+    topic's replication.
     Raises ConfigError, which names file and key, and CoPartitionError if the files disagree about the lane count.
     """
     folder = Path(kafka.topics_dir) if kafka.topics_dir else packaged_dir("topics")
@@ -175,6 +195,7 @@ def load_topics(kafka: Kafka) -> TopicSet:
     if missing:
         raise ConfigError(f"{folder}: no file describes {', '.join(missing)}; copy it from the packaged topics")
     topics = TopicSet(**{name.replace("-", "_"): found[name] for name in _NAMES})
+    topics.stated = kafka.partitions
     check_equal_counts((topic.name, topic.partitions) for topic in topics.all if topic.lanes)
     if topics.worker_status.partitions != 1:
         raise ConfigError(

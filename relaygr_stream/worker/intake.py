@@ -58,6 +58,10 @@ class Origin(msgspec.Struct, frozen=True, eq=False):
     trace: Trace | None = None  # the span of the work at it; None: this worker makes none
 
 
+class UnknownReplyPartition(DecodeError):
+    """A number that no partition of `scores` had when the cluster was asked last."""
+
+
 class TooMuch(Exception):
     """A well-formed request beyond this worker's limits, or without the features that its model reads."""
 
@@ -180,7 +184,7 @@ class Intake:
         return command._replace(task=task, referred=None)
 
     def route(self, record: Record) -> Origin:
-        """Where to answer a ranking record, from its headers alone. Raises DecodeError."""
+        """Where to answer a ranking record, from its headers alone. Raises DecodeError, UnknownReplyPartition."""
         headers: dict[str, bytes | None] = dict(record.headers)  # Kafka allows null for a header's value
         correlation = headers.get(HEADER_CORRELATION) or b""
         if not 1 <= len(correlation) <= MAX_CORRELATION_BYTES:
@@ -188,7 +192,8 @@ class Intake:
         text = headers.get(HEADER_REPLY_PARTITION) or b""
         partition = int(text) if text.isdigit() and len(text) <= MAX_PARTITION_DIGITS else -1
         if not 0 <= partition < self._reply_partitions:
-            raise DecodeError(
+            kind = DecodeError if partition < 0 else UnknownReplyPartition
+            raise kind(
                 "invalid",
                 f"header {HEADER_REPLY_PARTITION} = {text[:16]!r}: must be a partition of the scores topic in decimal, "
                 f"0…{self._reply_partitions - 1}",

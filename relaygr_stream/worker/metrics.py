@@ -17,7 +17,7 @@ from relaygr_stream.wire.worker_status import WITHIN_SLO
 #: What becomes of signals and of prefill jobs, and what the device works at, as the engine's counters name it.
 SIGNAL_RESULTS: Final = (
     *("computed", "extended", "hbm", "dram", "joined", "duplicate", "expired", "ranked", "cancelled"),
-    *("over_footprint", "no_room", "outranked", "delegated", "over_delegated"),
+    *("over_footprint", "no_room", "outranked", "delegated", "over_delegated", "over_quota"),
 )
 JOB_RESULTS: Final = ("finished", "late", "starved", "cancelled", "failed", "joined")
 WORK: Final = ("pre_infer", "ranking", "full")

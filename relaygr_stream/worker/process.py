@@ -26,8 +26,8 @@ from relaygr_stream.bus.dead_letter import check_dead_letters_fit
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.renewed import RenewalsCollector
-from relaygr_stream.bus.topic_check import PartitionCounts, topics_with
-from relaygr_stream.bus.topics import verify_topics
+from relaygr_stream.bus.topic_check import PartitionCounts
+from relaygr_stream.bus.topics import verified_topics
 from relaygr_stream.cache.copy import Wake
 from relaygr_stream.engine.audit import Report
 from relaygr_stream.engine.build import WorkerRuntime, build
@@ -49,6 +49,7 @@ from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.core import WorkerCore, WorkerPolicy
 from relaygr_stream.worker.device import Device, DeviceThread
+from relaygr_stream.worker.fair_share import LOOK_S, FairShare
 from relaygr_stream.worker.handing import MakeHandover
 from relaygr_stream.worker.metrics import WorkerMetrics
 from relaygr_stream.worker.moves import ScenarioMoves
@@ -97,7 +98,7 @@ async def made_worker(
     audits = AuditReport(settings.worker, metrics)
     device = DeviceThread(asyncio.get_running_loop())
     try:
-        topics = topics_with(settings.kafka, await verify_topics(settings.kafka))
+        topics = await verified_topics(settings.kafka)
         runtime = await device.start(lambda: build(settings, audits, device.wake))
         _say_model(settings, runtime, metrics)
         check_answers_fit(topics, settings.relay.max_candidates, runtime.model)
@@ -185,9 +186,10 @@ class WorkerProcess:
             group=settings.kafka.prefix + settings.worker.group,
             member=name,
             user=self,
-            capacity=settings.worker.capacity,
+            capacity=settings.worker.capacity or 1.0,
             crashes=Crashes([topics.pre_infer.name, topics.ranking.name], settings.worker.max_crashes, self),
         )
+        self._fair_share = FairShare(name, peers, self.consumer, fixed=settings.worker.capacity > 0)
         self.core: Final = WorkerCore(name, WorkerPolicy.of(settings), peers, topics)
         self.requests: Final = Requests(context, connections, device, self.core, self.consumer)
         device.thread.deliver_to(self.requests)
@@ -217,6 +219,7 @@ class WorkerProcess:
             watch = background.start(self._watch.run(consumer, self._connections.scores, self._connections.others))
             background.start(periodically(AGES_S, self._sample_ages, "ask for the ends of the lanes' logs"))
             background.start(self._counts.run())
+            background.start(periodically(LOOK_S, self._fair_share.look, "look at the workers' loads"))
             in_order = True
             try:
                 self._moves.arrive()
@@ -331,6 +334,7 @@ class WorkerProcess:
         log.info("lanes changed", gained=sorted(gained), lost=sorted(lost))
         if any(lane >= self._connections.topics.lanes for lane in gained):  # they were just added
             self._background.start(self._counts.ask_now())
+        self._fair_share.lanes_changed()
         if self._handover is not None:
             self._handover.lanes_changed(gained, lost)
         self.requests.on_lanes(gained, lost)

@@ -52,11 +52,12 @@ from relaygr_stream.worker.effects import (
     Submit,
 )
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
-from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch
+from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch, UnknownReplyPartition
 from relaygr_stream.worker.replies import Outbox, Sending, user_of
 from relaygr_stream.worker.resolver import Resolver
 from relaygr_stream.worker.traces import SignalOrigin, signal_over
 from relaygr_stream.worker.under_way import UnderWay
+from relaygr_stream.worker.unrouted import Unrouted
 
 log = structlog.get_logger(__name__)
 
@@ -92,6 +93,7 @@ class Requests:
         self.resolver: Final = Resolver(histories, self.intake, history_metrics)
         self.outbox: Final = Outbox(context, connections, model)
         self.under_way: Final = UnderWay(context.background)
+        self._unrouted = Unrouted(connections.scores, topics, self.intake, context.background, self)
         self.letters: Final = DeadLetters(
             connections.others,
             topics.dead_letter,
@@ -119,6 +121,11 @@ class Requests:
             effects += self._ranking(record) if ranked and not kind else self._other(record, kind, ranked, suspect)
         self._carry(effects)
 
+    def on_asked(self, records: list[Record]) -> None:
+        """Take rankings again, with what the cluster says of their reply partitions (Rereader)."""
+        self._core.held.taken = self._device.prefill_bytes
+        self._carry([effect for record in records for effect in self._ranking(record, asked=True)])
+
     def on_crashed(self, record: Record) -> None:
         """Dead-letter a record at which so many workers ended: no worker runs it again. A ranking is answered, too."""
         limit = self._context.settings.worker.max_crashes
@@ -144,7 +151,8 @@ class Requests:
         self._metrics.records_skipped.inc()
         return [Done(record)]
 
-    def _ranking(self, record: Record) -> Effects:
+    def _ranking(self, record: Record, *, asked: bool = False) -> Effects:
+        """asked: the cluster was asked for its reply partition."""
         origin, now = None, 0.0
         try:
             origin = self.intake.route(record)
@@ -161,6 +169,8 @@ class Requests:
             )
             return self._core.on_too_much(origin, error.request_key, error.request_id, str(error), now)
         except DecodeError as error:
+            if isinstance(error, UnknownReplyPartition) and not asked and self._unrouted.keep(record):
+                return []
             return self._core.on_unreadable(record, error, origin)
         self._metrics.rankings_read.labels(str(rank.task.hops)).inc()
         return self._core.on_ranking(rank, now)

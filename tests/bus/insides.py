@@ -79,3 +79,8 @@ def producer(client_id: str) -> Any:
         if type(each) is AIOKafkaProducer and not closed(each) and each.client._client_id == client_id
     )
     return one
+
+
+def states_speed(consumer: LaneConsumer) -> bool:
+    """Whether so much was read that the member states its speed."""
+    return consumer._membership._assignor.speed > 0

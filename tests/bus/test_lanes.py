@@ -107,6 +107,28 @@ async def test_commits_do_not_wait_for_the_end(kafka_settings: Kafka, topics: To
         assert one.values == [b"0"]
 
 
+async def test_a_member_that_asks_has_its_speed_counted_and_nothing_is_lost(
+    kafka_settings: Kafka, topics: TopicSet, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relaygr_stream.bus.lanes.MEASURE_S", 0.1)
+    async with Member(kafka_settings, topics, "one") as one, Member(kafka_settings, topics, "two") as two:
+        await shared_out(topics, one, two)
+        one.consumer.speed, two.consumer.speed = 10.0, 30.0
+        async with Stream(producer, topics) as stream:
+            await until(lambda: insides.states_speed(one.consumer) and insides.states_speed(two.consumer))
+            one.consumer.rebalance()
+            await until(lambda: len(two.lanes) > len(one.lanes) + 1, "lanes moved to the faster one")
+        one.capacity, two.capacity = 1.0, 2.0**1.5  # three times as fast, to the next step
+        await shared_out(topics, one, two)
+
+        def read() -> set[tuple[str, int, bytes | None]]:
+            return {(each.topic, each.lane, each.value) for each in one.records + two.records}
+
+        await until(lambda: read() == stream.sent, "all that was sent")
+        assert any(lost for _, lost in one.history)
+        assert not any(lost for _, lost in two.history), "who keeps lanes does not lose them"
+
+
 async def _flows_to_the_owners_of_both_topics(topics: TopicSet, *members: Member) -> None:
     """Kept lanes flow at once; a moved one as soon as its new owner has found the partition's leader."""
     start = [len(member.records) for member in members]

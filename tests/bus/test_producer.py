@@ -91,7 +91,7 @@ async def test_messages_sent_together_are_acknowledged_one_by_one(kafka_settings
 
 async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
     async with local_broker("embedded") as broker:
-        kafka = broker.kafka_settings(Kafka())
+        kafka = broker.kafka_settings(Kafka(partitions=2))
         await apply_topics(kafka)
         topic = load_topics(kafka).scores.name
         hasty = msgspec.structs.replace(kafka, request_timeout_ms=HASTY_MS)
@@ -124,7 +124,7 @@ async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
 
 async def test_what_a_partition_has_no_room_for_in_time_fails() -> None:
     async with local_broker("embedded") as broker:
-        kafka = broker.kafka_settings(Kafka())
+        kafka = broker.kafka_settings(Kafka(partitions=2))
         await apply_topics(kafka)
         topic = load_topics(kafka).scores.name
         settled: dict[int, Sent | BrokerError] = {}
@@ -195,7 +195,7 @@ async def test_no_broker_is_said_at_once(kafka_settings: Kafka) -> None:
 
 async def test_a_broker_that_went_away_fails_sends_within_the_request_timeout() -> None:
     async with local_broker("embedded") as broker:
-        kafka = broker.kafka_settings(Kafka())
+        kafka = broker.kafka_settings(Kafka(partitions=2))
         await apply_topics(kafka)
         topic = load_topics(kafka).scores.name
         hasty = msgspec.structs.replace(kafka, request_timeout_ms=HASTY_MS)

@@ -131,7 +131,7 @@ def _own_kafka(folder: Path) -> AbstractAsyncContextManager[LocalBroker]:
 @pytest.mark.kafka  # the embedded broker forgets its topics, and does not tell readers that their offsets are gone
 async def test_a_tail_outlives_a_restart_of_its_broker(tmp_path: Path) -> None:
     async with _own_kafka(tmp_path) as own:
-        kafka = own.kafka_settings(Kafka(request_timeout_ms=5000))
+        kafka = own.kafka_settings(Kafka(partitions=2, request_timeout_ms=5000))
         await apply_topics(kafka)
         topic = load_topics(kafka).scores.name
         read: list[Record] = []

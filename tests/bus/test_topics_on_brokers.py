@@ -14,16 +14,16 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from structlog.testing import capture_logs
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import apply_topics, describe_topics, verify_topics
+from relaygr_stream.bus.topics import apply_topics, describe_topics, verified_topics, verify_topics
 from relaygr_stream.errors import BrokerUnavailable, CoPartitionError, TopicError
 from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.topic_files import lane_of, load_topics
+from relaygr_stream.wire.topic_files import LANE_TOPICS, lane_of, load_topics
 from tests import needs
 from tests.bus.members import Member
-from tests.conftest import AnyBroker
+from tests.conftest import TEST_LANES, AnyBroker
 from tests.waiting import WITHIN_S, until
 
 
@@ -199,6 +199,27 @@ async def test_another_lane_count_than_configured_is_refused(kafka_settings: Kaf
     other = msgspec.structs.replace(kafka_settings, partitions=5)
     with pytest.raises(TopicError, match=r"has 8 partitions, its description says 5; set kafka\.partitions to 8"):
         await verify_topics(other)
+
+
+@pytest.mark.parametrize("there", [{}, {"retrieval": 8, "pre-infer": 4}])
+async def test_a_cluster_keeps_its_lanes(kafka_settings: Kafka, there: dict[str, int]) -> None:
+    """A cluster of a release with fewer lanes, whole or half created: nothing is refused, and nothing grows unasked."""
+    for name, partitions in there.items():
+        await _create(kafka_settings, name, partitions, message_timestamp_type="LogAppendTime")
+    lanes = min(there.values(), default=TEST_LANES)
+    stated = msgspec.structs.replace(kafka_settings, partitions=lanes)
+    if not there:
+        await apply_topics(stated)
+    unstated = msgspec.structs.replace(kafka_settings, partitions=0)
+    for alter in (False, True) if not there else (False,):
+        report = await apply_topics(unstated, alter=alter)
+        assert f"kept      {lanes} lanes, new topics get 64: `relaygr lanes grow 64`" in str(report)
+    counts = {row.topic.name: row.found.partitions for row in report.rows if row.found and row.topic.lanes}
+    assert counts == {f"{kafka_settings.prefix}{name}": there.get(name, lanes) for name in LANE_TOPICS}
+    assert (await verified_topics(unstated)).lanes == (await verified_topics(stated)).lanes == lanes
+    if not there:
+        assert "kept" not in str(await apply_topics(stated))
+        await verify_topics(unstated, strict=True)
 
 
 async def test_impossible_replication_is_explained(broker: AnyBroker, kafka_settings: Kafka) -> None:

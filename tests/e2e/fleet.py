@@ -14,6 +14,7 @@ import msgspec
 from relaygr_lab.processes import servable
 
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topic_check import topics_with
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import relative_deviation
@@ -55,14 +56,16 @@ class Fleet:
         self.admitted: set[str] = set()
         self._folder = folder
         self._config = folder / "settings.toml"
-        self._tails = [
-            TopicTail(kafka, self.topics.worker_status.name, [0], "earliest", self._on_statuses),
-            TopicTail(kafka, self.topics.pre_infer.name, range(self.topics.lanes), "latest", self._on_signals),
-        ]
+        self._tails: list[TopicTail] = []
 
     async def __aenter__(self) -> Self:
-        await apply_topics(self.settings.kafka)
+        kafka = self.settings.kafka
+        self.topics = topics = topics_with(kafka, (await apply_topics(kafka)).rows)
         self.use(self.settings)
+        self._tails = [
+            TopicTail(kafka, topics.worker_status.name, [0], "earliest", self._on_statuses),
+            TopicTail(kafka, topics.pre_infer.name, range(topics.lanes), "latest", self._on_signals),
+        ]
         for tail in self._tails:
             await tail.start()
         return self

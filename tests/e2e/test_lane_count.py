@@ -12,6 +12,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from confluent_kafka import Producer as ForeignProducer
 
 from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.ops.lane_growth import grow_lanes
 from relaygr_stream.settings.schema import Kafka
@@ -54,14 +55,6 @@ class Foreign:
         return correlation
 
 
-async def answered(foreign: Foreign, request: RankingRequest) -> None:
-    """Until the worker of this user's lane knows of the reply partition; it counts them every few seconds."""
-    asked: set[bytes] = set()
-    while not asked & foreign.answers.keys():
-        asked.add(foreign.ask(request))
-        await asyncio.sleep(0.5)
-
-
 async def more_replies(kafka: Kafka, topic: str) -> None:
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap)
     await admin.start()
@@ -72,7 +65,8 @@ async def more_replies(kafka: Kafka, topic: str) -> None:
 
 
 async def test_lanes_grow_while_everything_serves(kafka_settings: Kafka, tmp_path: Path) -> None:
-    kafka = msgspec.structs.replace(kafka_settings, partitions=LANES)
+    await apply_topics(msgspec.structs.replace(kafka_settings, partitions=LANES))
+    kafka = msgspec.structs.replace(kafka_settings, partitions=0)  # as the cluster has
     said: list[str] = []
     async with serving_fleet(kafka, tmp_path, "w1", "w2") as fleet:
         foreign, results, after = Foreign(kafka, fleet.topics.ranking.name), Results(), Results()
@@ -83,9 +77,8 @@ async def test_lanes_grow_while_everything_serves(kafka_settings: Kafka, tmp_pat
         ):
             requests = [item.request for item in traffic(seconds=4, rate=10, run="f")]
             owned = {name: {lane.lane for lane in fleet.statuses[name].lanes} for name in ("w1", "w2")}
-            for request in requests[:12]:  # of both workers
-                await answered(foreign, request)
-            asked: set[bytes] = set()
+            asked = {foreign.ask(request) for request in requests[:12]}  # of both workers, which know fewer partitions
+            await until(lambda: asked <= foreign.answers.keys(), "the first requests answered")
             growing = asyncio.create_task(grow_lanes(fleet.settings, "", MORE, said.append))
             number = 0
             while not growing.done():

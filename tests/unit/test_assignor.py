@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from relaygr_stream.bus.assignor import (
     MAX_USER_DATA_BYTES,
-    MemberClaim,
+    MOST_LOADS,
     StickyLaneAssignor,
-    assign_lanes,
     claim_of,
     encode_claim,
 )
+from relaygr_stream.bus.balance import MOST_LEVEL, MemberClaim, assign_lanes
 
 LANES = st.integers(0, 70)
 LANE_LISTS = st.lists(st.integers(0, 9_999)).map(tuple)
@@ -36,9 +36,19 @@ CLAIMS = st.dictionaries(
     min_size=1,
     max_size=9,
 )
+LEVELS = st.lists(st.integers(0, MOST_LEVEL), max_size=90).map(tuple)
+SPEEDS = st.one_of(st.just(0.0), st.floats(0, 1e12))
+MEASURED = CLAIMS.flatmap(
+    lambda claims: st.fixed_dictionaries(
+        {
+            name: st.builds(dataclasses.replace, st.just(claim), loads=LEVELS, speed=SPEEDS)
+            for name, claim in claims.items()
+        }
+    )
+)
 
 
-@given(LANES, CLAIMS)
+@given(LANES, MEASURED)
 def test_every_lane_has_one_owner(lanes: int, claims: dict[str, MemberClaim]) -> None:
     result = assign_lanes(lanes, claims)
     assert set(result) == set(claims)
@@ -46,12 +56,19 @@ def test_every_lane_has_one_owner(lanes: int, claims: dict[str, MemberClaim]) ->
 
 
 @given(LANES, CLAIMS)
-def test_shares_follow_capacity(lanes: int, claims: dict[str, MemberClaim]) -> None:
+def test_no_move_would_lessen_the_largest_share(lanes: int, claims: dict[str, MemberClaim]) -> None:
     result = assign_lanes(lanes, claims)
-    total = math.fsum(claim.capacity for claim in claims.values())
-    for member, owned in result.items():
-        share = lanes * claims[member].capacity / total
-        assert math.floor(share - 1e-6) <= len(owned) <= math.ceil(share + 1e-6)
+    for giver, owned in result.items():
+        for taker in result.keys() - {giver}:
+            with_one_more = (len(result[taker]) + 1) / claims[taker].capacity
+            assert with_one_more >= len(owned) / claims[giver].capacity * (1 - 1e-6) or not owned
+
+
+@given(LANES, CLAIMS)
+def test_equal_members_have_equal_numbers_of_lanes(lanes: int, claims: dict[str, MemberClaim]) -> None:
+    alike = {name: dataclasses.replace(claim, capacity=2.0) for name, claim in claims.items()}
+    counts = [len(owned) for owned in assign_lanes(lanes, alike).values()]
+    assert max(counts) - min(counts) <= 1
 
 
 @pytest.mark.parametrize("more", ["a", "b", "c"])
@@ -62,14 +79,14 @@ def test_the_lane_that_rounding_leaves_over_stays_where_it_is(more: str) -> None
     assert assign_lanes(10, {member: MemberClaim(tuple(lanes), 1) for member, lanes in held.items()}) == held
 
 
-@given(LANES, CLAIMS, st.randoms())
+@given(LANES, MEASURED, st.randoms())
 def test_the_order_of_members_does_not_matter(lanes: int, claims: dict[str, MemberClaim], random: object) -> None:
     shuffled = list(claims.items())
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert assign_lanes(lanes, dict(shuffled)) == assign_lanes(lanes, claims)
 
 
-@given(LANES, CLAIMS, st.data())
+@given(LANES, MEASURED, st.data())
 def test_who_drains_gets_no_lanes_unless_all_do(
     lanes: int, claims: dict[str, MemberClaim], data: st.DataObject
 ) -> None:
@@ -83,19 +100,29 @@ def test_who_drains_gets_no_lanes_unless_all_do(
 
 
 def test_draining_is_said_on_the_wire_and_not_by_older_members() -> None:
-    claim = MemberClaim((2, 1), 3, 0.5, draining=True, warm=(7, 1))
+    claim = MemberClaim((2, 1), 3, 0.5, draining=True, warm=(7, 1), loads=(9, 0), speed=0.1)
     assert claim_of(encode_claim(claim)) == claim
     assert claim_of(msgspec.msgpack.encode([3, [1, 2], 0.5])) == MemberClaim((1, 2), 3, 0.5)
+    assert claim_of(msgspec.msgpack.encode([3, [1], 0.5, True, [7]])) == MemberClaim((1,), 3, 0.5, True, (7,))
 
 
-@given(LANES, CLAIMS)
-def test_an_assignment_stays_when_nothing_changes(lanes: int, claims: dict[str, MemberClaim]) -> None:
-    first = assign_lanes(lanes, claims)
-    again = {
-        member: MemberClaim(tuple(first[member]), 9, claim.capacity, warm=claim.warm)
-        for member, claim in claims.items()
-    }
-    assert assign_lanes(lanes, again) == first
+@given(LANES, MEASURED, st.lists(st.integers(0, MOST_LEVEL), min_size=70, max_size=70))
+def test_an_assignment_stays_when_nothing_changes(
+    lanes: int, claims: dict[str, MemberClaim], levels: list[int]
+) -> None:
+    """At most what was unknown before moves once more."""
+    for generation in range(9, 12):
+        first = assign_lanes(lanes, claims)
+        claims = {
+            name: dataclasses.replace(
+                claim,
+                lanes=tuple(sorted(first[name])),
+                generation=generation,
+                loads=tuple(levels[lane] for lane in sorted(first[name])),
+            )
+            for name, claim in claims.items()
+        }
+    assert assign_lanes(lanes, claims) == first
 
 
 @given(LANES, CLAIMS)
@@ -158,8 +185,15 @@ def test_what_is_warm_changes_which_lanes_move_and_never_how_many(lanes: int, cl
 
 def test_the_largest_claims_fit_the_wire() -> None:
     every = tuple(range(9_999, -1, -1))
-    claim = MemberClaim(every, 2**53, 0.1, draining=True, warm=every)
-    assert claim_of(encode_claim(claim)) == claim
+    member = StickyLaneAssignor(0.1, _Member())
+    member.lanes, member.warm, member.generation, member.draining = every, every, 2**53, True
+    member.levels, member.speed = dict.fromkeys(every, MOST_LEVEL), 0.1
+    claim = MemberClaim(every, 2**53, 0.1, draining=True, warm=every, speed=0.1)
+    assert claim_of(member.metadata(["ranking"]).user_data) == claim
+    member.lanes = every[-MOST_LOADS:]
+    stated = claim_of(member.metadata(["ranking"]).user_data)
+    assert stated is not None
+    assert stated.loads == (MOST_LEVEL,) * MOST_LOADS
 
 
 def test_the_later_generation_wins() -> None:
@@ -170,7 +204,7 @@ def test_the_later_generation_wins() -> None:
         assert result[names[1]] == frozenset(range(4))
 
 
-@given(st.builds(MemberClaim, LANE_LISTS, st.integers(0, 2**53), CAPACITIES, st.booleans(), LANE_LISTS))
+@given(st.builds(MemberClaim, LANE_LISTS, st.integers(0, 2**53), CAPACITIES, st.booleans(), LANE_LISTS, LEVELS, SPEEDS))
 def test_claims_survive_the_wire(claim: MemberClaim) -> None:
     assert claim_of(encode_claim(claim)) == claim
 
@@ -196,6 +230,13 @@ def test_unreadable_user_data_claims_nothing(data: bytes) -> None:
         [1, [1], 1.0, False, [-1]],
         [1, [1], 1.0, False, [10_000]],
         [1, [1], 1.0, False, "lanes"],
+        [1, [1], 1.0, False, [], [-1]],
+        [1, [1], 1.0, False, [], [MOST_LEVEL + 1]],
+        [1, [1], 1.0, False, [], [0.5]],
+        [1, [1], 1.0, False, [], [1], float("nan")],
+        [1, [1], 1.0, False, [], [1], float("inf")],
+        [1, [1], 1.0, False, [], [1], -1.0],
+        [1, [1], 1.0, False, [], [1], 1e13],
         [1, "lanes", 1.0],
         {"lanes": [1]},
         None,
@@ -334,3 +375,66 @@ def test_members_that_read_other_topics_take_no_lanes_of_ours() -> None:
     other = ConsumerProtocol.METADATA(0, ["retrieval"], claim)
     group.rebalance({"one": one}, trigger=other.encode())
     assert one.assignor.lanes == tuple(range(8))
+
+
+def test_loads_count_and_a_member_of_an_earlier_release_keeps_its_number() -> None:
+    group = _Group(ranking=16, pre_infer=16)
+    members = {name: _Member() for name in "ab"}
+    group.rebalance(members)
+    early, late = members["a"].assignor, members["b"].assignor
+    early.levels = dict.fromkeys(early.lanes, 1) | {early.lanes[0]: 1 + 3 * 8}  # eight times the others
+    late.levels = dict.fromkeys(late.lanes, 1)
+    old = ConsumerProtocol.METADATA(0, ["pre-infer", "ranking"], msgspec.msgpack.encode([0, [], 1.0]))
+    group.rebalance(members, old=old.encode())
+    numbers = {name: len(member.assignor.lanes) for name, member in members.items()}
+    assert numbers["a"] < numbers["b"], "31 in all: about ten each, of which one lane is eight"
+    assert 16 - sum(numbers.values()) >= 4
+
+
+@pytest.mark.parametrize("speed", [5e-324, 1e-9, 1.0, 1e12])
+def test_a_wrong_speed_takes_at_most_what_sixteen_members_get(speed: float) -> None:
+    honest = {f"h{number}": MemberClaim(speed=10.0) for number in range(3)}
+    counts = {name: len(owned) for name, owned in assign_lanes(190, honest | {"x": MemberClaim(speed=speed)}).items()}
+    assert all(10 <= counts[name] <= 64 for name in honest), counts
+
+
+@pytest.mark.parametrize("levels", [(1,) * 16, (MOST_LEVEL,) * 16, (MOST_LEVEL,) + (1,) * 15])
+def test_wrong_loads_count_until_the_next_owner_has_measured(levels: tuple[int, ...]) -> None:
+    names = ["h0", "h1", "h2", "x"]
+    owned = assign_lanes(64, {name: MemberClaim() for name in names})
+    for generation in range(1, 4):
+        claims = {
+            name: MemberClaim(tuple(sorted(owned[name])), generation, loads=(20,) * len(owned[name])) for name in names
+        }
+        if generation == 1:
+            claims["x"] = dataclasses.replace(claims["x"], loads=levels)
+        owned = assign_lanes(64, claims)
+    assert {len(lanes) for lanes in owned.values()} == {16}
+
+
+@pytest.mark.parametrize("members", [2, 5])
+def test_a_lane_that_is_too_heavy_for_anyone_stays_and_others_leave_its_owner(members: int) -> None:
+    claims = {name: MemberClaim() for name in "abcde"[:members]}
+    owned = assign_lanes(64, claims)
+    hot = min(owned["a"])
+    for generation in range(1, 6):
+        before = owned
+        claims = {
+            name: MemberClaim(tuple(sorted(lanes)), generation, loads=tuple(1 + 80 * (lane == hot) for lane in lanes))
+            for name, lanes in ((name, sorted(lanes)) for name, lanes in owned.items())
+        }
+        owned = assign_lanes(64, claims)
+        if generation > 1:
+            assert owned == before
+    assert owned["a"] == {hot}
+
+
+def test_devices_of_one_kind_are_alike_and_a_faster_one_gets_more() -> None:
+    def numbers(*speeds: float) -> list[int]:
+        claims = {f"{number}": MemberClaim(speed=speed) for number, speed in enumerate(speeds)}
+        return [len(owned) for owned in assign_lanes(60, claims).values()]
+
+    assert numbers(9.2, 10.0, 10.9) == [20, 20, 20]
+    assert numbers(10.0, 19.0, 0.0) == [15, 30, 15], "an unknown speed is the median"
+    claims = {"by hand": MemberClaim(capacity=3.0), "measured": MemberClaim(speed=123.0)}
+    assert {name: len(owned) for name, owned in assign_lanes(60, claims).items()} == {"by hand": 45, "measured": 15}

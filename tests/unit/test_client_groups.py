@@ -54,6 +54,9 @@ class World:
         if rollout:
             progress = RolloutProgress(state=rollout, group="next", steps=(POSITIONS,))
             self.routes = msgspec.structs.replace(self.routes, rollout=progress)
+        await self.write()
+
+    async def write(self) -> None:
         await topic_exists(self.kafka, routes_topic(self.topics), create=True)
         await write_routes(self.peers[""].producer, self.topics, READER, self.routes)
 
@@ -109,6 +112,25 @@ async def test_without_routes_nothing_goes_elsewhere(world: World) -> None:
         assert relay.group_of("u1") == ""
     assert len(world.asked("")) == 20
     assert world.asked("next") == []
+
+
+async def test_a_client_has_the_lanes_of_the_cluster_or_those_announced(world: World) -> None:
+    """In the middle of a growth fewer are announced than there are, as the others have no owner yet."""
+    unstated = msgspec.structs.replace(world.kafka, partitions=0)
+    users = [f"u{number}" for number in range(20)]
+
+    def lanes(relay: RelayClient) -> list[int]:
+        return [relay.lane(user) for user in users]
+
+    async with client_on(unstated) as relay:
+        assert lanes(relay) == [lane_of(user, LANES) for user in users]
+    world.routes = Routes.of_one("", LANES // 2, epoch=1)
+    await world.write()
+    async with client_on(unstated) as relay:
+        assert lanes(relay) == [lane_of(user, LANES // 2) for user in users]
+        world.routes = world.routes.grown("", LANES)
+        await world.write()
+        await until(lambda: lanes(relay) == [lane_of(user, LANES) for user in users], "those announced")
 
 
 async def test_routes_that_come_while_it_runs_move_their_users_and_no_others(world: World) -> None:
@@ -357,7 +379,7 @@ async def test_lanes_of_a_scenarios_group_are_announced_to_its_clients(world: Wo
     group = group_settings(settings, "feed", 2)
     async with feed_on(world), opened(world) as relay, listening(group, load_topics(group.kafka)) as (view, _):
         bus = Bus(settings)
-        fleet = LiveFleet(bus, "feed", group, load_topics(group.kafka), view)
+        fleet = LiveFleet(bus, "feed", group, view)
         assert await fleet.announced() == 2
         await fleet.announce(8)
         assert await fleet.announced() == 8

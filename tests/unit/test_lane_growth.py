@@ -8,10 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.assignor import MemberClaim, assign_lanes
-from relaygr_stream.errors import BrokerError, ConfigError, CoPartitionError, RelayError
+from relaygr_stream.bus.balance import MemberClaim, assign_lanes
+from relaygr_stream.errors import BrokerError, ConfigError, CoPartitionError, DecodeError, RelayError
 from relaygr_stream.ops.lane_growth import grow
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.trigger.intake import read_event
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.codec import encode
+from relaygr_stream.wire.messages import RequestEvent
+from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.routes import Routes
 from relaygr_stream.wire.topic_files import lane_of, lanes_in, load_topics
 
@@ -51,6 +56,41 @@ def test_a_cluster_may_have_a_multiple_of_the_stated_lanes_also_in_the_middle_of
             lanes_in(other, 8)
 
 
+@given(st.text(min_size=1, max_size=20), st.integers(2, 40), st.integers(1, 16))
+def test_without_a_stated_number_users_are_served_on_the_lanes_of_every_number_before(
+    user: str, before: int, factor: int
+) -> None:
+    topics = load_topics(Kafka())
+    topics.follow(before * factor)
+    assert topics.lanes_of(user)[0] == topics.lane_of(user)
+    assert lane_of(user, before) in topics.lanes_of(user)
+    topics.follow(before)  # as a process that does not know of those that were added
+    lane = lane_of(user, before * factor)
+    assert lane == topics.lane_of(user) or topics.splits(lane, user)
+    assert not topics.splits(lane + 1, user)
+
+
+def test_a_sender_that_hashes_nobody_is_not_served_on_the_first_lane() -> None:
+    topics = load_topics(Kafka())
+    users = [f"u{number}" for number in range(640)]
+    assert sum(0 in topics.lanes_of(user) for user in users) < 400
+    stated = load_topics(Kafka(partitions=1))
+    stated.grow(64)
+    assert all(0 in stated.lanes_of(user) for user in users)
+
+
+def test_an_event_on_a_lane_that_was_just_added_is_read() -> None:
+    """A trigger may own it before it has counted: its events were dead letters."""
+    topics = load_topics(Kafka(partitions=4))
+    user = next(user for number in range(99) if lane_of(user := f"u{number}", 16) == 13)
+    event = encode(RequestEvent(request_id="r", user_id=user, candidates=1, prefix=Behaviours.of([1], [0], [1])))
+    for lane in (1, 13):
+        record = Record(topics.retrieval.name, lane, 0, 0, user.encode(), event, ())
+        assert read_event(RequestEvent, record, topics) is not None
+    with pytest.raises(DecodeError, match="partition 1 of 4, the event came on 14"):
+        read_event(RequestEvent, Record(topics.retrieval.name, 14, 0, 0, user.encode(), event, ()), topics)
+
+
 def test_the_routes_keep_all_else_when_lanes_grow() -> None:
     routes = Routes.of_one("", 16, epoch=7).moved("next", 16, 2500)
     grown = routes.grown("", 64)
@@ -67,9 +107,10 @@ class Fleet:
 
     def __init__(self, dies: str = "", when: str = "before", triggers: bool = True) -> None:
         self.partitions = dict.fromkeys(TOPICS, 16)
-        self.clients = 16
+        self.clients = 0  # nothing is announced
         self.dies, self._when = dies, when
         self._triggers = triggers
+        self.announcements: list[int] = []
         self.calls: list[str] = []
 
     def _call(self, name: str, when: str) -> None:
@@ -85,6 +126,7 @@ class Fleet:
 
     async def add(self, counts: Mapping[str, int]) -> None:
         self._call("add", "before")
+        assert self.clients, "a client that starts now would count lanes without an owner"
         for name, count in counts.items():
             self.partitions[name] = count
             self._call("add", "middle")
@@ -104,6 +146,7 @@ class Fleet:
         self._call("announce", "before")
         assert not any(self.unowned(lanes).values()), "before every lane has an owner"
         self.clients = lanes
+        self.announcements.append(lanes)
         self._call("announce", "after")
 
 
@@ -128,7 +171,7 @@ async def test_a_growth_that_ended_anywhere_is_run_again_and_goes_on(step: str, 
     assert (set(fleet.partitions.values()), fleet.clients) == ({64}, 64)
     await grow(fleet, 64, said.append)
     assert said[-1] == "clients go by 64 lanes already"
-    assert fleet.calls.count("announce") == 1
+    assert fleet.announcements == [16, 64]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +189,7 @@ async def test_lanes_without_an_owner_are_named_and_not_announced() -> None:
     with pytest.raises(RelayError, match=r"no trigger has lanes 16–63 after 0 s, and users stay on 16 lanes"):
         await grow(fleet, 64, said.append, owned_s=0.0)
     assert said[-1] == "no trigger has 48 of 64 lanes yet"
-    assert fleet.clients == 16
+    assert fleet.announcements == [16]
 
 
 async def test_what_a_broker_refuses_is_said() -> None:
@@ -157,4 +200,4 @@ async def test_what_a_broker_refuses_is_said() -> None:
     fleet = Refusing()
     with pytest.raises(BrokerError, match="adds no partitions"):
         await grow(fleet, 64, print)
-    assert fleet.clients == 16
+    assert fleet.announcements == [16]

@@ -43,6 +43,7 @@ slo_ms = 50
 model = "models/feed"
 priority = 2
 min_workers = 2
+max_pinned_bytes = "64MiB"
 [scenario.ads]
 tenants = "ads"
 model = "ads.model:build"
@@ -62,14 +63,22 @@ def test_a_fleets_scenarios_stand_in_its_file(tmp_path: Path) -> None:
     config = load_settings([path], environ={})
     assert config.settings.scenarios == (
         Scenario(name="ads", tenants=("ads",), slo_ms=40.0, model="ads.model:build", lead_ms=80.0),
-        Scenario(name="feed", tenants=("shop", "shop-eu"), slo_ms=50.0, model="models/feed", priority=2, min_workers=2),
+        Scenario(
+            name="feed",
+            tenants=("shop", "shop-eu"),
+            slo_ms=50.0,
+            model="models/feed",
+            priority=2,
+            min_workers=2,
+            max_pinned_bytes=64 << 20,
+        ),
         Scenario(name="search", slo_ms=40.0),
     )
     sources = {value.field.key: value.source for value in config.values if value.field.key not in FIELDS}
     assert sources["scenario.feed.slo_ms"] == str(path)
     assert sources["scenario.search.slo_ms"] == "relay.slo_ms"
     assert sources["scenario.search.lead_ms"] == "default"
-    assert len(sources) == 3 * 7
+    assert len(sources) == 3 * 8
     assert "scenario.ads.priority" in render_plain(render_settings_table(config))
     assert [scenario_of(config.settings.scenarios, tenant) for tenant in ("shop-eu", "ads", "else", "")] == [
         *("feed", "ads", "", "")
@@ -98,6 +107,7 @@ def test_a_later_file_counts_for_the_keys_that_it_has(tmp_path: Path) -> None:
         ("[scenario.feed]\nslo_ms = 'fast'\n", "fleet.toml: `scenario.feed.slo_ms` = 'fast'"),
         ("[scenario.feed]\nslo_ms = nan\n", "`scenario.feed.slo_ms` = nan"),
         ("[scenario.feed]\nmin_workers = 0\n", "`scenario.feed.min_workers` = 0"),
+        ("[scenario.feed]\nmax_pinned_bytes = -1\n", "`scenario.feed.max_pinned_bytes` = -1"),
         ("[scenario.feed]\npriority = 1.5\n", "`scenario.feed.priority` = 1.5"),
         ("[scenario.feed]\ntenants = ['']\n", "`scenario.feed.tenants` = ['']"),
         ("[scenario.feed]\ntenants = [3]\n", "`scenario.feed.tenants` = [3]"),

@@ -43,6 +43,7 @@ def test_the_packaged_topics_load() -> None:
     files = [path.stem for path in packaged_dir("topics").glob("*.toml")]
     assert sorted(topic.name for topic in topics.all) == sorted(f"relaygr.{name}" for name in files)
     assert topics.worker_status.cleanup_policy == "compact"
+    assert (topics.lanes, topics.stated, topics.scores.partitions) == (64, 0, 16)
     assert {topic.name for topic in topics.all if topic.lanes} == {f"relaygr.{name}" for name in LANE_TOPICS}
 
 
@@ -69,8 +70,8 @@ def test_settings_override_lanes_replicas_and_prefix() -> None:
 
 
 def test_unequal_lane_counts_in_the_files_are_refused(folder: Path) -> None:
-    _edit(folder, "ranking", "partitions = 16", "partitions = 12")
-    with pytest.raises(CoPartitionError, match=r"relaygr\.retrieval and relaygr\.ranking .* 16 and 12"):
+    _edit(folder, "ranking", "partitions = 64", "partitions = 12")
+    with pytest.raises(CoPartitionError, match=r"relaygr\.retrieval and relaygr\.ranking .* 64 and 12"):
         load_topics(Kafka(topics_dir=str(folder)))
     assert load_topics(Kafka(topics_dir=str(folder), partitions=4)).lanes == 4
 
@@ -85,11 +86,11 @@ def test_statuses_on_more_than_one_partition_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("partitions = 16", "partitions = 0", r"partitions"),
-        ("partitions = 16", 'partitions = "16"', r"partitions"),
-        ("partitions = 16", "", r"partitions"),
-        ("partitions = 16", "partitions = 16\nreplicas = 3", r"replicas"),
-        ("partitions = 16", "partitions = 16\ncleanup_policy = 'keep'", r"cleanup_policy"),
+        ("partitions = 64", "partitions = 0", r"partitions"),
+        ("partitions = 64", 'partitions = "64"', r"partitions"),
+        ("partitions = 64", "", r"partitions"),
+        ("partitions = 64", "partitions = 64\nreplicas = 3", r"replicas"),
+        ("partitions = 64", "partitions = 64\ncleanup_policy = 'keep'", r"cleanup_policy"),
         ("lanes = true", "lanes = false", r"`lanes` = False"),
         ('name = "ranking"', 'name = "rankings"', r"`name` = 'rankings'"),
         ('name = "ranking"', 'name = "scores"', r"`lanes` = True"),

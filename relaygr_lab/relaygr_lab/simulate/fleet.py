@@ -23,7 +23,7 @@ from relaygr_lab.simulate.routes import Routes
 from relaygr_lab.simulate.scenario import Group, Request, Scenario, Sent
 from relaygr_lab.simulate.timeline import Timeline
 from relaygr_lab.simulate.worker import SimulatedWorker
-from relaygr_stream.bus.assignor import MemberClaim, assign_lanes
+from relaygr_stream.bus.balance import MemberClaim, assign_lanes
 from relaygr_stream.engine.commands import (
     DELEGATED_LANE,
     Answer,

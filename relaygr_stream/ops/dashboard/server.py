@@ -6,8 +6,7 @@ import socket
 from typing import Final
 
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
-from relaygr_stream.bus.topic_check import topics_with
-from relaygr_stream.bus.topics import verify_topics
+from relaygr_stream.bus.topics import verified_topics
 from relaygr_stream.ops.dashboard.board import HEADERS, Board
 from relaygr_stream.ops.dashboard.trace import WITHIN_S
 from relaygr_stream.settings.schema import Settings
@@ -43,7 +42,7 @@ async def run_dashboard(settings: Settings, port: int, on_ready: Say) -> None:
 
     Raises BrokerUnavailable, TopicError, ConfigError where it cannot listen.
     """
-    topics, background = topics_with(settings.kafka, await verify_topics(settings.kafka)), Background()
+    topics, background = await verified_topics(settings.kafka), Background()
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
     board = Board(settings, topics, reader)

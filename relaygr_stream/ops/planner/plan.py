@@ -3,12 +3,6 @@
     decide(memory, observation, scenarios, damping) ─► (memory, plan)
 
 The same function runs in `relaygr planner`, in the simulator, in tests, and over a recorded day.
-
-Demand of a scenario in workers:  λ·p/ρp + λ·r/ρr
-
-λ: rankings a second, refused ones included. p: device time for a request's prefix, whether computed, extended or found.
-r: that of its score. Both are measured device time, so they are of the lengths that came, not of a mean length. ρp and
-ρr: the largest utilisation at which prefixes are ready within the head start, and rankings answered within the SLO.
 """
 
 from __future__ import annotations
@@ -20,23 +14,15 @@ from typing import Final
 
 import msgspec
 
+from relaygr_stream.ops.planner.demand import ALLOWED_LATE, MOST_USE, demand_of
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation
+from relaygr_stream.ops.planner.shared import Group, shared_group
+from relaygr_stream.ops.planner.tried import Tried
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.planner_status import FleetPlan, Move, ScenarioPlan
 
-#: Share of late answers that the SLO allows: it is one at P99.
-ALLOWED_LATE: Final = 0.01
 #: Fewer late answers of a worker in a window are chance.
 FEW_LATE: Final = 3
-#: A device that is busier has no time to spare, whatever the bound says (ops/status/overload.py: BUSY).
-MOST_USE: Final = 0.8
-#: A bound below it would ask for more than ten workers where one suffices: then the SLO cannot be kept by workers.
-LEAST_USE: Final = 0.1
-#: Longest part of the SLO that a ranking waits for a slice of pre-inference (worker.max_ranking_delay_ms).
-SLICE: Final = 0.2
-#: Squared coefficient of variation of service times that the bound assumes, which are gamma distributed: candidates are
-#: about as many each time, lengths are not.
-VARIATION: Final = 0.25
 #: A group is below its floor where it lacks more than this part of a worker, and gives one where its demand leaves this
 #: share of the rest free. Between the two lies what an average over minutes still wanders.
 LACK: Final = 0.05
@@ -50,8 +36,6 @@ MOST_FACTOR: Final = 3.0
 FADE_S: Final = 86_400.0
 #: How much better off an equal must be that gives a worker which it needs.
 MORE: Final = 1.25
-#: Answers of a group in a window below which it does not show that it keeps its SLO.
-ENOUGH: Final = 200
 #: Late workers whose devices are used less than this share of the wanted use are not late for lack of workers.
 IDLE: Final = 0.5
 
@@ -66,7 +50,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     factor: dict[str, float] = {}
     below_s: dict[str, float] = {}  # below its floor since
     late_s: dict[str, float] = {}  # all its workers late since
-    kept_s: dict[str, float] = {}  # its SLO kept since
+    tried: dict[str, Tried] = {}  # with fewer workers than its demand
     workers: dict[str, int] = {}
     changed_s: float = 0.0
 
@@ -84,29 +68,6 @@ class Damping:
 
 
 DAY: Final = Damping()
-
-
-def utilisation(service_ms: float, within_ms: float) -> float:
-    """The largest utilisation at which 99 of 100 of M/G/1's customers are through within_ms after they came.
-
-    A wait longer than t has about the probability ρ·exp(−y·t / s), where ρ = y / (m(y) − 1) and m is the moment
-    generating function of a service time of mean 1 (Cramér and Lundberg's bound): both fall with y.
-    """
-    room = max(0.0, within_ms - service_ms) / max(service_ms, 1e-9)
-    low, high = 0.0, 1 / VARIATION
-    for _ in range(30):
-        y = (low + high) / 2
-        use = y / (math.pow(1 - VARIATION * y, -1 / VARIATION) - 1)
-        low, high = (low, y) if use * math.exp(-y * room) <= ALLOWED_LATE else (y, high)
-    return min(MOST_USE, max(LEAST_USE, use))
-
-
-def demand_of(group: GroupSeen, scenario: Scenario) -> float:
-    """The workers that the group's traffic needs."""
-    use = utilisation(group.score_ms, (1 - SLICE) * scenario.slo_ms)
-    ranking = group.score_ms / use
-    prefix = group.prefix_ms / utilisation(group.prefix_ms, scenario.lead_ms)
-    return group.per_second * (prefix + ranking) / 1e3
 
 
 @dataclass(frozen=True)
@@ -175,14 +136,18 @@ def decide(
     settled = at_s - changed_s >= damping.settle_s
     demand = {each.name: _averaged(memory, groups[each.name], each, at_s, damping) for each in scenarios}
     late_s = _since(memory.late_s, (name for name, group in groups.items() if settled and _all_late(group)), at_s)
-    kept_s = _since(memory.kept_s, (name for name, group in groups.items() if _keeps_slo(group)), at_s)
     left = math.exp(-(at_s - memory.at_s) / FADE_S)
-    factor, needs = {}, {}
+    factor, needs, tried = {}, {}, dict(memory.tried)
     for scenario in scenarios:
         name = scenario.name
         by = 1 + (memory.factor.get(name, 1.0) - 1) * left
-        if at_s - kept_s.get(name, at_s) >= damping.patience_s and demand[name] * by > workers[name]:
-            by = max(1 / MOST_FACTOR, workers[name] / demand[name])
+        per_worker = min(demand[name], demand_of(groups[name], scenario)) / max(1, workers[name])
+        if workers[name] and per_worker * by > 1:
+            found = tried.pop(name, Tried(since_s=at_s)).and_of(groups[name], per_worker, at_s, at_s - memory.at_s)
+            if not found.is_enough or at_s - found.since_s < damping.patience_s:
+                tried[name] = found
+            elif found.keeps_slo:
+                by = max(1 / MOST_FACTOR, 1 / found.least)
         if at_s - late_s.get(name, at_s) >= damping.patience_s and _lacks_workers(groups[name], scenario):
             by = max(by, _enough(demand[name], workers[name] + 1))
         factor[name] = by
@@ -209,11 +174,12 @@ def decide(
         factor=factor,
         below_s=below_s,
         late_s=late_s,
-        kept_s=kept_s,
+        tried=tried,
         workers=workers,
         changed_s=changed_s,
     )
-    return remembered, FleetPlan(at_s=at_s, scenarios=plans, move=move)
+    shared = shared_group([Group(each.scenario, each.seen, each.floor) for each in needs.values()], seen.reserve)
+    return remembered, FleetPlan(at_s=at_s, scenarios=plans, move=move, shared=shared)
 
 
 def _averaged(memory: Memory, group: GroupSeen, scenario: Scenario, at_s: float, damping: Damping) -> float:
@@ -239,11 +205,6 @@ def _all_late(group: GroupSeen) -> bool:
     return bool(group.workers) and all(
         each.late >= FEW_LATE and each.late > ALLOWED_LATE * each.answers for each in group.workers
     )
-
-
-def _keeps_slo(group: GroupSeen) -> bool:
-    answers, late = sum(each.answers for each in group.workers), sum(each.late for each in group.workers)
-    return answers >= ENOUGH and late <= ALLOWED_LATE * answers
 
 
 def _lacks_workers(group: GroupSeen, scenario: Scenario) -> bool:

@@ -17,7 +17,7 @@ import structlog
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import verify_topics
+from relaygr_stream.bus.topics import verified_topics, verify_topics
 from relaygr_stream.errors import BrokerError, ConfigError
 from relaygr_stream.ops.planner.acting import Acting, acting
 from relaygr_stream.ops.planner.metrics import PlannerMetrics
@@ -146,8 +146,8 @@ async def run_planner(context: ProcessContext, options: PlannerOptions) -> None:
         views, tails = {}, []
         for scenario in scenarios:
             group = settings.serving(scenario.name)
-            await verify_topics(group.kafka)
-            views[scenario.name], tail = await stack.enter_async_context(listening(group, load_topics(group.kafka)))
+            topics = await verified_topics(group.kafka)
+            views[scenario.name], tail = await stack.enter_async_context(listening(group, topics))
             tails.append(tail)
         producer = await stack.enter_async_context(Producer(settings.kafka, client_id="relaygr-planner"))
         statements = PlannerStatements(settings, producer)

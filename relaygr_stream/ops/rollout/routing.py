@@ -9,7 +9,7 @@ import msgspec
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_all_routes, read_routes, write_routes
-from relaygr_stream.bus.topics import topic_exists, verify_topics
+from relaygr_stream.bus.topics import topic_exists, verified_topics
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.routes import OWN, POSITIONS, Routes, routes_topic
@@ -30,10 +30,10 @@ class Bus:
 
     async def read(self) -> Routes:
         """The newest routes; all users in the group "" where there are none. Raises BrokerError, TopicError."""
-        await verify_topics(self.settings.kafka)
+        self.topics = await verified_topics(self.settings.kafka)
         await self._reader.prepare()
         found = await read_routes(self.settings.kafka, self.topics, self._reader)
-        return found or Routes.of_one(OWN, self.topics.lanes)
+        return found or Routes.of_one(OWN, self.topics.stated or self.topics.lanes)
 
     async def scenarios_of(self, group: str) -> list[str]:
         """The scenarios whose requests the group serves. Raises BrokerError."""

@@ -18,6 +18,8 @@ from relaygr_stream.wire.worker_status import DELEGATED_PINNED, MAX_SKEW_S, THRO
 MIB = 1 << 20
 #: Age in seconds from which a worker without requests is odd.
 NEW_S: Final = 60.0
+#: A status's counter of what engine/signals.py refused by its tenant's bytes.
+OVER_QUOTA: Final = "signal_over_quota"
 S = TypeVar("S", WorkerStatus, TriggerStatus)
 #: Fewer rankings have no 99 %.
 JUDGED_FROM: Final = 100
@@ -37,7 +39,7 @@ class Oddity(NamedTuple):
 def findings(view: Overview) -> list[Oddity]:
     """What is odd, what is urgent first."""
     urgent = [Oddity(line, True) for check in (_unanswered, _slow) for line in check(view)]
-    checks = (_missing, moves, _clocks, _groups, _lanes, _versions, _bounds, _unused, _throttled, _records)
+    checks = (_missing, moves, _clocks, _groups, _lanes, _versions, _bounds, _unused, _throttled, _quotas, _records)
     found = urgent + [Oddity(line, False) for check in checks for line in check(view)]
     for scenario, _, of in view.scenarios:
         found += [each._replace(line=f"scenario {scenario}: {each.line}") for each in findings(of)]
@@ -155,7 +157,7 @@ def _lanes(view: Overview) -> Iterator[str]:
     if owned == lanes and (idle := sorted(name for name, status in serving.items() if not status.lanes)):
         yield (
             f"{', '.join(idle)}: no lane, and so no request: {len(lanes)} lanes are shared by {len(serving)} workers; "
-            f"if this lasts, give the topics more partitions (kafka.partitions)"
+            f"if this lasts, `relaygr lanes grow {2 * len(lanes)}` adds some while everything serves"
         )
     triggers = view.living_triggers().values()
     if triggers and (free := lanes - {lane for status in triggers for lane in status.lanes}):
@@ -224,6 +226,16 @@ def _throttled(view: Overview) -> Iterator[str]:
         if ms > 0:
             mend = "raise the quota of its client id or user"
             yield f"{name}: brokers throttled it for {ms / 1e3:.1f} s by a quota; {mend}"
+
+
+def _quotas(view: Overview) -> Iterator[str]:
+    """Workers on which a tenant's announced requests were beyond its bytes, in the same time."""
+    for name in view.living_workers():
+        if count := _grown(view.workers[name], lambda status: status.counters.get(OVER_QUOTA, 0.0)):
+            yield (
+                f"{name}: {count:.0f} announced requests pinned nothing, since their tenant had its max_pinned_bytes "
+                f"pinned; the worker's log names it"
+            )
 
 
 def _grown(seen: Seen[S], total: Callable[[S], float]) -> float:

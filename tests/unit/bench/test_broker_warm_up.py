@@ -22,7 +22,7 @@ async def test_a_lasting_node_carries_messages_beside_the_benchs_topics(tmp_path
     needs.kafka_home()
     told: list[str] = []
     async with local_broker("kafka", folder=tmp_path, node=LASTING_RELAY) as broker:
-        kafka = broker.kafka_settings(Kafka(prefix="bench."))
+        kafka = broker.kafka_settings(Kafka(prefix="bench.", partitions=16))
         await apply_topics(kafka)
         assert await compile_broker(kafka, told.append, seconds=1.0) >= LANES
         (java,) = [

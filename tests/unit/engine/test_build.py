@@ -20,6 +20,7 @@ from relaygr_stream.engine.executor import Executor
 from relaygr_stream.errors import CapacityError, ConfigError
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.worker_status import prefix_bytes
@@ -77,6 +78,18 @@ def test_budgets_that_cannot_hold_one_prefix_are_refused_naming_the_numbers(
         built(settings_of(**worker))
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_a_tenants_bytes_are_its_scenarios_and_hold_one_prefix() -> None:
+    feed = Scenario(name="feed", max_pinned_bytes=2 * GRANULE_BYTES)
+    others = Scenario(name="ads", max_pinned_bytes=7 * GRANULE_BYTES), Scenario(name="search")
+    fleet = msgspec.structs.replace(settings_of(), scenarios=(feed, *others))
+    for name, most in (("feed", 2 * GRANULE_BYTES), ("ads", 7 * GRANULE_BYTES), ("search", 0)):
+        settings = msgspec.structs.replace(fleet, scenario=name)
+        assert built(settings).scheduler._limits.tenant_bytes == most
+    least = msgspec.structs.replace(feed, max_pinned_bytes=2 * GRANULE_BYTES - 1)
+    with pytest.raises(CapacityError, match=r"scenario.feed.max_pinned_bytes = \d+ cannot hold one prefix of"):
+        built(msgspec.structs.replace(fleet, scenarios=(least,), scenario="feed"))
 
 
 def test_budgets_that_just_hold_one_prefix_are_taken() -> None:

@@ -17,6 +17,7 @@ from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.cli.main import main
 from relaygr_stream.ops.planner.metrics import PlannerMetrics
 from relaygr_stream.ops.planner.process import PlannerOptions, run_planner
+from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
@@ -24,7 +25,7 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.planner_status import FleetPlan, ScenarioPlan
 from relaygr_stream.wire.topic_files import load_topics
 from tests.unit.planner.test_observing import COUNTERS, status
-from tests.unit.planner.worlds import SEARCH, World
+from tests.unit.planner.worlds import SEARCH, World, group
 from tests.waiting import until
 
 FLEET = """
@@ -70,6 +71,20 @@ def test_a_recorded_day_is_told_by_its_changes(fleet: str, day: Path) -> None:
     (first,) = [line for line in lines if "proposes to move a worker from feed to search" in line][:1]
     assert "1970-01-01 00:2" in first
     assert "rankings/s" in done.output
+
+
+def test_a_recorded_day_says_when_scenarios_had_better_share_a_group(fleet: str, tmp_path: Path) -> None:
+    looks = [
+        Observation(at_s=at, groups={"feed": group(2, rate / 2, p=20.0, r=7.0), "search": group(2, rate, p=2.0, r=5.0)})
+        for at, rate in ((0.0, 5.0), (10.0, 5.0), (1000.0, 500.0))
+    ]
+    file = tmp_path / "day.ndjson"
+    file.write_bytes(b"\n".join(map(msgspec.json.encode, looks)))
+    done = run("plan", "replay", str(file), "--config", fleet)
+    first, second = (line for line in done.output.splitlines() if line.startswith("1970"))
+    assert "one group" not in first
+    assert "1970-01-01 00:16:40" in second
+    assert "; proposes one group for feed and search: they have one model and need" in second
 
 
 def test_a_recorded_day_as_lines_has_a_plan_for_each_observation(fleet: str, day: Path) -> None:
@@ -130,8 +145,8 @@ async def test_a_planner_publishes_what_it_sees_and_takes_it_back_when_it_stops(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:
     settings = Settings(kafka=embedded_settings, scenarios=(Scenario(name="feed"),))
-    group = settings.serving("feed")
-    for kafka in (settings.kafka, group.kafka):
+    feed = settings.serving("feed")
+    for kafka in (settings.kafka, feed.kafka):
         await apply_topics(kafka)
     at = [
         *(
@@ -159,12 +174,12 @@ async def test_a_planner_publishes_what_it_sees_and_takes_it_back_when_it_stops(
         nonlocal plan
         assert not planner.done(), planner
         value = encode(status("w1", 1.0, COUNTERS))
-        await producer.send_and_wait(load_topics(group.kafka).worker_status.name, value, key=b"w1")
+        await producer.send_and_wait(load_topics(feed.kafka).worker_status.name, value, key=b"w1")
         found = await shown()
         plan = json.loads(found.output)["plan"]["scenarios"] if found.exit_code == 0 else {}
         return bool(plan) and plan["feed"]["workers"] == 1
 
-    async with Producer(group.kafka, client_id="test") as producer:
+    async with Producer(feed.kafka, client_id="test") as producer:
         await until(states, "the plan has the worker")
     assert plan["feed"]["wanted"] == 1
     assert context.registry.get_sample_value("relaygr_workers_current", {"scenario": "feed"}) == 1

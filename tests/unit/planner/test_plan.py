@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.ops.planner.plan import DAY, Memory, decide, demand_of, utilisation
+from relaygr_stream.ops.planner.demand import demand_of, utilisation
+from relaygr_stream.ops.planner.plan import DAY, Memory, decide
 from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.settings.scenarios import Scenario
 from tests.unit.planner.worlds import FEED, SEARCH, World, group, rate_for

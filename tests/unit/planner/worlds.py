@@ -7,7 +7,8 @@ from functools import cache
 
 import msgspec
 
-from relaygr_stream.ops.planner.plan import Memory, decide, demand_of
+from relaygr_stream.ops.planner.demand import demand_of
+from relaygr_stream.ops.planner.plan import Memory, decide
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation, WorkerSeen
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.planner_status import FleetPlan, Move

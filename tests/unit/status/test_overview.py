@@ -142,8 +142,8 @@ def test_hits_are_those_since_we_look_on() -> None:
         ),
         (
             [worker(), worker("w3", range(0)), worker("w2", range(0)), trigger()],
-            "w2, w3: no lane, and so no request: 4 lanes are shared by 3 workers; if this lasts, give the topics "
-            "more partitions (kafka.partitions)",
+            "w2, w3: no lane, and so no request: 4 lanes are shared by 3 workers; if this lasts, `relaygr lanes "
+            "grow 8` adds some while everything serves",
         ),
         (
             [worker(lanes=range(3)), worker("new", range(0)), trigger()],  # the group has not settled yet
@@ -181,6 +181,11 @@ def test_hits_are_those_since_we_look_on() -> None:
         (
             [worker(), msgspec.structs.replace(trigger(), throttled_ms=200.0)],
             f"{trigger().name}: brokers throttled it for 0.2 s by a quota; raise the quota of its client id or user",
+        ),
+        (
+            [worker(counters=SIGNALS | {"signal_over_quota": 3.0}), trigger()],
+            "w1: 3 announced requests pinned nothing, since their tenant had its max_pinned_bytes pinned; the "
+            "worker's log names it",
         ),
         ([worker(), trigger(), worker("w2", queue_ms=-1.0)], "1 records of worker-status are ignored: invalid"),
     ],

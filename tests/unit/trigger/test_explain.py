@@ -58,7 +58,7 @@ def test_each_request_of_a_log_is_decided_on_with_the_numbers_shown(log: Path) -
         before = row["user_id"] in seen  # then the owner has most of it
         assert row["cost_ms"] == pytest.approx(row["predicted_ms"] * (NEW_SHARE if before else 1.0))
         seen.add(row["user_id"])
-        assert row["lane"] == lane_of(row["user_id"], 16)
+        assert row["lane"] == lane_of(row["user_id"], 64)
         assert row["outstanding_bytes"] + row["nbytes"] <= row["budget_bytes"]
         assert (row["owner"], row["signalled"]) == ("worker-0", None)
     assert [row["at_s"] for row in result] == [float(at) for at in range(20)]  # the log's own time

@@ -78,7 +78,7 @@ RELAYGR_{{ . | replace "." "_" | upper }}
 {{- if lt $group.replicas $least }}
 {{- fail (printf "groups.%s.replicas is %d, below min_workers = %d of fleet.scenario.%s" $name $group.replicas $least $name) }}
 {{- end }}
-{{- $_ := set $group "maxReplicas" ($group.maxReplicas | default (include "relaygr.setting" (dict "root" $ "options" $group "key" "kafka.partitions" "default" 0) | int) | default 16 | int) }}
+{{- $_ := set $group "maxReplicas" ($group.maxReplicas | default (include "relaygr.setting" (dict "root" $ "options" $group "key" "kafka.partitions" "default" 0) | int) | default 64 | int) }}
 {{- if lt $group.maxReplicas $group.replicas }}
 {{- fail (printf "groups.%s.maxReplicas is %d, below its replicas, %d" $name $group.maxReplicas $group.replicas) }}
 {{- end }}
