@@ -56,7 +56,7 @@ async def ways(day: Day, factor: float, split: Mapping[str, int]) -> list[str]:
             for arm in arms:
                 fleet = await play(arm, settings, Path(name), day, factor, split if arm == "fixed" else EVEN)
                 found[arm] = report(arm, fleet)
-                if arm != "mixed" and fleet.load.lost:
+                if fleet.load.lost:
                     missed += [f"{arm}: {fleet.load.lost} rankings lost", *fleet.load.unanswered[:10]]
     for name, least in (("oracle", OF_ORACLE), ("fixed", OF_FIXED), ("mixed", 1.0)):
         ratio = found["moving"] / found[name]
@@ -77,8 +77,8 @@ def report(arm: str, fleet: TidalFleet) -> float:
     ]
     moves = len(fleet.planned) + len(fleet.moves)
     late_ms = nearest_rank(fleet.load.sent_late_ms, 0.99)
-    lost = "" if fleet.split is None else f", {moves} moves, {fleet.load.lost} lost"
-    print(f"{arm:>8}: {mean:.1%}; {', '.join(parts)}{lost}; sent {late_ms:.0f} ms late at P99", flush=True)
+    told_of = f"{moves} moves, {fleet.load.lost} lost, sent {late_ms:.0f} ms late at P99"
+    print(f"{arm:>8}: {mean:.1%}; {', '.join(parts)}; {told_of}", flush=True)
     for at_s, move in fleet.planned:
         print(f"{'':>10}{at_s - since_s:5.0f} s, {move.source} to {move.target}: {move.reason}")
     return mean

@@ -59,7 +59,7 @@ async def run_scenarios_demo(broker: BrokerKind | None, settings: Settings, out:
             f"refused; hits {before.hits:.0%} before the first move{then}"
         )
     console.print(f"{len(fleet.planned)} moves, {fleet.verified} verified; {fleet.load.lost} rankings lost")
-    for each in fleet.load.unanswered if fleet.load.lost else ():
+    for each in fleet.load.unanswered[:10] if fleet.load.lost else ():
         console.print(f"no answer: {each}")
     draw(fleet, began_s).savefig(out, format="png")
     console.print(f"picture: {out}")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from relaygr_lab.simulate.groups import Day
 from relaygr_lab.simulate.movers import foreseen
-from relaygr_lab.tides.fleet import TidalFleet
+from relaygr_lab.tides.fleet import Moved, TidalFleet
+from relaygr_lab.tides.load import DayLoad
 from relaygr_lab.tides.traffic import CARRIED
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import Say
@@ -22,6 +23,8 @@ Arm = Literal["mixed", "fixed", "moving", "oracle"]
 EVEN: Final = {"feed": 2, "search": 2}
 #: A planner's minutes on a day of so many seconds: of an hour where it passes in a second.
 PACE_DAY_S: Final = 3600.0
+#: Of many moves, clients wait longer than a move or a rebalance takes.
+TIMEOUT_S: Final = 20.0
 #: Of a move, about, as the oracle foresees it.
 MOVE_S: Final = 8.0
 #: Rankings before the first of many moves, and after each: so long.
@@ -49,7 +52,8 @@ async def play(
         finally:
             if moving is not None:
                 moving.cancel()
-                await asyncio.wait({moving})
+                with suppress(asyncio.CancelledError):
+                    await moving
     return fleet
 
 
@@ -72,6 +76,7 @@ async def move_in_turns(
     before. Raises RelayError.
     """
     fleet, there = TidalFleet("moves", cluster, folder, day, factor, EVEN), tuple(EVEN)
+    fleet.load.timeout_s = TIMEOUT_S
     async with fleet.serving(), _load(fleet):
         await asyncio.sleep(factor * day.warm_s + BEFORE_S)
         for number in range(moves):
@@ -79,25 +84,33 @@ async def move_in_turns(
             say(f"move {number + 1} to {moved.target}: {moved.took_s:.1f} s")
             await asyncio.sleep(pause_s)
         ended_s = time.monotonic()
-    begun = [each.began_s for each in fleet.moves]
-    before = {name: fleet.load.served(name, fleet.load.begins_s, begun[0]).hits for name in EVEN}
+    return fleet, *after_each(fleet.moves, fleet.load, ended_s)
+
+
+def after_each(moves: Sequence[Moved], load: DayLoad, ended_s: float) -> tuple[dict[str, float], list[AfterMove]]:
+    """Each scenario's hits before the first move, and what came after each. ended_s: of the last one's pause."""
+    begun = [each.began_s for each in moves]
+    before = {name: load.served(name, load.begins_s, begun[0]).hits for name in load.samples}
     after = []
-    for moved, until_s in zip(fleet.moves, [*begun[1:], ended_s], strict=True):
+    for moved, until_s in zip(moves, [*begun[1:], ended_s], strict=True):
         end_s, arrived_s = min(until_s, moved.began_s + WITHIN_S), moved.began_s + moved.took_s
         hits = []
         for since_s in (moved.began_s, arrived_s):
-            found = {name: fleet.load.served(name, since_s, end_s).hits / of for name, of in before.items()}
+            found = {name: load.served(name, since_s, end_s).hits / of for name, of in before.items()}
             hits.append(statistics.mean(found.values()))
-        asked = sum(fleet.load.served(name, moved.began_s, end_s).asked for name in before)
+        asked = sum(load.served(name, moved.began_s, end_s).asked for name in before)
         after.append(AfterMove(moved.took_s, hits[0], hits[1], asked))
-    return fleet, before, after
+    return before, after
 
 
 @asynccontextmanager
 async def _load(fleet: TidalFleet) -> AsyncIterator[None]:
     """Its load meanwhile; at the end what is under way is answered."""
     stop = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        group.create_task(fleet.run(float("inf"), stop))
-        yield
-        stop.set()
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fleet.run(float("inf"), stop))
+            yield
+            stop.set()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from errors

@@ -16,9 +16,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import HITS
 from relaygr_stream.workload.driver import OnResult, Result, drive
 
-#: A client waits so long: longer than a move or a rebalance takes, so what has no answer then is lost.
-TIMEOUT_S: Final = 20.0
-#: An answer that comes later than that, within so many seconds, was late and not lost.
+#: An answer that comes after its client has stopped waiting, within so many seconds, was late and not lost.
 LATE_S: Final = 5.0
 DROPPED: Final = "relaygr_client_answers_dropped_total"
 #: Longest wait until a worker of each scenario serves.
@@ -36,14 +34,17 @@ class Served(NamedTuple):
 
 
 class DayLoad:
-    """The rankings of a day, by scenario. day: undilated; factor: of its times. pooled: without scenarios, and each is
-    due by its own SLO, for which alone its client waits."""
+    """The rankings of a day, by scenario. day: undilated; factor: of its times. pooled: without scenarios.
+
+    timeout_s: for which clients wait; None: for their SLO, so that one pool, too, knows when each is due.
+    """
 
     def __init__(self, day: Day, factor: float, *, pooled: bool) -> None:
         self.samples: dict[str, list[Sample]] = {each.scenario.name: [] for each in day.surfaces}
         self.unanswered: list[str] = []  # each ranking without an answer in time, in words
         self.sent_late_ms: list[float] = []
         self.start_s = 0.0
+        self.timeout_s: float | None = None
         self._day, self._factor, self._pooled = day, factor, pooled
         self._late_answers = 0  # to unanswered ones, after their clients had stopped waiting
 
@@ -85,7 +86,7 @@ class DayLoad:
         self, client: RelayClient, surface: Surface, seconds: float, seed: int, stop: asyncio.Event | None
     ) -> None:
         name = surface.scenario.name
-        timeout_s = self.slo_ms(name) / 1e3 if self._pooled else TIMEOUT_S
+        timeout_s = self.timeout_s or self.slo_ms(name) / 1e3
         requests = requests_of(surface, seconds, self._factor, seed, "" if self._pooled else name)
         summary = await drive(client, requests, timeout=timeout_s, on_result=self._on_result(name), stop=stop)
         self.sent_late_ms.extend(summary.late_ms)
@@ -97,7 +98,7 @@ class DayLoad:
             refused = result.error == "Overloaded" or result.detail.startswith("the deadline passed")
             latency_ms = result.latency_ms if scored else math.nan
             at_s = self.start_s + result.item.rank_at
-            sample = Sample(at_s, result.outcome in HITS, latency_ms, refused=refused or (self._pooled and not scored))
+            sample = Sample(at_s, result.outcome in HITS, latency_ms, refused=refused)
             self.samples[name].append(sample)
             if sample.lost:
                 when = f"{result.item.request.request_id}, after {result.item.rank_at:.1f} s"

@@ -12,8 +12,9 @@ from relaygr_lab.demo.scenarios import draw
 from relaygr_lab.demo.timeline import by_time
 from relaygr_lab.emulate.process import damping_at
 from relaygr_lab.rollouts import Sample
-from relaygr_lab.tides.fleet import TidalFleet
-from relaygr_lab.tides.load import served
+from relaygr_lab.tides.days import after_each
+from relaygr_lab.tides.fleet import Moved, TidalFleet
+from relaygr_lab.tides.load import DayLoad, served
 from relaygr_lab.tides.traffic import FEED, day_of, rates_of, requests_of
 
 from relaygr_stream.ops.planner.plan import DAY
@@ -66,6 +67,19 @@ def test_one_pool_has_no_scenarios_and_groups_have_theirs_in_dilated_time(tmp_pa
         ("search", 200.0, 1500.0),
     ]
     assert groups.settings.kafka.prefix == "x.moving."
+
+
+def test_hits_after_a_move_are_multiples_of_those_before_until_the_next_one() -> None:
+    load = DayLoad(TIDAL, FACTOR, pooled=False)
+    load.start_s = -load.begins_s
+    missed = {"feed": range(1, 300, 2), "search": range(100, 110)}
+    for name, samples in load.samples.items():
+        samples += [Sample(float(at), hit=at not in missed[name], latency_ms=1.0) for at in range(300)]
+    moves = [Moved(at_s, 10.0, "w", "feed", "search") for at_s in (100.0, 120.0)]
+    before, after = after_each(moves, load, 300.0)
+    assert before == {"feed": 0.5, "search": 1.0}
+    assert [each.rankings for each in after] == [40, 120], "the last one's are those of 60 s"
+    assert [(each.meanwhile, each.since) for each in after] == [(0.75, 1.0), (1.0, 1.0)]
 
 
 def test_a_planners_day_passes_faster_but_its_moves_do_not() -> None:
