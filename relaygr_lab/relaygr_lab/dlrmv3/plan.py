@@ -17,8 +17,9 @@ from relaygr_lab.bench.statistics import QUANTILE, binomial_at_most
 from relaygr_lab.dlrmv3.loadgen import CONFIDENCE, FEWEST, allowed_late
 from relaygr_lab.dlrmv3.report import Run
 
-#: The search of the largest rate: first step outwards, each further one being its square; tolerance of its bracket.
-STEP: Final = 1.4
+#: The search of the largest rate: first step outwards, which one bisection settles; each further one is its square;
+#: tolerance of the bracket.
+STEP: Final = 1.32
 WIDENING: Final = 2.0
 TOLERANCE: Final = 1.15
 #: Full-length runs that a search takes: two VALID ones, and as much as one for those that end early and the warm-ups.
@@ -65,13 +66,16 @@ def search_of(guess: float, queries: int, seconds: float, most_runs: int) -> Sea
 def payable(search: Search, queries: int, seconds: float) -> float | None:
     """The next rate of which a run takes no more than the seconds that are left; None where the search ends.
 
-    Without a VALID rate so far, it is the lowest such rate where the one to try takes too long.
+    Without a VALID rate so far it goes on, also below the search's end, to the lowest rate that these seconds pay for.
     """
-    rate, least = search.next(), queries / seconds if seconds > 0 else math.inf
-    if rate is None or rate >= least:
+    rate, least = search.next(), max(LEAST_QPS, queries / seconds) if seconds > 0 else math.inf
+    if rate is not None and rate >= least:
         return rate
-    lower = search.failed is None or least * TOLERANCE <= search.failed
-    return least if search.passed is None and lower and least < math.inf else None
+    if search.passed is not None or len(search.tried) >= search.most or least == math.inf:
+        return None
+    if search.failed is None:
+        return least
+    return max(least, search.failed / STEP**2) if least * TOLERANCE <= search.failed else None
 
 
 def slowness(walls_ms: npt.ArrayLike, device_ms: npt.ArrayLike) -> float:
@@ -89,7 +93,7 @@ def why_none(runs: Sequence[Run], low: float, queries: int, slo_ms: float) -> st
     if share <= 1 - QUANTILE:
         return f"early stopping: {late}, of {queries} only {allowed} may: give more --queries"
     below = (
-        f"lower than {low:.1f}/s the budget does not pay for"
+        f"lower than {min(low, slowest.qps):.1f}/s the budget does not pay for"
         if slowest.qps > LEAST_QPS
         else "no lower rate is searched"
     )

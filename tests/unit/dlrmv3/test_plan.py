@@ -88,7 +88,7 @@ def test_a_search_stays_within_its_time_and_finds_a_rate_that_it_can_pay_for(
         assert left >= -1e-6
     if search.passed is None:
         assert lowest > limit
-        assert lowest <= max(search.low, TOLERANCE * FEWEST / left if left > 0 else math.inf) * (1 + 1e-9)
+        assert left <= 0 or lowest <= TOLERANCE * max(LEAST_QPS, FEWEST / left) * (1 + 1e-9)
 
 
 def test_steps_widen() -> None:
