@@ -97,14 +97,15 @@ async def moves_in_a_row(moves: int, factor: float, load: float = MOVES_LOAD) ->
             settings = Settings(kafka=broker.kafka_settings(Kafka(replication=1)))
             told = await move_in_turns(moves, settings, Path(name), day, factor, PAUSE_S, print)
     fleet, before, after = told
+    lost = fleet.load.unanswered
     least, usually = min(each.since for each in after), statistics.mean(each.meanwhile for each in after)
     usual = ", ".join(f"{name} {hits:.1%}" for name, hits in before.items())
     took = [each.took_s for each in after]
     asked = sum(each.rankings for each in after)
-    print(f"{len(after)} moves of {min(took):.1f} to {max(took):.1f} s, {asked} rankings, {fleet.load.lost} lost")
+    print(f"{len(after)} moves of {min(took):.1f} to {max(took):.1f} s, {asked} rankings, {len(lost)} lost")
     then = f"from each move's arrival to the next move at least {least:.3f} of these, all the time {usually:.3f}"
     print(f"hits before: {usual}; {then}")
-    missed = [f"{fleet.load.lost} rankings lost", *fleet.load.unanswered[:10]] if fleet.load.lost else []
+    missed = [f"{len(lost)} rankings lost", *lost[:10]] if lost else []
     if least < OF_HITS:
         missed.append(f"hits fell to {least:.3f} of those before, aim {OF_HITS:g}")
     return missed

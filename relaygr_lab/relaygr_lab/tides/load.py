@@ -53,7 +53,10 @@ class DayLoad:
 
     @property
     def lost(self) -> int:
-        """Rankings that no worker has answered."""
+        """Rankings that no worker has answered, not even late; at least so many: a hedged copy's late answer counts, too.
+
+        Where clients wait for long, `unanswered` is exact.
+        """
         return max(0, len(self.unanswered) - self._late_answers)
 
     @property
