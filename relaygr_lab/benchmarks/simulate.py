@@ -250,7 +250,7 @@ def main() -> None:
     if chosen.only in (None, "forwarding"):
         missed += forwarding(FORWARDING_S, WITHIN)
     if chosen.only in (None, "lanes"):
-        missed += lanes(200, range(2))
+        missed += lanes(200, range(4))
     if chosen.only in (None, "speed"):
         costs = calibrate(settings, 1024, 108, rounds=30)
         missed += speed(load_settings([]).settings, costs, 27.0)

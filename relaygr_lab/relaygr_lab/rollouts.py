@@ -61,7 +61,7 @@ class Traffic:
 @dataclass(frozen=True)
 class Sample:
     """One ranking of the load. at_s: when it was sent, by the monotonic clock. latency_ms: NaN without scores. refused:
-    a worker answered that it cannot be in time."""
+    a worker answered that it cannot be in time, or it was too late to send it."""
 
     at_s: float
     hit: bool

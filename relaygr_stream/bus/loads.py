@@ -1,5 +1,7 @@
 """The loads of a member's lanes, in records a second over the last minutes, as it states them in its claims.
 
+All records of the group's topics count: a worker's are signals, rankings, and what others forward to it.
+
 Knows neither Kafka nor the assignment (balance.py).
 """
 

@@ -3,7 +3,7 @@
 partitions are added ─► workers and triggers own them, and go on with the others ─► the number is announced on `routes`
 
 Clients hash users over the announced number; a client that has not heard of it, over the one before. Either finds an
-owner, since no lane goes away, and mostly the same one (bus/assignor.py).
+owner, since no lane goes away, and mostly the same one (bus/balance.py).
 """
 
 from __future__ import annotations

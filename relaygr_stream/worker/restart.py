@@ -2,7 +2,7 @@
 
     file: until when every erasure was carried out ─► `worker-status` since then ─► Restore (engine/commands.py)
 
-It then asks the group for the lanes of these users (bus/assignor.py).
+It then asks the group for the lanes of these users (bus/balance.py).
 
 An entry is in the tables only once every erasure since is known, and none is forgotten while the worker is away for
 AWAY_MS: the topic keeps requests longer than that (wire/erase.py).

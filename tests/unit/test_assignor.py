@@ -125,6 +125,21 @@ def test_an_assignment_stays_when_nothing_changes(
     assert assign_lanes(lanes, claims) == first
 
 
+class _EarlierUserData(msgspec.Struct, array_like=True):
+    """A claim as a leader of an earlier release reads it."""
+
+    generation: int
+    lanes: tuple[int, ...]
+    capacity: float
+    draining: bool = False
+    warm: tuple[int, ...] = ()
+
+
+def test_a_leader_of_an_earlier_release_reads_what_it_knows() -> None:
+    said = encode_claim(MemberClaim((2, 1), 3, 0.5, draining=True, warm=(7, 1), loads=(9, 0), speed=0.1))
+    assert msgspec.msgpack.decode(said, type=_EarlierUserData) == _EarlierUserData(3, (2, 1), 0.5, True, (7, 1))
+
+
 @given(LANES, CLAIMS)
 def test_no_lane_moves_without_need(lanes: int, claims: dict[str, MemberClaim]) -> None:
     """Whoever ends with more lanes than it held gave none away."""

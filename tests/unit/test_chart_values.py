@@ -58,6 +58,7 @@ REFUSED: list[tuple[Object, str]] = [
         {"fleet": {**PLAIN["fleet"], "scenario": {"feed": {"min_workers": 3}}}, "groups": {"feed": {"replicas": 2}}},
         "groups.feed.replicas is 2, below min_workers = 3",
     ),
+    ({**FEED, "groups": {"feed": {"replicas": 0}}}, "groups.feed.replicas is 0, below min_workers = 1"),
     ({**FEED, "keda": {"enabled": True}}, "set keda.prometheus.serverAddress"),
     ({**PLAIN, "keda": {"enabled": True}}, "fleet.scenario has none"),
     (
@@ -75,6 +76,15 @@ def test_what_cannot_serve_is_refused_with_the_reason() -> None:
     errors = render(*(values for values, _ in REFUSED))
     assert [(said, error) for (_, said), error in zip(REFUSED, errors, strict=True) if said not in str(error)] == []
     assert all(isinstance(error, str) for error in errors)
+
+
+def test_a_group_that_a_rollout_left_has_no_workers_and_no_other_has_none() -> None:
+    left, none = render({**PLAIN, "groups": {"default": {"replicas": 0}, "next": {}}}, FEED)
+    assert not isinstance(left, str)
+    assert not isinstance(none, str)
+    workers = {name: each["spec"]["replicas"] for name, each in of_kind(left, "StatefulSet").items()}
+    assert workers == {"shop-worker-default": 0, "shop-worker-next": 1}
+    assert [each["spec"]["replicas"] for each in of_kind(none, "StatefulSet").values()] == [1]
 
 
 def test_the_schema_has_what_the_program_has() -> None:

@@ -19,6 +19,9 @@ from relaygr_stream.workload.driver import OnResult, Result, drive
 #: An answer that comes after its client has stopped waiting, within so many seconds, was late and not lost.
 LATE_S: Final = 5.0
 DROPPED: Final = "relaygr_client_answers_dropped_total"
+#: What DeadlineExceeded says where a worker has answered so, and where the client was too late to send: what has
+#: another reason counts as lost.
+NOT_LOST: Final = ("the deadline passed", "the timeout is", "sent ")
 #: Longest wait until a worker of each scenario serves.
 SERVES_S: Final = 90.0
 LOOK_S: Final = 0.05
@@ -94,8 +97,7 @@ class DayLoad:
     def _on_result(self, name: str) -> OnResult:
         def note(result: Result) -> None:
             scored = result.error is None
-            # Whatever else a worker may say is counted as lost.
-            refused = result.error == "Overloaded" or result.detail.startswith("the deadline passed")
+            refused = result.error == "Overloaded" or result.detail.startswith(NOT_LOST)
             latency_ms = result.latency_ms if scored else math.nan
             at_s = self.start_s + result.item.rank_at
             sample = Sample(at_s, result.outcome in HITS, latency_ms, refused=refused)

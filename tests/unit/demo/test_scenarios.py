@@ -19,7 +19,9 @@ from relaygr_lab.tides.traffic import FEED, day_of, rates_of, requests_of
 
 from relaygr_stream.ops.planner.plan import DAY
 from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.wire.messages import Outcome
 from relaygr_stream.wire.planner_status import Move
+from relaygr_stream.workload.driver import Result
 
 NAN = math.nan
 #: A day of 100 s, times ten times as long as a device's, on two devices.
@@ -43,6 +45,25 @@ def test_what_is_refused_is_not_lost_and_neither_is_within_the_slo() -> None:
     told = served(samples, 20.0, 1.0, 5.0)
     assert (told.asked, told.within, told.hits, told.refused) == (4, 0.25, 0.5, 1)
     assert [each.lost for each in samples] == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("error", "detail", "lost"),
+    [
+        (None, "", False),
+        ("Overloaded", "it cannot be done in time", False),
+        ("DeadlineExceeded", "the deadline passed after 190 ms on the worker", False),
+        ("DeadlineExceeded", "sent 300 ms late, after its timeout", False),
+        ("DeadlineExceeded", "no answer within 200 ms", True),
+        ("WorkerFailed", "a defect", True),
+    ],
+)
+def test_what_no_worker_answered_though_it_was_sent_is_lost(error: str | None, detail: str, lost: bool) -> None:
+    load = DayLoad(TIDAL, FACTOR, pooled=False)
+    item = next(requests_of(TIDAL.surfaces[0], 100.0, FACTOR, 7, "feed"))
+    outcome: Outcome | None = None if error else "hbm"
+    load._on_result("feed")(Result(item, outcome, error, detail, 1.0, None, None))
+    assert (load.lost, load.samples["feed"][0].lost, load.samples["feed"][0].hit) == (lost, lost, error is None)
 
 
 def test_requests_come_in_dilated_time_with_opposite_tides_and_users_of_their_own() -> None:

@@ -8,7 +8,7 @@ import pytest
 from relaygr_stream.bus.ages import WAY_MS, now_ms
 from relaygr_stream.cli.explain_table import as_table, summary
 from relaygr_stream.fleet import OwnerDirectory
-from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.trigger.decision import Policy
 from relaygr_stream.trigger.explain import Shadow
@@ -72,8 +72,8 @@ def test_a_user_s_features_are_a_token_in_the_bytes_of_event_and_signal() -> Non
 
 
 def test_a_delegated_request_is_explained_with_the_running_triggers_delegate() -> None:
-    """Its own choice among delegates is random, as the running trigger's is."""
-    settings = Settings()
+    """Its own choice among delegates is random, as the running trigger's is; it looks at a few lanes, all owned."""
+    settings = Settings(kafka=Kafka(partitions=4))
     topics = load_topics(settings.kafka)
     directory = OwnerDirectory(silence_ms=10_000)
     directory.take(worker_status(lane_status(lane=LANE, budget=0)))

@@ -74,8 +74,8 @@ RELAYGR_{{ . | replace "." "_" | upper }}
 {{- $scenario := index ($.Values.fleet.scenario | default dict) $name | default dict }}
 {{- $least := $scenario.min_workers | default 1 | int }}
 {{- $group := mergeOverwrite (deepCopy $.Values.workers) (deepCopy $options) }}
-{{- $_ := set $group "replicas" ($group.replicas | default $least | int) }}
-{{- if lt $group.replicas $least }}
+{{- $_ := set $group "replicas" (ternary $group.replicas $least (hasKey $group "replicas") | int) }}
+{{- if and (lt $group.replicas $least) (hasKey ($.Values.fleet.scenario | default dict) $name) }}
 {{- fail (printf "groups.%s.replicas is %d, below min_workers = %d of fleet.scenario.%s" $name $group.replicas $least $name) }}
 {{- end }}
 {{- $_ := set $group "maxReplicas" ($group.maxReplicas | default (include "relaygr.setting" (dict "root" $ "options" $group "key" "kafka.partitions" "default" 0) | int) | default 64 | int) }}
