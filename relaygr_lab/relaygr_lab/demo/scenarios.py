@@ -85,6 +85,6 @@ def draw(fleet: TidalFleet, since_s: float) -> Figure:
     as_share(shares)
     shares.set_ylabel("rankings within their SLO")
     shares.legend(loc="lower left", fontsize=9)
-    moves = [(at_s, f"to {move.target}: {move.reason.split(';')[0]}") for at_s, move in fleet.planned]
+    moves = [(at_s, move.reason.split(";")[0]) for at_s, move in fleet.planned]
     mark(workers, shares, [each for each in moves if since_s <= each[0] <= since_s + end_s], since_s)
     return figure

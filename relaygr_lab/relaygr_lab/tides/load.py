@@ -53,7 +53,7 @@ class DayLoad:
 
     @property
     def lost(self) -> int:
-        """Rankings that no worker has answered, not even late; at least so many: a hedged copy's late answer counts, too.
+        """Rankings that no worker has answered, not even late; at least: a hedged copy's late answer counts.
 
         Where clients wait for long, `unanswered` is exact.
         """
