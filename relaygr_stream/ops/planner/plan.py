@@ -17,7 +17,6 @@ import msgspec
 from relaygr_stream.ops.planner.demand import ALLOWED_LATE, MOST_USE, demand_of
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation
 from relaygr_stream.ops.planner.shared import Group, shared_group
-from relaygr_stream.ops.planner.tried import Tried
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.planner_status import FleetPlan, Move, ScenarioPlan
 
@@ -36,6 +35,8 @@ MOST_FACTOR: Final = 3.0
 FADE_S: Final = 86_400.0
 #: How much better off an equal must be that gives a worker which it needs.
 MORE: Final = 1.25
+#: Answers of a group in a window below which it does not show that it keeps its SLO.
+ENOUGH: Final = 200
 #: Late workers whose devices are used less than this share of the wanted use are not late for lack of workers.
 IDLE: Final = 0.5
 
@@ -50,7 +51,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     factor: dict[str, float] = {}
     below_s: dict[str, float] = {}  # below its floor since
     late_s: dict[str, float] = {}  # all its workers late since
-    tried: dict[str, Tried] = {}  # with fewer workers than its demand
+    kept_s: dict[str, float] = {}  # its SLO kept since
     workers: dict[str, int] = {}
     changed_s: float = 0.0
 
@@ -136,18 +137,14 @@ def decide(
     settled = at_s - changed_s >= damping.settle_s
     demand = {each.name: _averaged(memory, groups[each.name], each, at_s, damping) for each in scenarios}
     late_s = _since(memory.late_s, (name for name, group in groups.items() if settled and _all_late(group)), at_s)
+    kept_s = _since(memory.kept_s, (name for name, group in groups.items() if _keeps_slo(group)), at_s)
     left = math.exp(-(at_s - memory.at_s) / FADE_S)
-    factor, needs, tried = {}, {}, dict(memory.tried)
+    factor, needs = {}, {}
     for scenario in scenarios:
         name = scenario.name
         by = 1 + (memory.factor.get(name, 1.0) - 1) * left
-        per_worker = min(demand[name], demand_of(groups[name], scenario)) / max(1, workers[name])
-        if workers[name] and per_worker * by > 1:
-            found = tried.pop(name, Tried(since_s=at_s)).and_of(groups[name], per_worker, at_s, at_s - memory.at_s)
-            if not found.is_enough or at_s - found.since_s < damping.patience_s:
-                tried[name] = found
-            elif found.keeps_slo:
-                by = max(1 / MOST_FACTOR, 1 / found.least)
+        if at_s - kept_s.get(name, at_s) >= damping.patience_s and demand[name] * by > workers[name]:
+            by = max(1 / MOST_FACTOR, workers[name] / demand[name])
         if at_s - late_s.get(name, at_s) >= damping.patience_s and _lacks_workers(groups[name], scenario):
             by = max(by, _enough(demand[name], workers[name] + 1))
         factor[name] = by
@@ -174,7 +171,7 @@ def decide(
         factor=factor,
         below_s=below_s,
         late_s=late_s,
-        tried=tried,
+        kept_s=kept_s,
         workers=workers,
         changed_s=changed_s,
     )
@@ -205,6 +202,11 @@ def _all_late(group: GroupSeen) -> bool:
     return bool(group.workers) and all(
         each.late >= FEW_LATE and each.late > ALLOWED_LATE * each.answers for each in group.workers
     )
+
+
+def _keeps_slo(group: GroupSeen) -> bool:
+    answers, late = sum(each.answers for each in group.workers), sum(each.late for each in group.workers)
+    return answers >= ENOUGH and late <= ALLOWED_LATE * answers
 
 
 def _lacks_workers(group: GroupSeen, scenario: Scenario) -> bool:
