@@ -107,22 +107,26 @@ def test_draining_is_said_on_the_wire_and_not_by_older_members() -> None:
 
 
 @given(LANES, MEASURED, st.lists(st.integers(0, MOST_LEVEL), min_size=70, max_size=70))
-def test_an_assignment_stays_when_nothing_changes(
+def test_an_assignment_comes_to_rest_when_nothing_changes(
     lanes: int, claims: dict[str, MemberClaim], levels: list[int]
 ) -> None:
-    """At most what was unknown before moves once more."""
-    for generation in range(9, 12):
-        first = assign_lanes(lanes, claims)
+    """A lane moves once an assignment, and each move lessens what is uneven: so it ends, within a few of them."""
+    before: dict[str, frozenset[int]] | None = None
+    for generation in range(9, 40):
+        now = assign_lanes(lanes, claims)
+        if now == before:
+            return
         claims = {
             name: dataclasses.replace(
                 claim,
-                lanes=tuple(sorted(first[name])),
+                lanes=tuple(sorted(now[name])),
                 generation=generation,
-                loads=tuple(levels[lane] for lane in sorted(first[name])),
+                loads=tuple(levels[lane] for lane in sorted(now[name])),
             )
             for name, claim in claims.items()
         }
-    assert assign_lanes(lanes, claims) == first
+        before = now
+    pytest.fail("lanes move for ever")
 
 
 class _EarlierUserData(msgspec.Struct, array_like=True):
@@ -142,7 +146,8 @@ def test_a_leader_of_an_earlier_release_reads_what_it_knows() -> None:
 
 @given(LANES, CLAIMS)
 def test_no_lane_moves_without_need(lanes: int, claims: dict[str, MemberClaim]) -> None:
-    """Whoever ends with more lanes than it held gave none away."""
+    """Whoever ends with more lanes than it held gave none away, unless to whom it was warm with."""
+    claims = {name: dataclasses.replace(claim, warm=()) for name, claim in claims.items()}
     result = assign_lanes(lanes, claims)
     for member, owned in result.items():
         held = {
