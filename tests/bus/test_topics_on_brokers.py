@@ -204,8 +204,10 @@ async def test_another_lane_count_than_configured_is_refused(kafka_settings: Kaf
 @pytest.mark.parametrize("there", [{}, {"retrieval": 8, "pre-infer": 4}])
 async def test_a_cluster_keeps_its_lanes(kafka_settings: Kafka, there: dict[str, int]) -> None:
     """A cluster of a release with fewer lanes, whole or half created: nothing is refused, and nothing grows unasked."""
+    as_files_say = {topic.name.removeprefix(kafka_settings.prefix): topic for topic in load_topics(kafka_settings).all}
     for name, partitions in there.items():
-        await _create(kafka_settings, name, partitions, message_timestamp_type="LogAppendTime")
+        configs = {key.replace(".", "_"): value for key, value in as_files_say[name].configs.items()}
+        await _create(kafka_settings, name, partitions, **configs)
     lanes = min(there.values(), default=TEST_LANES)
     stated = msgspec.structs.replace(kafka_settings, partitions=lanes)
     if not there:

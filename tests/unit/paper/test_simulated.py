@@ -114,8 +114,8 @@ BY_FIRST_VISITS = ("relay-anywhere", "relay-undelegated", "relay-whole")
 
 def test_modes_change_what_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated, "REQUESTS", 100)
-    relay = run(RELAY, load=0.9, revisit=0.0)
-    others = {mode.name: run(mode, load=0.9, revisit=0.0) for mode in ABLATIONS if mode.name in BY_FIRST_VISITS}
+    relay = run(RELAY, load=1.0, revisit=0.0)
+    others = {mode.name: run(mode, load=1.0, revisit=0.0) for mode in ABLATIONS if mode.name in BY_FIRST_VISITS}
     assert others["relay-anywhere"].p99_ms != relay.p99_ms
     assert relay.decisions.get("delegated", 0) > 0
     assert set(others["relay-undelegated"].decisions) == {"admitted"}

@@ -164,7 +164,7 @@ def test_the_command_plans(tmp_path: Path) -> None:
 @pytest.mark.stack
 def test_a_plan_whose_memory_does_not_keep_the_slo_says_so_and_ends_with_1(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    many = ["--rate", "225", "--users", "15000", "--revisit", "90%", "--hit-target", "5%"]
+    many = ["--rate", "225", "--users", "30000", "--revisit", "90%", "--hit-target", "5%"]
     code, text = invoke(tmp_path, "--plan", "--json", str(out), *many)
     assert code == 1, text
     assert "until the SLO held" not in text and "the SLO held at no size" in text
