@@ -92,13 +92,12 @@ class Fleet:
         await asyncio.gather(*(self.children[name].wait_ready() for name in names))
 
     async def lanes_settled(self, *workers: str) -> None:
-        """Until these workers, and no others, own all lanes, and each its share of them."""
-        share = self.topics.lanes // len(workers)
+        """Until these workers, and no others, own all lanes, and each has some: how many, follows from their loads."""
 
         def settled() -> bool:
             serving = {name: s for name, s in self.statuses.items() if s.state == "serving" and name in workers}
             lanes = [lane.lane for status in serving.values() for lane in status.lanes]
-            shared = len(serving) == len(workers) and all(len(status.lanes) >= share for status in serving.values())
+            shared = len(serving) == len(workers) and all(status.lanes for status in serving.values())
             return shared and sorted(lanes) == list(range(self.topics.lanes))
 
         await until(settled, f"lanes of {workers}: {self.statuses}")
