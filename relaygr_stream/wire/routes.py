@@ -114,8 +114,9 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
 
     def on_trial(self, group: str) -> bool:
         """Whether the group has no users since its rollout has only begun, or went back: nobody may fall back to it."""
-        to = self.rollout or None
-        return to is not None and to.group == group and to.state != "done" and not self.share_of(group)
+        rollout = self.rollout or None
+        unfinished = rollout is not None and rollout.group == group and rollout.state != "done"
+        return unfinished and not self.share_of(group)
 
     @property
     def groups(self) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
+
 from relaygr_lab.rollouts import Sample
 from relaygr_lab.simulate.groups import Day, Surface
 from relaygr_lab.tides.traffic import requests_of
@@ -53,9 +55,10 @@ class DayLoad:
 
     @property
     def lost(self) -> int:
-        """Rankings that no worker has answered, not even late; at least: a hedged copy's late answer counts.
+        """Rankings that no worker has answered, not even late.
 
-        Where clients wait for long, `unanswered` is exact.
+        At least: a ranking that two owners of its lane have read is answered twice. Where clients wait for long,
+        `unanswered` is exact.
         """
         return max(0, len(self.unanswered) - self._late_answers)
 
@@ -76,7 +79,9 @@ class DayLoad:
 
     async def run(self, settings: Settings, seconds: float, stop: asyncio.Event | None) -> None:
         """Send them for so long, or until stopped, and wait for their answers."""
-        async with RelayClient(settings=settings) as client:
+        # Of each ranking one copy: an answer that comes late is another one's.
+        alone = replace(settings, client=replace(settings.client, hedge_ms=0))
+        async with RelayClient(settings=alone) as client:
             for surface in self._day.surfaces:
                 await client.worker_serves(SERVES_S, "" if self._pooled else surface.scenario.name)
             self.start_s = time.monotonic()
