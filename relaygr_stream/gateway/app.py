@@ -20,10 +20,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from relaygr_stream.client import RelayClient
@@ -32,6 +30,7 @@ from relaygr_stream.gateway.bodies import longest_body
 from relaygr_stream.gateway.details import Details
 from relaygr_stream.gateway.http import (
     RETRY_AFTER_S,
+    HttpRequest,
     answer,
     deadline,
     discarded,
@@ -63,12 +62,17 @@ _TRACKED: Final = re.compile(r"[\x21-\x7e]{1,128}")
 #: A stranger beyond its rate gets its answer after this: one that asks again at once takes little of the gateway.
 STRANGERS_PAUSE_S: Final = 0.25
 PAGE: Final = Path(__file__).with_name("docs.html")
+#: Of DELETE; what follows is the request's id.
+REQUESTS: Final = "/v1/requests/"
+GET: Final = ("GET", "HEAD")
+
+Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class Asked(NamedTuple):
     """An authenticated request."""
 
-    http: Request
+    http: HttpRequest
     tenant: str
     deadline_s: float | None  # by the monotonic clock
     reply: Format
@@ -103,59 +107,67 @@ class Door:
         }
         self._rates = Rates(self._limits.max_rate, of_scenarios)
         self._strangers_rates = Rates(self._limits.max_rate / STRANGERS_PART)
-        self._routes = Starlette(
-            routes=[
-                self._api("POST", "/v1/announce", self._announce),
-                self._api("POST", "/v1/rank", self._rank),
-                self._api("DELETE", "/v1/requests/{request_id:path}", self._cancel),
-                self._page("/", self._fleet, closed=True),
-                self._page("/live", self._live, closed=True),
-                self._page("/trace", self._trace, closed=True),
-                self._page("/metrics", self._scraped, closed=True),
-                self._page("/healthz", lambda _: self._check(context.why_not_live())),
-                self._page("/readyz", lambda _: self._check(context.why_not_ready())),
-                self._page("/openapi.json", lambda _: Response(self._document, media_type=JSON.media)),
-                self._page("/docs", lambda _: Response(PAGE.read_bytes(), media_type="text/html")),
-            ]
-        )
-        self._routes.router.redirect_slashes = False  # such an answer names the host that the request names
+        self._endpoints: Final[dict[str, tuple[tuple[str, ...], Endpoint]]] = {
+            "/v1/announce": (("POST",), self._api("/v1/announce", self._announce)),
+            "/v1/rank": (("POST",), self._api("/v1/rank", self._rank)),
+            REQUESTS: (("DELETE",), self._api(f"{REQUESTS}{{request_id:path}}", self._cancel)),
+            "/": (GET, self._page(self._fleet, closed=True)),
+            "/live": (GET, self._page(self._live, closed=True)),
+            "/trace": (GET, self._page(self._trace, closed=True)),
+            "/metrics": (GET, self._page(self._scraped, closed=True)),
+            "/healthz": (GET, self._page(lambda _: self._check(context.why_not_live()))),
+            "/readyz": (GET, self._page(lambda _: self._check(context.why_not_ready()))),
+            "/openapi.json": (GET, self._page(lambda _: Response(self._document, media_type=JSON.media))),
+            "/docs": (GET, self._page(lambda _: Response(PAGE.read_bytes(), media_type="text/html"))),
+        }
 
     async def application(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: strangers within their rate, and tenants, whose rate is that of their requests."""
-        http = Request(scope, receive)
-        if self._tokens.known(http) is None:
-            address = source_of(scope["client"]) if scope.get("client") else ""
-            if wait_s := self._strangers_rates.wait_s(address, time.monotonic()):
-                await asyncio.sleep(STRANGERS_PAUSE_S)
-                error = _beyond("this address, without a valid token,", self._limits.max_rate / STRANGERS_PART, wait_s)
-                self.metrics.requests.labels("strangers", "429").inc()
-                problem = Problem(error=error.error, detail=error.detail)
-                await answer(error.status, reply_format(http), problem, error.headers)(scope, receive, send)
-                return
-        await self._routes(scope, receive, send)
+        http = HttpRequest(scope, receive)
+        response = None
+        if self._tokens.known(http.authorization) is None:
+            response = await self._stranger(http, source_of(scope["client"]) if scope.get("client") else "")
+        if response is None:
+            path = REQUESTS if http.path.startswith(REQUESTS) else http.path
+            methods, endpoint = self._endpoints.get(path, (GET, None))
+            if endpoint is None:
+                response = Response("Not Found", 404, media_type="text/plain")
+            elif http.method not in methods:
+                response = Response("Method Not Allowed", 405, {"allow": ", ".join(methods)}, "text/plain")
+            else:
+                response = await endpoint(http)
+        await response(scope, receive, send)
+
+    async def _stranger(self, http: HttpRequest, address: str) -> Response | None:
+        """The answer to a stranger beyond its rate."""
+        if not (wait_s := self._strangers_rates.wait_s(address, time.monotonic())):
+            return None
+        await asyncio.sleep(STRANGERS_PAUSE_S)
+        error = _beyond("this address, without a valid token,", self._limits.max_rate / STRANGERS_PART, wait_s)
+        self.metrics.requests.labels("strangers", "429").inc()
+        return answer(error.status, reply_format(http), Problem(error=error.error, detail=error.detail), error.headers)
 
     # ---- the relay's three verbs ----
 
     async def _announce(self, asked: Asked) -> Response:
         body = await read_body(asked.http, Announce, self._limits, self._settings.relay)
-        request_id = self._request_id(body, asked.tenant)
+        request_id, group = self._request_id(body, asked.tenant)
         event = body.event(request_id, asked.tenant, await self._prefix(body, asked.tenant))
-        await self._relay.announce(event, within=trace_context(asked.http), group=_group_in(request_id))
+        await self._relay.announce(event, within=trace_context(asked.http), group=group)
         return answer(202, asked.reply, Announced(request_id=request_id))
 
     async def _rank(self, asked: Asked) -> Response:
         body = await read_body(asked.http, Rank, self._limits, self._settings.relay)
-        request_id, prefix = self._request_id(body, asked.tenant), await self._prefix(body, asked.tenant)
-        request = body.request(request_id, asked.tenant, prefix)
+        request_id, group = self._request_id(body, asked.tenant)
+        request = body.request(request_id, asked.tenant, await self._prefix(body, asked.tenant))
         left = None if asked.deadline_s is None else asked.deadline_s - time.monotonic()
-        group = _group_in(request_id)
         asking = self._relay.rank(request, timeout=left, within=trace_context(asked.http), group=group)
         ranking = await while_connected(asked.http, asking)
         return answer(200, asked.reply, Ranked.of(ranking, packed=asked.reply is MSGPACK))
 
     async def _cancel(self, asked: Asked) -> Response:
-        request_id = asked.http.path_params["request_id"]
-        user_id = asked.http.query_params.get("user_id", "")
+        request_id = asked.http.path.removeprefix(REQUESTS)
+        user_id = asked.http.parameter("user_id")
         made = _ID.fullmatch(request_id)
         if not user_id and made is None:
             raise Rejected("this id was not made by a gateway: name the user, …/v1/requests/ID?user_id=USER")
@@ -179,17 +191,21 @@ class Door:
             reference = await looked_up(self._store, body.user_id, of, within_s) or UNSET
         return {"prefix": Behaviours(), **with_version(reference)}
 
-    def _request_id(self, body: Announce | Rank, tenant: str) -> str:
+    def _request_id(self, body: Announce | Rank, tenant: str) -> tuple[str, str | None]:
+        """The stated id, or a new one, and the group of workers in it."""
         if body.request_id is not UNSET:
-            return body.request_id
+            return body.request_id, _group_in(body.request_id)
         # The scenario is the token's tenant's: the client sets it in messages, and no body has a field for it.
         group = self._relay.group_of(body.user_id, self._relay.scenario_of(tenant))
-        return f"{secrets.token_hex(8)}-{self._relay.lane(body.user_id, group)}" + (f"-{group}" if group else "")
+        made = f"{secrets.token_hex(8)}-{self._relay.lane(body.user_id, group)}" + (f"-{group}" if group else "")
+        return made, group
 
     # ---- the door ----
 
-    def _api(self, method: str, path: str, verb: Callable[[Asked], Awaitable[Response]]) -> Route:
-        async def endpoint(http: Request) -> Response:
+    def _api(self, path: str, verb: Callable[[Asked], Awaitable[Response]]) -> Endpoint:
+        seconds = self.metrics.seconds.labels(path)
+
+        async def endpoint(http: HttpRequest) -> Response:
             started = time.monotonic()
             reply, tenant = reply_format(http), None
             try:
@@ -201,7 +217,7 @@ class Door:
             except RelayError as error:
                 if isinstance(error, Rejected):
                     self._count_refused(http, tenant, 400)
-                response = failure(error, reply, http.url.path, self._details)
+                response = failure(error, reply, http.path, self._details)
             except ClientDisconnect:
                 response = Response(status_code=499)  # the client has left
             finally:
@@ -209,14 +225,14 @@ class Door:
                     self._leave(tenant)
             stated = http.headers.get(REQUEST_ID_HEADER, "")
             tracked = stated if _TRACKED.fullmatch(stated) else secrets.token_hex(8)
-            response.headers[REQUEST_ID_HEADER] = tracked
+            response.raw_headers.append((REQUEST_ID_HEADER.encode(), tracked.encode()))
             self.metrics.requests.labels(path, str(response.status_code)).inc()
-            self.metrics.seconds.labels(path).observe(time.monotonic() - started)
+            seconds.observe(time.monotonic() - started)
             return response
 
-        return Route(path, endpoint, methods=[method])
+        return endpoint
 
-    async def _refusal(self, http: Request, error: RequestRefused, reply: Format) -> Response:
+    async def _refusal(self, http: HttpRequest, error: RequestRefused, reply: Format) -> Response:
         """The answer to a refused request. An honest client's connection, whose body can be read, stays open."""
         try:
             if "connection" in error.headers and error.status not in {401, 408} and await discarded(http, self._limits):
@@ -225,12 +241,12 @@ class Door:
             return Response(status_code=499)
         return answer(error.status, reply, Problem(error=error.error, detail=error.detail), error.headers)
 
-    def _enter(self, http: Request) -> str:
+    def _enter(self, http: HttpRequest) -> str:
         """The tenant, with a place taken that `_leave` gives back. Raises Refused."""
-        tenant = self._tokens.tenant(http)
+        tenant = self._tokens.tenant(http.authorization)
         self._within_rate(tenant)
         why_not = None
-        if not http.state.known(tenant):
+        if not http.known_as(tenant):
             why_not = "open connections of this tenant are too many for its gateway.max_requests"
         elif self._open[tenant] >= self._limits.max_requests:
             why_not = f"{self._limits.max_requests} requests of this tenant are under way (gateway.max_requests)"
@@ -245,10 +261,10 @@ class Door:
         if wait_s := self._rates.wait_s(tenant, time.monotonic()):
             raise _beyond("this tenant", self._rates.most(tenant), wait_s)
 
-    def _count_refused(self, http: Request, tenant: str | None, status: int) -> None:
+    def _count_refused(self, http: HttpRequest, tenant: str | None, status: int) -> None:
         if tenant is not None and status != 429:
             stated = min(stated_length(http), most_dropped(self._limits))  # read or not: what is dropped costs as well
-            size = max(stated, getattr(http.state, "body_bytes", 0))
+            size = max(stated, http.body_bytes)
             self._rates.refused(tenant, size, time.monotonic())
 
     def _leave(self, tenant: str) -> None:
@@ -257,13 +273,11 @@ class Door:
 
     # ---- pages ----
 
-    def _page(
-        self, path: str, make: Callable[[Request], Response | Awaitable[Response]], *, closed: bool = False
-    ) -> Route:
-        async def endpoint(http: Request) -> Response:
+    def _page(self, make: Callable[[HttpRequest], Response | Awaitable[Response]], *, closed: bool = False) -> Endpoint:
+        async def endpoint(http: HttpRequest) -> Response:
             try:
                 if closed:
-                    self._within_rate(self._tokens.tenant(http, browser=True))
+                    self._within_rate(self._tokens.tenant(http.authorization, browser=True))
                 made = make(http)
                 response = made if isinstance(made, Response) else await made
             except RequestRefused as error:
@@ -271,26 +285,26 @@ class Door:
             response.headers["cache-control"] = "no-store"
             return response
 
-        return Route(path, endpoint, methods=["GET"])
+        return endpoint
 
-    async def _fleet(self, http: Request) -> Response:
+    async def _fleet(self, http: HttpRequest) -> Response:
         """What `relaygr status` shows, as a page; as JSON where that is asked for."""
         if JSON.media in http.headers.get("accept", ""):
             return Response(self._board.json(), media_type=JSON.media)
         return Response(await self._board.page(), media_type="text/html", headers=HEADERS)
 
-    async def _live(self, _: Request) -> Response:
+    async def _live(self, _: HttpRequest) -> Response:
         return Response(await self._board.live(), media_type="text/html", headers=HEADERS)
 
-    async def _trace(self, http: Request) -> Response:
+    async def _trace(self, http: HttpRequest) -> Response:
         """A request of the caller's own tenant."""
-        tenant = self._tokens.tenant(http, browser=True) or self._settings.client.tenant
-        made = _ID.fullmatch(http.query_params.get("id", ""))
+        tenant = self._tokens.tenant(http.authorization, browser=True) or self._settings.client.tenant
+        made = _ID.fullmatch(http.parameter("id"))
         own = made is not None and not made[2] and int(made[1]) < self._board.view.topics.lanes
         lanes = [int(made[1])] if made and own else []
-        return Response(await self._board.trace(http.url.query, lanes, tenant), media_type="text/html", headers=HEADERS)
+        return Response(await self._board.trace(http.query, lanes, tenant), media_type="text/html", headers=HEADERS)
 
-    def _scraped(self, http: Request) -> Response:
+    def _scraped(self, http: HttpRequest) -> Response:
         status, headers, body = self._exposition.page("", http.headers.get("accept", ""), "", time.monotonic())
         return Response(body, int(status[:3]), dict(headers))
 

@@ -74,14 +74,13 @@ class _Reader:
     def history(self, name: str, raw: _History, limit: str, relay: Relay, item_bytes: int) -> History:
         """A history's arrays, packed. item_bytes: of an item id that comes packed."""
         parts = {"items": raw.items, "actions": raw.actions, "times": raw.times}
-        for part in parts.values():  # all of them first: converting a history that is too long would be in vain
-            _bound(relay, limit, self._count(part))
+        listed = {part: self._count(array) for part, array in parts.items()}
+        _bound(relay, limit, max(listed.values()))  # first: converting a history that is too long would be in vain
         arrays: dict[str, Any] = {
             part: self._array(f"{name}.{part}", f"{name}: {part}", parts[part], _PACK[part]) for part in parts
         }
         _bound(relay, limit, len(arrays["actions"]))
-        packed = not self._count(raw.items)
-        if packed and len(arrays["items"]) != item_bytes * len(arrays["actions"]):
+        if not listed["items"] and len(arrays["items"]) != item_bytes * len(arrays["actions"]):
             count = f"{len(arrays['actions'])} actions"
             raise Rejected(
                 f"{name}: items, actions and times must be parallel arrays; {len(arrays['items'])} bytes of items "
@@ -109,10 +108,10 @@ class _Reader:
 
     def _count(self, raw: Raw) -> int:
         """Elements of a list, without a look at them; 0: not a list."""
-        data = bytes(raw)
+        data = memoryview(raw)
         kind = data[0] if data else 0
         if self._json:
-            return data.count(b",") + 1 if kind == ord("[") else 0
+            return bytes(data).count(b",") + 1 if kind == ord("[") else 0
         if kind in (0xDC, 0xDD):  # MessagePack: array 16, array 32
             return int.from_bytes(data[1 : 3 if kind == 0xDC else 5], "big")
         return kind & 0x0F if kind & 0xF0 == 0x90 else 0

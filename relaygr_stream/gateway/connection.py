@@ -100,9 +100,6 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """asyncio: parse it in pieces of what may come, and do not wait for the rest of a body that nobody reads."""
         self._unset_keepalive_if_required()
-        in_body = not self._in_head
-        if self._in_head:
-            self._arm("head")
         rest = memoryview(data)
         while rest and not self.transport.is_closing():
             piece, rest = rest[: self._room + 1], rest[self._room + 1 :]
@@ -111,7 +108,7 @@ class HttpConnection(HttpToolsProtocol):
                 self._feed(piece)
             if self._room < 0:
                 self._too_much()
-        if in_body and not self._under_way:  # the keep-alive timer ended with these data
+        if not self._under_way:  # a head is not complete, or what came is the rest of an unread body
             self._arm("head")
 
     def pause_writing(self) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 import structlog
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive, Scope
 
 from relaygr_stream.errors import (
     BrokerError,
@@ -58,25 +60,57 @@ STATUSES: Final[tuple[tuple[type[RelayError], int, str], ...]] = (
 _AGAIN: Final = (429, 503)
 
 
-async def read_body(http: Request, kind: type[B], limits: Gateway, relay: Relay) -> B:
+class HttpRequest:
+    """A request: its head, and how much of its body has been read. headers: of fields of one name the first counts."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.method: Final[str] = scope["method"]
+        self.path: Final[str] = scope["path"]
+        self.query: Final[str] = scope["query_string"].decode("latin-1")
+        self.headers: Final[dict[str, str]] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
+        }
+        self.media: Final = self.headers.get("content-type", JSON.media).partition(";")[0].strip().lower()
+        self.known_as: Final[Callable[[str], bool]] = scope["state"]["known"]  # connections.py
+        self.receive: Final = receive
+        self.body_read = False
+        self.body_bytes = 0  # that were kept
+
+    @property
+    def authorization(self) -> str:
+        """The header of this name; empty: there is none."""
+        return self.headers.get("authorization", "")
+
+    def parameter(self, name: str) -> str:
+        """Of the query; empty: it has none of this name."""
+        return dict(parse_qsl(self.query)).get(name, "")
+
+    async def next_part(self) -> bytes:
+        """What comes next of the body. Raises ClientDisconnect."""
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        self.body_read = not message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        return part
+
+
+async def read_body(http: HttpRequest, kind: type[B], limits: Gateway, relay: Relay) -> B:
     """The decoded body. Raises Refused, Rejected."""
-    media = http.headers.get("content-type", JSON.media).partition(";")[0].strip().lower()
-    form, most = FORMATS.get(media), limits.max_body_bytes
+    form, most = FORMATS.get(http.media), limits.max_body_bytes
     if form is None or http.headers.get("content-encoding", "identity") != "identity":
         send = f"send {' or '.join(FORMATS)}, uncompressed"
-        if media == "application/x-www-form-urlencoded":  # a page of any host may send it without asking
+        if http.media == "application/x-www-form-urlencoded":  # a page of any host may send it without asking
             send += f"; curl states it with -H 'content-type: {JSON.media}'"
-        raise RequestRefused(415, "unsupported", f"content type {printable(media)}: {send}")
+        raise RequestRefused(415, "unsupported", f"content type {printable(http.media)}: {send}")
     data = bytearray()
     try:
         async with asyncio.timeout(limits.read_ms / 1e3):
             if stated_length(http) <= most:
-                async for chunk in _rest(http):
-                    data += chunk
-                    http.state.body_bytes = len(data)
-                    if len(data) > most:
-                        break
-                else:
+                while not http.body_read and len(data) <= most:
+                    data += await http.next_part()
+                    http.body_bytes = len(data)
+                if len(data) <= most:
                     return decoded(data, form, kind, relay)
     except TimeoutError:
         took = f"the body did not come within {limits.read_ms:g} ms"
@@ -91,7 +125,7 @@ def most_dropped(limits: Gateway) -> int:
     return 2 * limits.max_body_bytes
 
 
-async def discarded(http: Request, limits: Gateway) -> bool:
+async def discarded(http: HttpRequest, limits: Gateway) -> bool:
     """Read a body that nobody wants; False: it is too long, slow, or waits to be asked for. Raises ClientDisconnect.
 
     A connection closed before its body is read is reset, and the client may lose the answer.
@@ -101,50 +135,43 @@ async def discarded(http: Request, limits: Gateway) -> bool:
         return False
     with suppress(TimeoutError):
         async with asyncio.timeout(limits.read_ms / 1e3):
-            async for chunk in _rest(http):
-                left -= len(chunk)
-                if left < 0:
-                    return False
-            return True
+            while not http.body_read and left >= 0:
+                left -= len(await http.next_part())
+            return left >= 0
     return False
 
 
-async def _rest(http: Request) -> AsyncIterator[bytes]:
-    """What has not been read of the body. Raises ClientDisconnect."""
-    while not getattr(http.state, "body_read", False):
-        message = await http.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        http.state.body_read = not message.get("more_body", False)
-        yield message.get("body", b"")
-
-
-def stated_length(http: Request) -> int:
+def stated_length(http: HttpRequest) -> int:
     """Bytes of the body by its head; 0: it does not say."""
     length = http.headers.get("content-length", "")
     return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0
 
 
-async def while_connected(http: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
     """The result of the work, which is cancelled when the client leaves: that raises ClientDisconnect.
 
     Only for a request whose body has been read.
     """
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(http))
+    working = asyncio.current_task()
+    assert working is not None
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        left = True
+        working.cancel()
+
+    watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        return await work
+    except asyncio.CancelledError:
+        if left and not working.uncancel():  # else the process ends, too
+            raise ClientDisconnect from None
+        raise
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _left(http: Request) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+        watching.cancel()
 
 
 def failure(error: RelayError, reply: Format, path: str, details: Details) -> Response:
@@ -163,16 +190,16 @@ def answer(status: int, form: Format, body: msgspec.Struct, headers: dict[str, s
     return Response(form.encode(body), status, headers, form.media)
 
 
-def reply_format(http: Request) -> Format:
+def reply_format(http: HttpRequest) -> Format:
     """The format of the answer: one that the client accepts; otherwise that of its body."""
     accepted = http.headers.get("accept", "")
     for media, form in FORMATS.items():
         if media in accepted:
             return form
-    return FORMATS.get(http.headers.get("content-type", "").partition(";")[0].strip().lower(), JSON)
+    return FORMATS.get(http.media, JSON)
 
 
-def deadline(http: Request, started: float) -> float | None:
+def deadline(http: HttpRequest, started: float) -> float | None:
     """The monotonic time after which the answer is useless; None: the client states none. Raises Refused."""
     stated = http.headers.get(TIMEOUT_HEADER)
     if stated is None:
@@ -187,6 +214,6 @@ def deadline(http: Request, started: float) -> float | None:
     return started + milliseconds / 1e3
 
 
-def trace_context(http: Request) -> list[tuple[str, bytes]]:
+def trace_context(http: HttpRequest) -> list[tuple[str, bytes]]:
     """The trace context in the request's headers; empty: none."""
     return trace_headers([(name, value.encode()) for name in TRACE_HEADERS if (value := http.headers.get(name))])

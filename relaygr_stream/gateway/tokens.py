@@ -7,8 +7,6 @@ import hashlib
 import re
 from typing import Final
 
-from starlette.requests import Request
-
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.schema import Gateway
 from relaygr_stream.settings.section import LABEL
@@ -65,20 +63,20 @@ class TenantTokens:
                 f"best in a file that RELAYGR_GATEWAY_TOKENS_FILE names"
             )
 
-    def tenant(self, request: Request, *, browser: bool = False) -> str:
-        """The tenant of a request. browser: its password prompt is accepted, too. Raises Refused."""
-        tenant = self.known(request, browser=browser)
+    def tenant(self, authorization: str, *, browser: bool = False) -> str:
+        """The tenant of a request with this header. browser: its password prompt is accepted, too. Raises Refused."""
+        tenant = self.known(authorization, browser=browser)
         if tenant is None:
             challenge = "Basic" if browser else "Bearer"
             headers = {"www-authenticate": f'{challenge} realm="relaygr"'}
             raise RequestRefused(401, "unauthorized", "no valid bearer token", headers)
         return tenant
 
-    def known(self, request: Request, *, browser: bool = True) -> str | None:
+    def known(self, authorization: str, *, browser: bool = True) -> str | None:
         """As `tenant`; None: a stranger."""
         if not self._tenants:
             return ""
-        scheme, _, value = request.headers.get("authorization", "").partition(" ")
+        scheme, _, value = authorization.partition(" ")
         token = value.strip()
         if scheme.lower() == "basic" and browser:
             try:

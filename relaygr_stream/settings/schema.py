@@ -109,6 +109,8 @@ class Relay(Section, frozen=True, kw_only=True):
 
         Example: "6 suffix behaviours, the limit is 5 (relay.max_suffix_tokens)".
         """
+        if prefix <= self.max_prefix_tokens and suffix <= self.max_suffix_tokens and candidates <= self.max_candidates:
+            return None  # the common case
         for what, count, name in (
             ("prefix behaviours", prefix, "max_prefix_tokens"),
             ("suffix behaviours", suffix, "max_suffix_tokens"),

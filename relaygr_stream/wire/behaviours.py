@@ -159,6 +159,8 @@ def pack(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> bytes:
 def pack_ids(values: npt.ArrayLike, name: str, *, wide: bool = False) -> bytes:
     """Item ids within 0…MAX_ITEM, packed as uint32, or all as int64 where one is larger, or if `wide`. Raises as
     `pack`."""
+    if isinstance(values, np.ndarray) and values.dtype == ITEM_DTYPE and values.ndim == 1 and not wide:
+        return values.tobytes()  # each fits
     array = _integers(values, name, 0, MAX_ITEM)
     wide = wide or bool(array.size and array.max() > np.iinfo(ITEM_DTYPE).max)
     return array.astype(WIDE_ITEM_DTYPE if wide else ITEM_DTYPE).tobytes()
