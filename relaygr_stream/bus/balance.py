@@ -123,17 +123,16 @@ def _weights(lanes: int, loads: Mapping[int, float], before: int) -> list[float]
 
 def _shares(claims: Mapping[str, MemberClaim]) -> dict[str, float]:
     """Each member's relative share."""
-    speeds = sorted(claim.speed for claim in claims.values() if claim.speed)
-    usual = median_low(speeds) if speeds else 1.0
-    return {
-        member: claim.capacity * (_against(claim.speed, usual) if claim.speed else 1.0)
-        for member, claim in claims.items()
-    }
+    counted = counted_speeds([claim.speed for claim in claims.values()])
+    return {member: claim.capacity * speed for (member, claim), speed in zip(claims.items(), counted, strict=True)}
 
 
-def _against(speed: float, usual: float) -> float:
-    steps = round(STEPS_AN_OCTAVE * (math.log2(speed) - math.log2(usual)))
-    return math.exp2(max(-MOST_STEPS, min(MOST_STEPS, steps)) / STEPS_AN_OCTAVE)
+def counted_speeds(speeds: Sequence[float]) -> list[float]:
+    """What each speed counts, against the median's; 0: unknown, and counts as the median's."""
+    known = [speed for speed in speeds if speed]
+    usual = math.log2(median_low(known)) if known else 0.0
+    steps = (round(STEPS_AN_OCTAVE * (math.log2(speed) - usual)) if speed else 0 for speed in speeds)
+    return [math.exp2(max(-MOST_STEPS, min(MOST_STEPS, each)) / STEPS_AN_OCTAVE) for each in steps]
 
 
 class _Scales:

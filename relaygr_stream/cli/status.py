@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ from relaygr_stream.settings.schema import Settings
 if TYPE_CHECKING:
     from relaygr_stream.ops.status.overview import Overview
     from relaygr_stream.wire.assignments import Assignments
-    from relaygr_stream.wire.routes import Routes
 
 
 @click.command(name="status")
@@ -79,7 +77,7 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
             topic.name,
             view.reader,
             exists,
-            partial(_take, view),
+            view.take_routes,
         )
         await routes.start()
         stack.push_async_callback(routes.stop)
@@ -105,10 +103,6 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
                 while True:
                     await tail.listen(1.0)
                     screen.update(render(view), refresh=True)
-
-
-def _take(view: Overview, routes: Mapping[str, Routes]) -> None:
-    view.routes = routes.get("")
 
 
 def _assign(view: Overview, assignments: Assignments | None) -> None:

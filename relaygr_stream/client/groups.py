@@ -23,7 +23,7 @@ from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
-from relaygr_stream.wire.routes import OWN, POSITIONS, Routes, group_settings, routes_topic
+from relaygr_stream.wire.routes import OWN, POSITIONS, Routes, announced_lanes, group_settings, routes_topic
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 
@@ -161,8 +161,7 @@ class Groups:
     def _on_routes(self, routes: Mapping[str, Routes]) -> None:
         self._routes = routes
         self._metrics.route_share.clear()
-        parts = [part for each in routes.values() for part in each.parts]
-        self._lanes = {part.group: max(each.lanes for each in parts if each.group == part.group) for part in parts}
+        self._lanes = announced_lanes(routes)
         for group, count in self._lanes.items():
             known = self._topics.get(group)
             if known is None or count == known.lanes:
@@ -178,7 +177,7 @@ class Groups:
             self._keeping.pop(group).cancel()
         for group in self._lanes.keys() - self._keeping.keys() - {OWN}:
             self._keeping[group] = self._background.start(self._keep(group))
-        for part in parts:
+        for part in (part for each in routes.values() for part in each.parts):
             self._metrics.route_share.labels(part.group or "default").set(part.share / POSITIONS)
 
     async def _wait_until_reached(self) -> None:

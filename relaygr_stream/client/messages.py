@@ -123,6 +123,11 @@ class MessageClient:
         return None if self._connection is None else self._connection.trouble
 
     @property
+    def topics(self) -> TopicSet:
+        """Those of its settings, with as many lanes as it goes by now; nobody else changes them."""
+        return self._topics
+
+    @property
     def in_flight(self) -> int:
         """Calls of rank() without an answer yet."""
         return len(self._answers)

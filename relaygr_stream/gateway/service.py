@@ -31,9 +31,9 @@ async def run_gateway(context: ProcessContext) -> None:
     topics = await verified_topics(settings.kafka)
     reader = StatusReader.of(settings, topics)
     await reader.prepare()
-    board = Board(settings, topics, reader, links='<a href="docs">API</a> <a href="metrics">metrics</a>')
     name = f"gateway-{socket.gethostname()}-{os.getpid()}"
     relay = RelayClient(settings=settings, client_id=name, registry=context.registry)
+    board = Board(settings, relay.topics, reader, links='<a href="docs">API</a> <a href="metrics">metrics</a>')
     status = topics.worker_status.name
     tail = TopicTail(settings.kafka, status, [0], "recent", board.view.on_records, pause_s=STATUS_PAUSE_S)
     store = open_store(settings.history) if settings.history.store else None

@@ -222,6 +222,12 @@ def with_newer(record: Record, reader: StatusReader, known: Mapping[str, Routes]
     return known if before is not None and found.epoch < before.epoch else {**known, scenario: found}
 
 
+def announced_lanes(routes: Mapping[str, Routes]) -> dict[str, int]:
+    """The numbers of lanes that clients go by, by group."""
+    parts = [part for each in routes.values() for part in each.parts]
+    return {part.group: max(each.lanes for each in parts if each.group == part.group) for part in parts}
+
+
 def newest_routes(records: Iterable[Record], reader: StatusReader, known: Routes | None = None) -> Routes | None:
     """As `with_newer`, of the requests that are of no scenario; None: there are none."""
     every: Mapping[str, Routes] = {} if known is None else {"": known}

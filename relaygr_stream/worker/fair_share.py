@@ -7,11 +7,13 @@ Knows neither Kafka nor the device.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Final, Protocol
 
-from relaygr_stream.bus.balance import START, STEPS_AN_OCTAVE
+from relaygr_stream.bus.balance import START, STEPS_AN_OCTAVE, counted_speeds
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.telemetry.clocks import Clock
+from relaygr_stream.wire.messages import WorkerStatus
 
 #: The interval of looks at what workers state.
 LOOK_S: Final = 5.0
@@ -34,6 +36,18 @@ def stated_speed(stated: float, measured: float) -> float:
     return stated if stated / NEWS <= measured <= stated * NEWS else measured
 
 
+def speed_of(status: WorkerStatus) -> float:
+    """Of its stated costs; 0: they are not known yet."""
+    cost_ms = status.costs.full_ms(TOKENS, CANDIDATES)
+    return 1e3 / cost_ms if cost_ms > 0 else 0.0
+
+
+def fair_busy_share(workers: Collection[WorkerStatus]) -> float:
+    """The busy share of each of these if their work were shared out by their speeds; there must be one."""
+    speeds = counted_speeds([speed_of(each) for each in workers])
+    return sum(speed * each.busy_share for speed, each in zip(speeds, workers, strict=True)) / sum(speeds)
+
+
 class LaneMember(Protocol):
     """The member of the group that is asked (bus/lanes.py: LaneConsumer)."""
 
@@ -44,13 +58,24 @@ class LaneMember(Protocol):
 
 
 class FairShare:
-    """name: the worker's. peers: what all workers state. fixed: its weight is set by hand, so it states no speed."""
+    """name: the worker's. peers: what all workers state. fixed: its weight is set by hand, so it states no speed.
+
+    averaging: multiplies ASK_S (relay.averaging).
+    """
 
     def __init__(
-        self, name: str, peers: OwnerDirectory, member: LaneMember, *, fixed: bool, clock: Clock = time.monotonic
+        self,
+        name: str,
+        peers: OwnerDirectory,
+        member: LaneMember,
+        *,
+        fixed: bool,
+        averaging: float = 1.0,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._name, self._peers, self._member = name, peers, member
         self._fixed = fixed
+        self._ask_s = averaging * ASK_S
         self._clock = clock
         self._looked = clock()
         self._cost_ms: float | None = None  # averaged over ASK_S
@@ -68,15 +93,15 @@ class FairShare:
         if (own := serving.get(self._name)) is None:
             return
         now = self._clock()
-        part = min(1.0, (now - self._looked) / ASK_S)
+        part = min(1.0, (now - self._looked) / self._ask_s)
         self._looked = now
-        cost_ms = own.costs.full_ms(TOKENS, CANDIDATES)
-        if cost_ms > 0 and not self._fixed:
+        if (speed := speed_of(own)) and not self._fixed:
+            cost_ms = 1e3 / speed
             self._cost_ms = cost_ms if self._cost_ms is None else self._cost_ms + part * (cost_ms - self._cost_ms)
             self._member.speed = stated_speed(self._member.speed, 1e3 / self._cost_ms)
         self._own += part * (own.busy_share - self._own)
-        self._all += part * (sum(each.busy_share for each in serving.values()) / len(serving) - self._all)
-        if now - self._began >= ASK_S * self._pauses and self._own > max(LEAST_BUSY, (1.0 + START) * self._all):
+        self._all += part * (fair_busy_share(serving.values()) - self._all)
+        if now - self._began >= self._ask_s * self._pauses and self._own > max(LEAST_BUSY, (1.0 + START) * self._all):
             self._began = now
             self._pauses = min(MOST_PAUSES, 2 * self._pauses)
             self._member.rebalance()

@@ -8,12 +8,14 @@ import uuid
 from pathlib import Path
 
 import msgspec
+import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from confluent_kafka import Producer as ForeignProducer
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
+from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.ops.lane_growth import grow_lanes
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.codec import decode, encode
@@ -22,6 +24,8 @@ from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITI
 from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.workload.driver import drive
 from tests.e2e.fleet import Results, serving_fleet, traffic
+from tests.e2e.test_fleet_page import dashboard
+from tests.e2e.test_gateway import ask
 from tests.waiting import until
 
 LANES, MORE = 4, 16
@@ -102,3 +106,23 @@ async def test_lanes_grow_while_everything_serves(kafka_settings: Kafka, tmp_pat
             assert after.errors() == {}
             assert any(result.outcome != "full" for result in after.by_id.values())
     assert said[-1] == f"announced: clients go by {MORE} lanes, {LANES} before"
+
+
+@pytest.mark.stack
+async def test_boards_learn_of_lanes_that_were_added(kafka_settings: Kafka, tmp_path: Path) -> None:
+    """A gateway's page and `relaygr dashboard`, which both started before."""
+    await apply_topics(msgspec.structs.replace(kafka_settings, partitions=LANES))
+    kafka = msgspec.structs.replace(kafka_settings, partitions=0)
+    async with serving_fleet(kafka, tmp_path, "w1") as fleet, dashboard(tmp_path) as page:
+        (port,) = free_ports(1)
+        fleet.start("gateway", "gateway", f"gateway.port={port}")
+        await fleet.ready("gateway")
+        dashboard_port = int(page.rstrip("/").rpartition(":")[2])
+
+        async def say(lanes: int) -> bool:
+            boards = [await ask(each, "GET", "/") for each in (port, dashboard_port)]
+            return [board["lanes"] for board in boards] == [lanes, lanes]
+
+        await until(lambda: say(LANES), "both boards have the lanes that there were")
+        await grow_lanes(fleet.settings, "", MORE, lambda _: None)
+        await until(lambda: say(MORE), "both boards have more lanes")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 from typing import Final
 
+from relaygr_stream.bus.routes import RoutesTail
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
-from relaygr_stream.bus.topics import verified_topics
+from relaygr_stream.bus.topics import topic_exists, verified_topics
 from relaygr_stream.ops.dashboard.board import HEADERS, Board
 from relaygr_stream.ops.dashboard.trace import WITHIN_S
 from relaygr_stream.settings.schema import Settings
@@ -25,6 +27,7 @@ from relaygr_stream.telemetry.pages import (
     serve_one,
 )
 from relaygr_stream.telemetry.printable import Say
+from relaygr_stream.wire.routes import routes_topic
 from relaygr_stream.wire.worker_status import StatusReader
 
 HOST: Final = "127.0.0.1"
@@ -52,13 +55,17 @@ async def run_dashboard(settings: Settings, port: int, on_ready: Say) -> None:
 
     advice = "give another --port (0: any free one)"
     listener = Listener("dashboard", HOST, port, serve, MAX_CLIENTS, GRACE_S, REQUEST_S, advice)
-    status = topics.worker_status.name
+    status, said = topics.worker_status.name, routes_topic(topics)
+    exists = partial(topic_exists, settings.kafka, said)
+    routes = RoutesTail(settings.kafka, said.name, reader, exists, board.view.take_routes)
     try:
         async with TopicTail(
             settings.kafka, status, [0], "recent", board.view.on_records, pause_s=STATUS_PAUSE_S
         ) as tail:
             board.view.live = True
             background.watch(tail.failed)
+            await routes.start()
+            background.start(routes.run())
             on_ready(f"http://{HOST}:{listener.port}/")
             await background.until(listener.run())
     finally:

@@ -7,7 +7,7 @@ by the brokers' clock, never by a sender's: one clock that is hours off hides no
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.assignments import Assignments
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.records import Record, kind_of
-from relaygr_stream.wire.routes import Routes
+from relaygr_stream.wire.routes import OWN, Routes, announced_lanes
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND, TriggerStatus, read_trigger
 from relaygr_stream.wire.worker_status import StatusReader, Tombstone
@@ -144,6 +144,14 @@ class Overview:
         elif found is not None:
             _put(self.workers, found, received_s, record.timestamp_ms, self.reader.most_names)
             self._follow(found, written_s)
+
+    def take_routes(self, routes: Mapping[str, Routes]) -> None:
+        """These are the newest, by scenario. Lanes that were added count once they are announced."""
+        self.routes = routes.get("")
+        lanes = announced_lanes(routes)
+        self.topics.grow(lanes.get(OWN, 0))
+        for each in self.scenarios:
+            each.view.topics.grow(lanes.get(each.group, 0))
 
     def snapshot(self) -> Overview:
         """What is known now, for another thread to read: nothing changes it any more."""

@@ -287,6 +287,15 @@ def test_nobody_is_removed_by_who_has_not_the_secret_or_by_an_old_tombstone() ->
     assert not (view.workers or view.triggers)
 
 
+def test_lanes_that_were_added_count_once_they_are_announced_and_never_fewer() -> None:
+    view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader())
+    lanes = view.topics.lanes
+    for announced, counted in ((lanes // 2, lanes), (2 * lanes, 2 * lanes)):
+        view.take_routes({"": Routes.of_one("", announced), "feed": Routes.of_one("feed", 8 * lanes)})
+        assert view.topics.lanes == counted
+    assert view.routes == Routes.of_one("", 2 * lanes)
+
+
 def test_groups_and_the_rollout_between_them_are_shown() -> None:
     figures = {"": Figures(version="m1", answers=900, hits=0.8, p99_ms=20.0), "next": Figures(answers=300, errors=3)}
     progress = RolloutProgress(state="moving", group="next", steps=(500, 2500, 10_000), step=1, figures=figures)

@@ -8,7 +8,7 @@ import pytest
 
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel
-from relaygr_stream.worker.fair_share import ASK_S, LOOK_S, FairShare
+from relaygr_stream.worker.fair_share import ASK_S, LOOK_S, FairShare, fair_busy_share
 from tests.statuses import worker_status
 
 
@@ -25,14 +25,23 @@ class Fleet:
     def rebalance(self) -> None:
         self.asked.append(self.now)
 
-    def pass_time(self, seconds: float, own: float, *others: float, state: str = "serving", ms: float = 100.0) -> None:
+    def pass_time(
+        self,
+        seconds: float,
+        own: float,
+        *others: float,
+        state: str = "serving",
+        ms: float = 100.0,
+        others_ms: float = 100.0,
+    ) -> None:
         until = self.now + seconds
         while self.now < until:
             self.now += LOOK_S
             costs = CostModel(c0=ms, c1=0, c2=0, c3=0)
             self.directory.take(worker_status("w", busy_share=own, state=state, costs=costs))
             for number, busy in enumerate(others):
-                self.directory.take(worker_status(f"o{number}", busy_share=busy))
+                theirs = CostModel(c0=others_ms, c1=0, c2=0, c3=0)
+                self.directory.take(worker_status(f"o{number}", busy_share=busy, costs=theirs))
             asyncio.run(self.share.look())
 
 
@@ -53,6 +62,25 @@ def test_one_that_others_could_not_help_does_not_ask(own: float, others: tuple[f
     fleet = Fleet()
     fleet.pass_time(10 * ASK_S, own, *others)
     assert not fleet.asked
+
+
+@pytest.mark.parametrize(
+    ("other", "others_ms", "asks"), [(0.57, 50.0, True), (0.57, 100.0, False), (0.5, 200.0, False)]
+)
+def test_what_is_fair_follows_the_speeds(other: float, others_ms: float, asks: bool) -> None:
+    """A faster worker could do more of the work than its part of the busy shares says, a slower one less."""
+    fleet = Fleet()
+    fleet.pass_time(2 * ASK_S, 0.8, other, others_ms=others_ms)
+    assert bool(fleet.asked) is asks
+
+
+@pytest.mark.parametrize("ms", [1e-300, 1e300])
+def test_who_states_absurd_costs_decides_nothing_alone(ms: float) -> None:
+    busy = fair_busy_share([worker_status(f"w{n}", busy_share=0.5) for n in range(40)])
+    assert busy == pytest.approx(0.5)
+    absurd = worker_status("w", busy_share=0.0, costs=CostModel(c0=ms, c1=0, c2=0, c3=0))
+    others = [worker_status(f"w{n}", busy_share=0.5) for n in range(40)]
+    assert 0.5 * 40 / 56 <= fair_busy_share([absurd, *others]) + 1e-9 <= 0.5 + 1e-9
 
 
 def test_a_rush_of_a_minute_asks_for_nothing() -> None:
