@@ -117,7 +117,7 @@ def _beside_possible(report: SloReport) -> str:
         words = f"{'traffic' if one.kind == 'rate' else 'length'}, {one.revisit:.0%} returning users"
         notes = f"an ideal queue at this device: {one.queue:.2g}× · the paper: {PAPER[one.kind]:g}×"
         if one.target is not None:
-            notes += f" · aim: {one.target:g}×"
+            notes += f" · aim: {one.target:.2f}×"
         bars.append(_bar(words, ratio_text(one, "×"), notes, one.value or 0.0, one.queue, scale))
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     if admitted:

@@ -140,7 +140,7 @@ def paper_rows(report: SloReport) -> list[tuple[str, str, str, str]]:
         for ratio in report.ratios:
             if ratio.kind == kind and ratio.target is not None:
                 name = f"{words}, revisit {ratio.revisit:.0%}"
-                rows.append((name, f"{PAPER[kind]:g}×", ratio_text(ratio, "×"), f"≥ {ratio.target:g}×"))
+                rows.append((name, f"{PAPER[kind]:g}×", ratio_text(ratio, "×"), f"≥ {ratio.target:.2f}×"))
     admitted, hit = report.hits["admitted"], report.hits["hit"]
     share = f"{hit / admitted:.1%} of {admitted:,}" if admitted else "–"
     rows.append(("admitted requests that hit", f"{PAPER['hits']:.0%} ({SUMMARY})", share, f"≥ {HIT_TARGET:.0%}"))

@@ -19,8 +19,8 @@ def test_ratios_are_to_what_full_inference_reached() -> None:
     rate, length = judge.ratios(
         [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0), length_cell(10.0, 1536, 1760)], [WORLD]
     )
-    assert (rate.value, rate.target) == (3.0, judge.RATE_TARGETS[0.0])
-    assert (length.value, length.target) == (3.0, judge.LENGTH_TARGET)
+    assert (rate.value, length.value) == (3.0, 3.0)
+    assert [one.target for one in (rate, length)] == [judge.QUEUE_SHARE * one.queue for one in (rate, length)]
     assert rate.work == pytest.approx(1.0)
     assert rate.bound == pytest.approx(1e3 / WORLD.cost(512, 0.0).full / 10.0)
 
@@ -58,9 +58,8 @@ def test_without_a_baseline_there_is_no_ratio_and_that_is_said() -> None:
 
 def test_a_missed_target_says_stage_and_bounds() -> None:
     [line] = report([cell(FULL, 20.0, 23.0), cell(RELAY, 30.0, 34.0)]).missed
-    assert "1.50×, the target is 1.8×" in line
+    assert "1.50×, the target is 2.27×: 0.85 of the 2.67× that a queue of Poisson arrivals" in line
     assert "capacity arithmetic allows" in line
-    assert "a queue of Poisson arrivals at the device about 2.7×" in line
     assert "waits for the device 35 ms" in line
     assert "did not admit 10% (over_load)" in line
     assert "100% of the slowest came while theirs was being computed" in line
@@ -98,7 +97,7 @@ def test_a_ratio_beyond_its_bound_is_called_a_defect() -> None:
 
 
 def test_everything_met_misses_nothing() -> None:
-    assert report([cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0)]).missed == []
+    assert report([cell(FULL, 10.0, 11.5), cell(RELAY, 50.0, 56.0)]).missed == []
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_a_repeat_in_which_nothing_passed_counts_as_zero() -> None:
     assert [(one.value, one.low, one.high) for one in made.ratios] == [(None, 0.0, 3.6)]
     assert [value_text(one) for one in made.found] == ["20.0/s (20.0…20.0)", "none (0.0…72.0)"]
     assert ratio_text(made.ratios[0]) == "– (0.00…3.60)"
-    assert any("no value found, the target is 1.8×" in line for line in made.missed)
+    assert any("no value found, the target is 2.27×" in line for line in made.missed)
     made = report([repeated(FULL, 20.0, None, None), relay])
     assert made.ratios == []
     assert any("no rate kept the SLO" in line for line in made.missed)
@@ -153,13 +152,13 @@ def test_a_search_without_a_probe_is_no_repeat() -> None:
 @pytest.mark.parametrize(
     ("relay", "unsettled", "text", "reached"),
     [
-        (30.0, [], "3.00", True),
+        (50.0, [], "5.00", True),
         (15.0, [], "1.50", False),
-        (30.0, [FULL], "≤ 3.00", None),
+        (50.0, [FULL], "≤ 5.00", None),
         (15.0, [FULL], "≤ 1.50", False),
-        (30.0, [RELAY], "≥ 3.00", True),
+        (50.0, [RELAY], "≥ 5.00", True),
         (15.0, [RELAY], "≥ 1.50", None),
-        (30.0, [FULL, RELAY], "? 3.00", None),
+        (50.0, [FULL, RELAY], "? 5.00", None),
     ],
 )
 def test_a_bound_reaches_or_misses_a_target_only_where_it_tells(
@@ -174,7 +173,7 @@ def test_a_bound_reaches_or_misses_a_target_only_where_it_tells(
     assert (ratio_text(ratio), ratio.reached) == (text, reached)
     assert bool(made.missed) is (reached is False)
     names = ", ".join(mode.name for mode in (RELAY, FULL) if mode in unsettled)
-    words = f"throughput of relay at revisit 0%: {text}×, the target is 1.8×; not known, unsettled: {names}"
+    words = f"throughput of relay at revisit 0%: {text}×, the target is 4.53×; not known, unsettled: {names}"
     assert judge.unknown(made.ratios) == ([words] if reached is None else [])
 
 
