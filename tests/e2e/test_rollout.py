@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from relaygr_stream.bus.routes import read_routes
@@ -118,27 +117,8 @@ async def rollout(fleet: Fleet, folder: Path, *arguments: str) -> AsyncIterator[
         print(command.text[-6000:])  # what a failed test shows
 
 
-#: A user's model that computes as the one in model.checkpoint, and more slowly.
-SLOW = """
-import time
-from relaygr_stream.models.loading import load_checkpoint
-
-def make(model, device, dtype):
-    made = load_checkpoint(model.checkpoint)
-    made.place(device, dtype, "torch")
-    score = made.score
-
-    def slowly(batch):
-        time.sleep(0.25)
-        return score(batch)
-
-    made.score = slowly
-    return made
-"""
-
-
-def changed_model(folder: Path, name: str, factor: float = 1.0, *, items_shuffled: bool = False) -> str:
-    """The fleet's model, whose scores are so many times as large, or which takes item ids for others."""
+def changed_model(folder: Path, name: str, factor: float) -> str:
+    """The fleet's model, whose scores are so many times as large."""
     (original,) = (path.parent for path in folder.glob("model-*/config.json"))
     copy = folder / name
     shutil.copytree(original, copy)
@@ -146,9 +126,6 @@ def changed_model(folder: Path, name: str, factor: float = 1.0, *, items_shuffle
     tensors = load_file(weights)
     changed = {key: value * factor if key.startswith("head.") else value for key, value in tensors.items()}
     assert any(key.startswith("head.") for key in tensors)
-    if items_shuffled:
-        table = changed["embedding.item"]
-        changed["embedding.item"] = table[torch.randperm(len(table), generator=torch.manual_seed(1))]
     save_file(changed, weights)
     return str(copy)
 
@@ -158,18 +135,15 @@ async def share(fleet: Fleet) -> int:
     return 0 if routes is None else routes.share_of("next")
 
 
-async def test_each_bad_model_is_stopped_at_the_canary_or_before(embedded_settings: Kafka, tmp_path: Path) -> None:
-    """Not finite, another vocabulary: before any user moves. Another scale, slower: only users show it."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    slowly = ("--set", "model.factory=slow:make", "--set", f"model.path={tmp_path}")
+async def test_a_bad_model_is_stopped_at_the_canary_or_before(embedded_settings: Kafka, tmp_path: Path) -> None:
+    """Scores that are not finite: before any user moves. Another scale: only users show it. What else is bad:
+    tests/unit/rollout."""
     async with serving_fleet(embedded_settings, tmp_path, "w") as fleet, traffic(fleet) as asked:
-        for bad, reason, canary, *more in (
+        for bad, reason, canary in (
             (changed_model(tmp_path, "overflow", 1e38), "failed or were rejected", False),
-            (changed_model(tmp_path, "vocabulary", items_shuffled=True), "in another order", False),
             (changed_model(tmp_path, "scale", 30.0), "another distribution", True),
-            (changed_model(tmp_path, "slow"), "P99 of", True, *slowly),
         ):
-            arguments = ("--checkpoint", bad, *more, "--canary", "50%", "--steps", "100", "--hold", "1h", "--cold")
+            arguments = ("--checkpoint", bad, "--canary", "50%", "--steps", "100", "--hold", "1h", "--cold")
             async with rollout(fleet, tmp_path, *arguments) as command:
                 code = await command.process.wait()
                 await until(lambda: "the users came back" in command.text or "nobody moved" in command.text)
@@ -188,7 +162,7 @@ async def test_a_good_model_gets_all_users_and_nobody_an_error(embedded_settings
         await until(lambda: asked.total > 50)
         (version,) = asked.versions
         good = changed_model(tmp_path, "good", 1.0001)
-        arguments = ("--checkpoint", good, "--canary", "40%", "--steps", "70,100", "--hold", "1s")
+        arguments = ("--checkpoint", good, "--canary", "40%", "--steps", "100", "--hold", "1s")
         lanes = str(2 * fleet.topics.lanes)
         async with rollout(fleet, tmp_path, *arguments, "--lanes", lanes) as command:
             await until(lambda: "done: all users" in command.text or command.process.returncode is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -54,6 +55,7 @@ class Group:
         self.topic = load_topics(settings.kafka).worker_status.name
         self.version = version
         self.failing = 0.0
+        self.interval = 2  # of the latencies
         self.answers = dict.fromkeys(("answers_ok", "answers_failed", "outcome_hbm", WITHIN_SLO), 0.0)
 
     async def run(self, producer: Producer) -> None:
@@ -71,7 +73,7 @@ class Group:
                 hbm_bytes=1 << 30,
                 delegated_bytes=1 << 20,
                 busy_share=0.0,
-                latencies={"hbm": (0, 0, int(self.answers["answers_ok"]))},
+                latencies={"hbm": (*[0] * self.interval, int(self.answers["answers_ok"]))},
                 sent_ms=sent_ms,
             )
             await producer.send_and_wait(self.topic, encode(status), key=b"w")
@@ -270,17 +272,22 @@ async def test_a_user_who_is_erased_is_not_prefilled(world: World) -> None:
     assert routes.share_of("next") == 0
 
 
-async def test_users_come_back_and_the_reason_stays(world: World) -> None:
-    world.new.failing = 0.5
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"failing": 0.5}, "failed or were rejected"), ({"interval": 12}, "P99 of `relay` is .* the limit is 2×")],
+    ids=["fails", "slow"],
+)
+async def test_users_come_back_and_the_reason_stays(world: World, changes: dict[str, Any], why: str) -> None:
+    vars(world.new).update(changes)
     async with world.stating(world.old, world.new):
-        with pytest.raises(RelayError, match="failed or were rejected"):
+        with pytest.raises(RelayError, match=why):
             await world.roll_out(hold_s=3600)
     assert await world.share() == 0
     routes = await read_routes(world.settings.kafka, load_topics(world.settings.kafka), StatusReader())
     assert routes is not None
     assert routes.rollout
     assert routes.rollout.state == "back"
-    assert "failed or were rejected" in routes.rollout.reason
+    assert re.search(why, routes.rollout.reason)
 
 
 @pytest.mark.stack
