@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +41,9 @@ TEST_LANES = 8
 #: A day: on a busy machine a test may outlast the minute for which the topics keep rankings.
 NO_RETENTION = {"log.retention.check.interval.ms": "86400000"}
 
+BEGAN_S = pytest.StashKey[float]()
+TOO_LATE = "it would begin after --begin-within"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("long", "make test-long")
@@ -46,6 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--long-seed", type=int, default=1, help="seed of everything random in them (default 1)")
     parser.getgroup("needs", "tests/needs.py").addoption(
         "--no-missing", action="store_true", help="fail where a test is skipped for a program that is missing here"
+    )
+    parser.getgroup("limit", ".ci/run").addoption(
+        "--begin-within",
+        type=float,
+        default=math.inf,
+        help="begin no test later than so many seconds after the start: skip it",
     )
     group = parser.getgroup("faults", "make test-kafka")
     group.addoption("--away-seconds", type=float, default=15.0, help="how long all brokers are away (default 15)")
@@ -59,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         str(argument).startswith("-m") for argument in config.invocation_params.args
     ):
         config.option.markexpr = ""
+    config.stash[BEGAN_S] = time.monotonic()
     # Before torch is imported. The tests' tensors are small, and threads for them only wait for each other: on a busy
     # machine that took fifty times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -72,28 +84,34 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """One reason, said in one line, for every test that finds no Kafka."""
+    """One reason, said in one line, for every test that finds no Kafka, and one for those that would begin too late."""
+    if time.monotonic() - item.config.stash[BEGAN_S] > item.config.getoption("--begin-within"):
+        pytest.skip(TOO_LATE)
     if item.get_closest_marker("kafka") and not {"KAFKA_HOME", "RELAYGR_TEST_BOOTSTRAP"} & os.environ.keys():
         needs.without(needs.KAFKA_HINT)
 
 
-def _missing(config: pytest.Config) -> str:
-    """What needs.summary says of the tests skipped in this run."""
+def _reasons(config: pytest.Config) -> list[str]:
+    """Of the tests skipped in this run."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []
-    return needs.summary(str(report.longrepr[2]) for report in skipped if isinstance(report.longrepr, tuple | list))
+    return [str(report.longrepr[2]) for report in skipped if isinstance(report.longrepr, tuple | list)]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.getoption("--no-missing") and _missing(session.config):
+    if session.config.getoption("--no-missing") and needs.summary(_reasons(session.config)):
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """What is missing, where something is."""
-    if line := _missing(config):
+    """What is missing, where something is, and how many tests were left out for lack of time."""
+    reasons = _reasons(config)
+    if line := needs.summary(reasons):
         terminalreporter.write_line(line, yellow=True, bold=True)
+    if late := sum(TOO_LATE in reason for reason in reasons):
+        within_s = config.getoption("--begin-within")
+        terminalreporter.write_line(f"--- {late} tests not run: {TOO_LATE} of {within_s:g} s", yellow=True, bold=True)
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""The options in pyproject.toml: they do not make pytest fail by itself, and leave out no test that is named."""
+"""The options in pyproject.toml do not make pytest fail by itself, and leave out no test that is named; what
+--begin-within leaves out is counted."""
 
 from __future__ import annotations
 
@@ -56,6 +57,19 @@ def test_it():
 """
 
 
+def run_marked(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_it.py").write_text(MARKED)
+    options = [f"--config-file={ROOT / 'pyproject.toml'}", "-p", "tests.conftest"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -66,21 +80,14 @@ def test_it():
     ids=["a file", "a name", "a mark and a name"],
 )
 def test_a_test_that_is_named_runs_whatever_its_marks(arguments: Sequence[str], said: str, tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(MARKED)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            f"--config-file={ROOT / 'pyproject.toml'}",
-            "-p",
-            "tests.conftest",
-            *arguments,
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_marked(tmp_path, *arguments)
     assert said in done.stdout.splitlines()[-1], f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_what_would_begin_too_late_is_counted(workers: str, tmp_path: Path) -> None:
+    done = run_marked(tmp_path, "-n", workers, "--begin-within", "0", "test_it.py::test_it")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "1 tests not run" in done.stdout
+    assert "1 skipped" in done.stdout.splitlines()[-1]
+    assert "not run" not in run_marked(tmp_path, "--begin-within", "900", "test_it.py::test_it").stdout
