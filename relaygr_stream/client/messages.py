@@ -242,11 +242,18 @@ class MessageClient:
         timeout_s = self._settings.client.timeout_ms / 1000 if timeout is None else float(timeout)
         tenant = request.tenant or self._settings.client.tenant
         scenario = request.scenario or self.scenario_of(tenant)
-        request = msgspec.structs.replace(request, tenant=tenant, scenario=scenario or UNSET)
+        request = msgspec.structs.replace(
+            request,
+            tenant=tenant,
+            scenario=scenario or UNSET,
+            sent_ms=now_ms(),
+            timeout_ms=timeout_s * 1000,
+            client_id=request.client_id or self._client_id,
+        )
         within = within or self._announced.pop(request.request_id, None)
         trace = self.begin("relaygr.rank", request.request_id, within, scenario)
         try:
-            ranking = await self._rank(request, timeout_s, trace, group)
+            ranking = await self._rank(request, trace, group)
         except BaseException as error:
             if isinstance(error, RelayError):
                 self._metrics.rankings.labels(type(error).__name__).inc()
@@ -289,17 +296,11 @@ class MessageClient:
         """The number of the user's lane in its group."""
         return lane_of(user_id, self._groups.connection(self._opened(), group).topics.lanes)
 
-    async def _rank(self, request: RankingRequest, timeout_s: float, trace: Trace | None, group: str | None) -> Ranking:
-        started = time.perf_counter()
+    async def _rank(self, request: RankingRequest, trace: Trace | None, group: str | None) -> Ranking:
+        started, timeout_ms = time.perf_counter(), request.timeout_ms
         own = self._opened()
-        if timeout_s <= 0:
-            raise DeadlineExceeded(f"the timeout is {timeout_s:g} s: too late before it was sent")
-        request = msgspec.structs.replace(
-            request,
-            sent_ms=now_ms(),
-            timeout_ms=timeout_s * 1000,
-            client_id=request.client_id or self._client_id,
-        )
+        if timeout_ms <= 0:
+            raise DeadlineExceeded(f"the timeout is {timeout_ms / 1000:g} s: too late before it was sent")
         message = self._encoded(request, self._topics.ranking, trace)
         self._check_limits(request)
         _check_times(request)
@@ -312,7 +313,7 @@ class MessageClient:
             reply := await self._groups.answer(own, group, request, self._ask(self._open(group), request, message))
         ) is None:  # its group has ended: another one has the time that is left
             self._metrics.hedges.labels("group").inc()
-            left_ms = max(1.0, timeout_s * 1000 - (time.perf_counter() - started) * 1000)
+            left_ms = max(1.0, timeout_ms - (time.perf_counter() - started) * 1000)
             request = msgspec.structs.replace(request, sent_ms=now_ms(), timeout_ms=left_ms)
             message = self._encoded(request, self._topics.ranking, trace)
             group = self._groups.group_of(own, request.user_id, scenario=scenario)

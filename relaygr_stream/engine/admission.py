@@ -68,6 +68,7 @@ class Admission:
         #: When a ranking was last admitted, by whether it needs inference.
         self._admitted_s: dict[bool, float] = {}
         self._forecast, self._late = Forecast(clients), Forecast(clients)
+        self._forecasts = (self._forecast, self._late)  # by whether a ranking is late
         self.idle = IdleShare()
         self.calibration = Calibration()  # of scoring, in the batches that come
 
@@ -154,9 +155,6 @@ class Admission:
         self._late.add(ranking)
         return full
 
-    def _of(self, ranking: Ranking) -> Forecast:
-        return self._late if ranking.late else self._forecast
-
     def tries(self, ranking: Ranking, full: Full, now: float) -> bool:
         """Whether to admit a ranking all the same for which an idle device would take too long, by prediction.
 
@@ -184,21 +182,21 @@ class Admission:
         """Count a booked ranking as waiting; one that was removed comes back to its place."""
         self.waiting.add(ranking)
         self.clients.add(ranking.booking)
-        self._of(ranking).add(ranking)
+        self._forecasts[ranking.late].add(ranking)
 
     def remove(self, ranking: Ranking) -> None:
         """Stop counting a ranking that has its answer; one that was never added is no error."""
         if ranking in self.waiting:
             self.waiting.remove(ranking)
             self.clients.remove(ranking.booking)
-            self._of(ranking).remove(ranking)
+            self._forecasts[ranking.late].remove(ranking)
 
     def charge(self, ranking: Ranking, ms: float, *, of: int = 1) -> None:
         """Count device time as the ranking's and as its client's. of: rankings that it was for together."""
         ranking.measured.device_ms += ms
         ranking.booking.account.served_ms += ms / of
         if ranking in self.waiting:
-            self._of(ranking).worked(ranking)
+            self._forecasts[ranking.late].worked(ranking)
 
     def score_ms(self, ranking: Ranking) -> float:
         """Predicted device time of scoring it alone, uncorrected."""

@@ -97,10 +97,9 @@ class Times(NamedTuple):
         slo_ms: relay.slo_ms. reply_ms: an answer's way to its client. Scores that left at the deadline would come late,
         and under overload most are ready close to it.
         """
-        due, deadline = (
-            arrived + (within_ms - min(reply_ms, REPLY_SHARE * within_ms) - age_ms) / 1e3
-            for within_ms in (min(slo_ms, timeout_ms), timeout_ms)
-        )
+        soon_ms = min(slo_ms, timeout_ms)
+        due = arrived + (soon_ms - min(reply_ms, REPLY_SHARE * soon_ms) - age_ms) / 1e3
+        deadline = arrived + (timeout_ms - min(reply_ms, REPLY_SHARE * timeout_ms) - age_ms) / 1e3
         return cls(arrived, due, deadline, timeout_ms, age_ms, inbound_ms)
 
 

@@ -10,7 +10,7 @@ the group "". A scenario has a record of its own, under its name: only groups th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Final, Self
 
 import msgspec
@@ -226,11 +226,3 @@ def announced_lanes(routes: Mapping[str, Routes]) -> dict[str, int]:
     """The numbers of lanes that clients go by, by group."""
     parts = [part for each in routes.values() for part in each.parts]
     return {part.group: max(each.lanes for each in parts if each.group == part.group) for part in parts}
-
-
-def newest_routes(records: Iterable[Record], reader: StatusReader, known: Routes | None = None) -> Routes | None:
-    """As `with_newer`, of the requests that are of no scenario; None: there are none."""
-    every: Mapping[str, Routes] = {} if known is None else {"": known}
-    for record in records:
-        every = with_newer(record, reader, every)
-    return every.get("")

@@ -27,11 +27,12 @@ from relaygr_stream.wire.assignments import (
     newer_assignments,
 )
 from relaygr_stream.wire.records import Record
-from relaygr_stream.wire.routes import MAX_AHEAD_MS, Routes, encode_routes, newest_routes, routes_topic
+from relaygr_stream.wire.routes import MAX_AHEAD_MS, Routes, encode_routes, routes_topic
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from tests.assignments import read_assignments
+from tests.unit.test_routes import followed
 from tests.waiting import until
 
 TOPIC = "relaygr.routes"
@@ -95,7 +96,7 @@ def test_other_records_of_the_topic_are_passed_and_others_pass_this_one() -> Non
     known, routes = assignments(), Routes.of_one("", 8)
     for other in (record(encode_routes(routes), b"default", ()), record(None)._replace(value=None)):
         assert newer_assignments(other, StatusReader(), known) is known
-    assert newest_routes([record(encode_routes(routes), b"default", ()), record()], StatusReader()) == routes
+    assert followed(record(encode_routes(routes), b"default", ()), record()) == {"": routes}
 
 
 def test_a_planner_of_a_later_release_is_obeyed() -> None:

@@ -21,7 +21,6 @@ from relaygr_stream.wire.routes import (
     encode_routes,
     group_settings,
     key_of,
-    newest_routes,
     position,
     routes_topic,
     with_newer,
@@ -33,6 +32,14 @@ from relaygr_stream.wire.worker_status import StatusReader
 USERS = [f"user-{number}" for number in range(300)]
 names = st.sampled_from(["", "a", "b", "c"])
 shares = st.integers(0, POSITIONS)
+
+
+def followed(*records: Record, reader: StatusReader | None = None) -> Mapping[str, Routes]:
+    """The routes by scenario that a reader of these records knows."""
+    known: Mapping[str, Routes] = {}
+    for each in records:
+        known = with_newer(each, reader or StatusReader(), known)
+    return known
 
 
 def members(routes: Routes, group: str) -> set[str]:
@@ -103,7 +110,7 @@ def test_routes_that_are_not_all_users_in_one_group_each_are_refused(parts: list
         epoch=1, sent_ms=0, parts=tuple(RoutePart(group=group, share=share, lanes=8) for group, share in parts)
     )
     with pytest.raises(DecodeError):
-        newest_routes([record(routes)], StatusReader())
+        followed(record(routes))
 
 
 def record(routes: Routes, headers: tuple[tuple[str, bytes], ...] = ()) -> Record:
@@ -113,22 +120,22 @@ def record(routes: Routes, headers: tuple[tuple[str, bytes], ...] = ()) -> Recor
 def test_the_highest_epoch_counts_whatever_comes_last() -> None:
     older = Routes.of_one("", 8, epoch=1)
     newer = older.moved("a", 8, 500)
-    assert newest_routes([record(newer), record(older)], StatusReader()) == newer
+    assert followed(record(newer), record(older)) == {"": newer}
 
 
 def test_a_field_of_a_later_release_is_skipped() -> None:
     value = {**msgspec.to_builtins(Routes.of_one("", 8)), "later": 1}
     found = Record("relaygr.routes", 0, 0, 0, b"default", msgspec.msgpack.encode(value), ())
-    assert newest_routes([found], StatusReader()) == Routes.of_one("", 8)
+    assert followed(found) == {"": Routes.of_one("", 8)}
 
 
 def test_with_a_secret_only_signed_routes_are_believed() -> None:
     signer, routes = Signer("a secret of a fleet"), Routes.of_one("", 8)
     reader = StatusReader(signer=signer)
     headers = tuple(signer.sign("relaygr.routes", b"default", encode_routes(routes)))
-    assert newest_routes([record(routes, headers)], reader) == routes
+    assert followed(record(routes, headers), reader=reader) == {"": routes}
     with pytest.raises(DecodeError, match="no signature"):
-        newest_routes([record(routes)], reader)
+        followed(record(routes), reader=reader)
 
 
 def test_no_topic_and_no_consumer_group_of_one_group_is_anothers() -> None:
@@ -141,7 +148,7 @@ def test_no_topic_and_no_consumer_group_of_one_group_is_anothers() -> None:
 
 def test_an_epoch_that_no_later_one_could_pass_is_refused() -> None:
     with pytest.raises(DecodeError, match="ahead"):
-        newest_routes([record(Routes.of_one("", 8, epoch=2**52))], StatusReader())
+        followed(record(Routes.of_one("", 8, epoch=2**52)))
 
 
 def of_scenario(name: str, routes: Routes) -> Record:
@@ -151,13 +158,10 @@ def of_scenario(name: str, routes: Routes) -> Record:
 
 def test_each_scenario_has_routes_of_its_own() -> None:
     own, feed = Routes.of_one("", 8, epoch=9), Routes.of_one("feed", 4, epoch=3)
-    known: Mapping[str, Routes] = {}
-    for each in (record(own), of_scenario("feed", feed), of_scenario("ads", feed)):
-        known = with_newer(each, StatusReader(), known)
+    known = followed(record(own), of_scenario("feed", feed), of_scenario("ads", feed))
     assert known == {"": own, "feed": feed, "ads": feed}
     older = of_scenario("feed", Routes.of_one("old", 4, epoch=2))
     assert with_newer(older, StatusReader(), known) is known
-    assert newest_routes([record(own), of_scenario("feed", feed)], StatusReader()) == own, "as of before scenarios"
 
 
 @pytest.mark.parametrize("name", ["A", "a.b", "", "a" * 25, "\x00"])
