@@ -1,6 +1,6 @@
 """What a change of the fleet costs its users: a worker killed, all workers restarted, a new model rolled out, prefix KV
-handed over. Real processes, the broker at hand (Kafka where KAFKA_HOME is set). --quick: fewer users, fewer repeats.
-CHECK=1 judges and exits non-zero naming the targets missed.
+handed over, lanes that move by load. Real processes, the broker at hand (Kafka where KAFKA_HOME is set). --quick: fewer
+users, fewer repeats. CHECK=1 judges and exits non-zero naming the targets missed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 
 import uvloop
 from change_blocks import blocks
+from change_lanes import lanes
 from change_restart import memory_folder, restarts
 from change_rollout import rollouts
 from change_wire import wire
@@ -20,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer users, fewer repeats (10 minutes)")
     parser.add_argument(
-        "--only", action="append", choices=("blocks", "wire", "restarts", "rollouts"), help="not all parts"
+        "--only", action="append", choices=("blocks", "wire", "restarts", "rollouts", "lanes"), help="not all parts"
     )
     given = parser.parse_args()
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # topics made a moment ago have no leaders yet
@@ -29,6 +30,7 @@ def main() -> None:
         "wire": lambda: uvloop.run(wire(quick=given.quick)),
         "restarts": lambda: uvloop.run(restarts(memory_folder(), quick=given.quick)),
         "rollouts": lambda: uvloop.run(rollouts(quick=given.quick)),
+        "lanes": lambda: uvloop.run(lanes(quick=given.quick)),
     }
     end([missed for name in given.only or parts for missed in parts[name]()])
 

@@ -1,6 +1,7 @@
-"""A new model for a fleet of emulated devices: a rollout, with and without prefill of those who move, and restarts.
+"""A new model for a fleet: a rollout, with and without prefill of those who move, and restarts.
 
-One fleet under one load plays the three in turns. Hits are means of WINDOW rankings in a row.
+One fleet under one load plays the three in turns; first one of emulated devices, then one of the real engine on this
+processor, which computes. Hits are means of WINDOW rankings in a row.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from relaygr_stream.settings.worker import Model, Worker
 
 COSTS: Final = Path(__file__).parent.parent / "relaygr_lab" / "emulate" / "costs" / "cpu.toml"
 LANES: Final = 16
-TOKENS: Final = 700  # 25 ms of full inference, and 2 ms with prefix KV
+TOKENS: Final = 700  # on an emulated device 25 ms of full inference, and 2 ms with prefix KV
+#: Of the real engine: a model so small that two cores carry six processes, and its users, of 0.5 MiB each.
+REAL: Final = Model(layers=2, dim=64, heads=2, dqk=32, dv=32, vocab=20_000)
+REAL_TRAFFIC: Final = Traffic(users=200, rate=30.0, tokens=500)
 BEFORE_S: Final = 8.0
 #: Of the hits before, at the least while the users move.
 LEAST_HITS: Final = 0.8
@@ -77,27 +81,34 @@ async def usual() -> tuple[float, float]:
 
 
 async def rollouts(*, quick: bool) -> list[str]:
-    """Play, print the table, and return the targets missed."""
-    traffic = Traffic(users=400 if quick else 1500, rate=60.0, tokens=TOKENS)
+    """Play both fleets, print their tables, and return the targets missed."""
     plan = Plan.of([0.25, 0.5, 1.0], 5.0) if quick else Plan.of([0.1, 0.25, 0.5, 1.0], 20.0)
+    emulated = Traffic(users=400 if quick else 1500, rate=60.0, tokens=TOKENS)
+    missed = await of_fleet("emulated devices", MODULE, Model(factory=FACTORY, checkpoint=str(COSTS)), emulated, plan)
+    return missed + await of_fleet("the real engine", "relaygr_stream", REAL, REAL_TRAFFIC, plan)
+
+
+async def of_fleet(what: str, module: str, model: Model, traffic: Traffic, plan: Plan) -> list[str]:
+    """As `rollouts`, of one fleet."""
     kind = broker_at_hand()
     print(
-        f"a new model: {traffic.users} users of {TOKENS} tokens, {traffic.rate:g} rankings a second, 2 emulated "
-        f"devices; hits of {WINDOW} rankings in a row; broker: {kind}"
+        f"a new model, {what}: {traffic.users} users of {traffic.tokens} tokens, {traffic.rate:g} rankings a second, "
+        f"2 workers; hits of {WINDOW} rankings in a row; broker: {kind}"
     )
     settings = Settings(
         kafka=Kafka(partitions=LANES, replication=1, prefix="rollout."),
         # Nothing is refused: what is judged is hits, P99 and what is lost.
         relay=Relay(slo_ms=traffic.timeout_s * 1e3, max_prefix_tokens=1024, max_suffix_tokens=16, max_candidates=64),
-        worker=Worker(hbm_bytes=4 << 30, dram_bytes=0, audit_share=0.0),
-        model=Model(factory=FACTORY, checkpoint=str(COSTS)),
+        worker=Worker(hbm_bytes=4 << 30 if module == MODULE else 256 << 20, dram_bytes=0, audit_share=0.0),
+        model=model,
     )
     with tempfile.TemporaryDirectory() as name:
         async with local_broker(kind, folder=Path(name)) as broker:
             settings = msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka))
-            fleet = ChangingFleet(settings, Path(name), traffic, MODULE, print)
+            fleet = ChangingFleet(settings, Path(name), traffic, module, print)
             async with fleet.serving():
                 try:
-                    return report(await play(fleet, plan))
+                    missed = report(await play(fleet, plan))
                 except RelayError as error:  # the users came back
-                    return [str(error)]
+                    missed = [str(error)]
+    return [f"{what}: {each}" for each in missed]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -66,14 +66,14 @@ def start_relay(
     settings: Settings,
     folder: Path,
     trigger: str,
-    workers: Sequence[str],
+    workers: Sequence[str] | Mapping[str, Sequence[str]],
     module: str = "relaygr_stream",
     options: Sequence[str] = (),
 ) -> list[Child]:
     """Start a trigger and workers with these names; returns them in this order, without waiting. folder: for logs.
 
-    module, options: what runs instead of the `relaygr` command, and its further options. Raises ConfigError for workers
-    that would not tell where they found prefix KV.
+    workers: names, or further options of each by name. module, options: what runs instead of the `relaygr` command, and
+    its further options. Raises ConfigError for workers that would not tell where they found prefix KV.
     """
     if settings.worker.withhold_outcomes:
         raise ConfigError(
@@ -83,7 +83,10 @@ def start_relay(
     common = ("--config", config, "--set", "telemetry.log_format=console", *options)
     return [
         Child(trigger, ("trigger", *common), folder, module),
-        *(Child(name, ("worker", *common, "--set", f"worker.name={name}"), folder, module) for name in workers),
+        *(
+            Child(name, ("worker", *common, "--set", f"worker.name={name}", *own), folder, module)
+            for name, own in (workers if isinstance(workers, Mapping) else dict.fromkeys(workers, ())).items()
+        ),
     ]
 
 

@@ -36,7 +36,6 @@ from relaygr_stream.wire.worker_status import worker_statuses
 from relaygr_stream.workload.quantiles import quantile
 
 NEXT: Final = "next"
-WORKERS: Final = 2
 #: Rankings at once while the users are made known.
 AT_ONCE: Final = 8
 LANES_S: Final = 120.0
@@ -48,7 +47,10 @@ RECOVERED: Final = 0.9
 
 @dataclass(frozen=True)
 class Traffic:
-    """users return at random, `rate` rankings a second together; each has `tokens` behaviours of `items` items."""
+    """users return at random, `rate` rankings a second together; each has `tokens` behaviours of `items` items.
+
+    skew: of Zipf's law, by which some return more often; 0: all alike.
+    """
 
     users: int
     rate: float
@@ -56,6 +58,7 @@ class Traffic:
     candidates: int = 50
     items: int = 20_000
     timeout_s: float = 20.0
+    skew: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Sample:
     hit: bool
     latency_ms: float
     refused: bool = False
+    user: int = -1
 
     @property
     def lost(self) -> bool:
@@ -89,18 +93,26 @@ class Change:
 
 
 class ChangingFleet:
-    """An async context: a trigger and two workers with these settings, users who are known to them, and the load.
+    """An async context: a trigger and workers with these settings, users who are known to them, and the load.
 
-    module: what runs, `relaygr_stream` or the one with emulated devices. Raises RelayError.
+    module: what runs, `relaygr_stream` or the one with emulated devices. options: of each worker, beside the settings.
+    Raises RelayError.
     """
 
     def __init__(
-        self, settings: Settings, folder: Path, traffic: Traffic, module: str, say: Callable[[str], object]
+        self,
+        settings: Settings,
+        folder: Path,
+        traffic: Traffic,
+        module: str,
+        say: Callable[[str], object],
+        options: Sequence[Sequence[str]] = ((), ()),
     ) -> None:
         self.settings = settings
         self.samples: list[Sample] = []
         self.marks: list[tuple[float, str]] = []  # what happened when, by the monotonic clock
         self._folder, self._traffic, self._module, self._say = folder, traffic, module, say
+        self._options = options
         self._children: dict[str, list[Child]] = {}
 
     @asynccontextmanager
@@ -123,8 +135,9 @@ class ChangingFleet:
         """Start the group's processes, and wait until they own all lanes."""
         settings = self._of(group)
         await apply_topics(settings.kafka)
-        names = [f"{group or 'first'}-{number}" for number in range(1, WORKERS + 1)]
-        self._children[group] = start_relay(settings, self._folder, f"{group or 'first'}-trigger", names, self._module)
+        first = group or "first"
+        workers = {f"{first}-{number}": options for number, options in enumerate(self._options, 1)}
+        self._children[group] = start_relay(settings, self._folder, f"{first}-trigger", workers, self._module)
         await asyncio.gather(*(child.wait_ready() for child in self._children[group]))
         await self._owned(group)
 
@@ -153,11 +166,16 @@ class ChangingFleet:
             self.mark(f"{old.name} restarts")
             old.terminate()
             await old.wait()
-            arguments = ("worker", "--config", config, "--set", f"worker.name={old.name}")
+            own = ("--set", f"worker.name={old.name}", *self._options[number - 1])
+            arguments = ("worker", "--config", config, *own)
             children[number] = Child(old.name, arguments, self._folder, self._module)
             await children[number].wait_ready()
             await self._owned(group)
         self.mark("done")
+
+    def check_running(self) -> None:
+        """Raise RelayError if a process has ended."""
+        check_running([child for children in self._children.values() for child in children])
 
     def mark(self, what: str) -> None:
         """Note what happens now."""
@@ -171,7 +189,7 @@ class ChangingFleet:
         return group_settings(self.settings, group, load_topics(self.settings.kafka).lanes)
 
     async def _owned(self, group: str) -> None:
-        """Until the group's two workers state all its lanes."""
+        """Until the group's workers state all its lanes."""
         topics = load_topics(self._of(group).kafka)
         lanes: dict[str, int] = {}
 
@@ -181,7 +199,7 @@ class ChangingFleet:
 
         tail = TopicTail(self.settings.kafka, topics.worker_status.name, [0], "latest", on_statuses)
         async with asyncio.timeout(LANES_S), tail:
-            while len(lanes) < WORKERS or sum(lanes.values()) != topics.lanes or not all(lanes.values()):
+            while len(lanes) < len(self._options) or sum(lanes.values()) != topics.lanes or not all(lanes.values()):
                 check_running(self._children[group])
                 await asyncio.sleep(0.05)
 
@@ -201,10 +219,13 @@ class ChangingFleet:
     async def _load(self, client: RelayClient) -> None:
         """Open loop: at the rate, however slow the answers are."""
         start, number, rng = time.monotonic(), 0, np.random.default_rng(1)
+        weights = np.arange(1.0, self._traffic.users + 1.0) ** -self._traffic.skew
+        ends = np.cumsum(weights / weights.sum())
         async with asyncio.TaskGroup() as group:
             while True:
                 number += 1
-                group.create_task(self._rank(client, int(rng.integers(self._traffic.users)), number))
+                user = min(self._traffic.users - 1, int(np.searchsorted(ends, rng.random(), "right")))
+                group.create_task(self._rank(client, user, number))
                 await asyncio.sleep(start + number / self._traffic.rate - time.monotonic())
 
     async def _rank(self, client: RelayClient, user: int, number: int) -> None:
@@ -212,9 +233,9 @@ class ChangingFleet:
         try:
             ranking = await client.rank(self._request(user, number), timeout=self._traffic.timeout_s)
         except RelayError:
-            self.samples.append(Sample(at_s, hit=False, latency_ms=float("nan")))
+            self.samples.append(Sample(at_s, hit=False, latency_ms=float("nan"), user=user))
         else:
-            self.samples.append(Sample(at_s, ranking.outcome in HITS, ranking.latency_s * 1e3))
+            self.samples.append(Sample(at_s, ranking.outcome in HITS, ranking.latency_s * 1e3, user=user))
 
     def _request(self, user: int, number: int) -> RankingRequest:
         traffic, rng = self._traffic, np.random.default_rng(user)

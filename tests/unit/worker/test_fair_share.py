@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.wire.messages import CostModel
@@ -81,6 +83,16 @@ def test_who_states_absurd_costs_decides_nothing_alone(ms: float) -> None:
     absurd = worker_status("w", busy_share=0.0, costs=CostModel(c0=ms, c1=0, c2=0, c3=0))
     others = [worker_status(f"w{n}", busy_share=0.5) for n in range(40)]
     assert 0.5 * 40 / 56 <= fair_busy_share([absurd, *others]) + 1e-9 <= 0.5 + 1e-9
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1e12)), min_size=1, max_size=20))
+def test_what_is_fair_is_between_the_least_and_the_most_busy(workers: list[tuple[float, float]]) -> None:
+    stated = [
+        worker_status(f"w{n}", busy_share=busy, costs=CostModel(c0=ms, c1=0, c2=0, c3=0))
+        for n, (busy, ms) in enumerate(workers)
+    ]
+    shares = [busy for busy, _ in workers]
+    assert min(shares) - 1e-9 <= fair_busy_share(stated) <= max(shares) + 1e-9
 
 
 def test_a_rush_of_a_minute_asks_for_nothing() -> None:

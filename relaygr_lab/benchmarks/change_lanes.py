@@ -1,0 +1,191 @@
+"""Lanes that follow measured load, on a served fleet: three workers with emulated devices, one of them twice as fast.
+
+The workers begin with as many lanes each, since no load is known. When one has been busier than fair for long enough it
+asks for another assignment, and lanes move by what was measured. One fleet, one load: users of Zipf's law who return.
+An emulated device's K and V have no bytes to hand over: users whose lanes move are inferred in full once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from relaygr_lab.emulate.process import FACTORY, MODULE
+from relaygr_lab.rollouts import ChangingFleet, Sample, Traffic
+from relaygr_lab.simulate.costs import DeviceCosts
+
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.errors import RelayError
+from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
+from relaygr_stream.settings.schema import Kafka, Relay, Settings
+from relaygr_stream.settings.worker import Model, Worker
+from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import lane_of, load_topics
+from relaygr_stream.wire.worker_status import worker_statuses
+from relaygr_stream.worker.fair_share import ASK_S
+from relaygr_stream.workload.quantiles import quantile
+
+COSTS: Final = Path(__file__).parent.parent / "relaygr_lab" / "emulate" / "costs" / "cpu.toml"
+LANES: Final = 64
+SPEEDS: Final[Mapping[str, float]] = {"first-1": 1.0, "first-2": 1.0, "first-3": 2.0}
+#: A device of speed 1 takes 19 ms for a hit and 90 ms for full inference, so that two cores carry the rest.
+SLOWED: Final = 10.0
+TOKENS: Final = 300
+#: Hits alone take 57 % of the devices' time.
+RATE: Final = 120.0
+USERS, SKEW = 800, 0.8
+#: Lanes that moved have been read for so long before it is judged: most of their users have been there once.
+SETTLE_S: Final = 20.0
+WINDOW_S: Final = 45.0
+#: A worker asks after ASK_S; the longest wait for the first move, in these.
+PATIENCE: Final = 4.0
+#: Of the largest load over its fair share by number, as in the simulation (simulate_lanes.py).
+LARGEST: Final = 0.85
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A stretch of the load, under one assignment. largest: load of the worker with most, over its fair share."""
+
+    lanes: Mapping[str, int]
+    largest: float
+    busy: Mapping[str, float]
+    hits: float
+    p50_ms: float
+    p99_ms: float
+    rankings: int
+    lost: int
+
+
+class LaneWatch:
+    """Who owns which lane, by the workers' statuses, and what moved when."""
+
+    def __init__(self) -> None:
+        self.owners: dict[int, str] = {}
+        self.moves: list[tuple[float, int]] = []
+        self._busy: list[tuple[float, str, float]] = []
+
+    def take(self, records: list[Record]) -> None:
+        """Some are new."""
+        now = time.monotonic()
+        for status in worker_statuses(records):
+            if status.state != "serving":
+                continue
+            self._busy.append((now, status.name, status.busy_share))
+            for lane in status.lanes:
+                if self.owners.get(lane.lane, status.name) != status.name:
+                    self.moves.append((now, lane.lane))
+                self.owners[lane.lane] = status.name
+
+    def busy(self, begin_s: float, end_s: float) -> dict[str, float]:
+        """Mean busy shares of that time."""
+        stated = {
+            name: [share for at, who, share in self._busy if who == name and begin_s <= at < end_s] for name in SPEEDS
+        }
+        return {name: sum(shares) / max(1, len(shares)) for name, shares in stated.items()}
+
+    def seen(self, samples: Sequence[Sample], end_s: float) -> Seen:
+        """The WINDOW_S that end then, with the lanes of now."""
+        begin_s = end_s - WINDOW_S
+        those = [sample for sample in samples if begin_s <= sample.at_s < end_s]
+        loads = Counter(self.owners[lane_of(f"user-{sample.user}", LANES)] for sample in those)
+        fair = len(those) / sum(SPEEDS.values())
+        latencies = [sample.latency_ms for sample in those if not sample.lost]
+        return Seen(
+            Counter(self.owners.values()),
+            max(loads[name] / (fair * speed) for name, speed in SPEEDS.items()),
+            self.busy(begin_s, end_s),
+            sum(sample.hit for sample in those) / max(1, len(those)),
+            quantile(latencies, 0.5) or float("nan"),
+            quantile(latencies, 0.99) or float("nan"),
+            len(those),
+            sum(sample.lost for sample in those),
+        )
+
+
+def report(numbers: Seen, measured: Seen, moved: Sequence[int], lost: int, rankings: int) -> list[str]:
+    """Print both; returns the targets missed. moved: lanes, each as often as it moved; lost: of all rankings."""
+    print(f"{'lanes':<14} {'of each':>9} {'largest / fair':>15} {'busy':>16} {'hits':>5} {'P50 ms':>7} {'P99 ms':>7}")
+    for name, seen in (("by number", numbers), ("by what is measured", measured)):
+        of_each = " ".join(str(seen.lanes.get(each, 0)) for each in SPEEDS)
+        busy = " ".join(f"{seen.busy[each]:.2f}" for each in SPEEDS)
+        print(
+            f"{name:<19} {of_each:>9} {seen.largest:>10.2f} {busy:>16} {seen.hits:>5.0%} {seen.p50_ms:>7.0f} "
+            f"{seen.p99_ms:>7.0f}"
+        )
+    again = len(moved) - len(set(moved))
+    print(f"{len(set(moved))} of {LANES} lanes moved, {again} again; {lost} of {rankings} rankings lost")
+    missed = [f"lanes: {lost} rankings lost"] if lost else []
+    if measured.largest > LARGEST * numbers.largest:
+        missed.append(f"lanes: largest load {measured.largest:.2f} of fair by load, {numbers.largest:.2f} by number")
+    if measured.p99_ms > numbers.p99_ms:
+        missed.append(f"lanes: P99 {measured.p99_ms:.0f} ms by load, {numbers.p99_ms:.0f} by number")
+    if again:
+        missed.append(f"lanes: {again} moved more than once")
+    return missed
+
+
+async def play(fleet: ChangingFleet, averaging: float) -> list[str]:
+    """Watch both assignments under the fleet's load."""
+    watch, topics = LaneWatch(), load_topics(fleet.settings.kafka)
+    began_s = time.monotonic()
+    async with TopicTail(fleet.settings.kafka, topics.worker_status.name, [0], "latest", watch.take):
+        last_s = began_s + PATIENCE * averaging * ASK_S
+        numbers: Seen | None = None
+
+        async def until(condition: Callable[[], bool]) -> None:
+            nonlocal numbers
+            while not condition():
+                fleet.check_running()
+                await asyncio.sleep(1.0)
+                if len(watch.owners) == LANES and not watch.moves:
+                    numbers = watch.seen(fleet.samples, time.monotonic())
+
+        await until(lambda: bool(watch.moves) or time.monotonic() > last_s)
+        if not watch.moves or numbers is None:
+            return [f"lanes: none moved within {last_s - began_s:.0f} s"]
+        print(f"lanes move {watch.moves[0][0] - began_s:.0f} s after the load began", flush=True)
+        await until(lambda: time.monotonic() > watch.moves[-1][0] + SETTLE_S + WINDOW_S)
+        measured = watch.seen(fleet.samples, time.monotonic())
+        since = [sample for sample in fleet.samples if sample.at_s >= began_s]
+        lost = sum(sample.lost for sample in since)
+        return report(numbers, measured, [lane for _, lane in watch.moves], lost, len(since))
+
+
+async def lanes(*, quick: bool) -> list[str]:
+    """Play, print the table, and return the targets missed."""
+    averaging = 0.3 if quick else 1.0
+    kind = broker_at_hand()
+    traffic = Traffic(users=USERS, rate=RATE, tokens=TOKENS, skew=SKEW)
+    print(
+        f"lanes by load: {LANES} lanes, {USERS} users of Zipf's law {SKEW:g}, {RATE:g} rankings a second, emulated "
+        f"devices of speeds {' '.join(f'{each:g}' for each in SPEEDS.values())}; loads averaged over "
+        f"{averaging * ASK_S:.0f} s; broker: {kind}"
+    )
+    settings = Settings(
+        kafka=Kafka(partitions=LANES, replication=1, prefix="lanes."),
+        relay=Relay(slo_ms=traffic.timeout_s * 1e3, max_prefix_tokens=512, max_suffix_tokens=16, max_candidates=64),
+        worker=Worker(hbm_bytes=4 << 30, dram_bytes=0, audit_share=0.0),
+        model=Model(factory=FACTORY, checkpoint=str(COSTS)),
+    )
+    with tempfile.TemporaryDirectory() as name:
+        options = []
+        for speed in SPEEDS.values():
+            file = Path(name) / f"speed-{speed:g}.toml"
+            file.write_text(DeviceCosts.read(COSTS).dilated(SLOWED / speed).as_toml(), encoding="utf-8")
+            options.append(("--averaging", f"{averaging:g}", "--set", f"model.checkpoint={file}"))
+        async with local_broker(kind, folder=Path(name)) as broker:
+            settings = msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka))
+            fleet = ChangingFleet(settings, Path(name), traffic, MODULE, print, options)
+            async with fleet.serving():
+                try:
+                    return await play(fleet, averaging)
+                except RelayError as error:
+                    return [str(error)]
