@@ -160,7 +160,8 @@ class LaneConsumer:
             self._background.start(work())
 
     def rebalance(self) -> None:
-        """Ask the group for another assignment, by the loads of now. A lane that stays is read on."""
+        """Ask the group for another assignment, by the loads of now, if the last one is older than a session timeout. A
+        lane that stays is read on."""
         self._membership.rebalance()
 
     async def drain(self, timeout_s: float) -> bool:

@@ -89,6 +89,7 @@ class Membership:
         self._ended: str | None = None  # the background task of aiokafka that has ended
         self._polled = 0.0
         self._gate_open = False
+        self._assigned_s = 0.0
         self._commit_lock = asyncio.Lock()
         self._last_commit: asyncio.Task[None] | None = None
         self._committed: dict[tuple[str, int], tuple[int, str]] = {}
@@ -153,8 +154,12 @@ class Membership:
         self._assignor.levels, self._assignor.speed = levels, speed
 
     def rebalance(self) -> None:
-        """Ask the group for another assignment. All members keep reading what they keep."""
-        if self._gate_open:  # else one is under way
+        """Ask the group for another assignment, if the last one is some time ago. All members keep reading what they
+        keep."""
+        # A member that has not heard of an assignment when the next one begins must take its lanes for lost. Within a
+        # session timeout each has heard of it.
+        settled_s = self._assigned_s + self._kafka.session_timeout_ms / 1e3
+        if self._gate_open and time.monotonic() >= settled_s:  # else one is under way
             # aiokafka has no public method for it.
             self._consumer._coordinator.request_rejoin()
 
@@ -232,6 +237,7 @@ class Membership:
             self._committed.clear()
         self._owner.on_assigned(frozenset(self._assignor.lanes), continuous=self._assignor.continuous)
         self._gate_open = True
+        self._assigned_s = time.monotonic()
         self._watch.assigned.set()
 
     async def _commit_last(self) -> None:

@@ -116,9 +116,13 @@ async def test_a_member_that_asks_has_its_speed_counted_and_nothing_is_lost(
         one.consumer.speed, two.consumer.speed = 10.0, 30.0
         async with Stream(producer, topics) as stream:
             await until(lambda: insides.states_speed(one.consumer) and insides.states_speed(two.consumer))
-            for member in (one, two, one):  # who asks again while the group is at it changes nothing
-                member.consumer.rebalance()
-            await until(lambda: len(two.lanes) > len(one.lanes) + 1, "lanes moved to the faster one")
+
+            def moved() -> bool:
+                for member in (one, two):  # again and again, also while the group is at it
+                    member.consumer.rebalance()
+                return len(two.lanes) > len(one.lanes) + 1
+
+            await until(moved, "lanes moved to the faster one")
         one.capacity, two.capacity = 1.0, 2.0**1.5  # three times as fast, to the next step
         await shared_out(topics, one, two)
 
