@@ -26,6 +26,7 @@ from typing import Final
 import torch
 from relaygr_lab.simulate.groups import Day, GroupsDay, Outcome, run_mixed
 from relaygr_lab.simulate.movers import foreseen, planned
+from relaygr_lab.tides.days import ARMS
 from relaygr_lab.tides.traffic import CARRIED, FEED, LENGTHS, LOAD, LOAD_S, SCENARIOS, SWING, day_of, rates_of
 from scenarios_fleet import MOVES_LOAD, dilated_day, moves_in_a_row, ways
 from targets import end
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=FEED, help="of a ranking of the feed (default %(default)s)")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--fleet", action="store_true", help="real processes, four ways of so many seconds")
+    parser.add_argument("--ways", nargs="+", choices=ARMS, default=ARMS, help="of real processes (default all)")
     parser.add_argument(
         "--moves", type=int, metavar="N", help="N moves in a row of a worker of real processes, instead"
     )
@@ -113,7 +115,7 @@ def on_a_fleet(chosen: argparse.Namespace) -> list[str]:
     best = max(range(len(splits)), key=shares.__getitem__)
     told = ", ".join(f"{split} for feed {share:.1%}" for split, share in zip(splits, shares, strict=True))
     print(f"fixed splits, simulated: {told}; played: {splits[best]} for feed")
-    return asyncio.run(ways(day, dilation, {"feed": best + 1, "search": day.devices - best - 1}))
+    return asyncio.run(ways(day, dilation, {"feed": best + 1, "search": day.devices - best - 1}, chosen.ways))
 
 
 def simulated(chosen: argparse.Namespace) -> None:

@@ -6,15 +6,16 @@ that `relaygr planner --mode act` moves, and an oracle whose moves are assigned.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from relaygr_lab.bench.broker_warm_up import compile_broker
 from relaygr_lab.simulate.groups import Day
-from relaygr_lab.tides.days import EVEN, Arm, move_in_turns, play
+from relaygr_lab.tides.days import EVEN, Arm, Hits, followed, move_in_turns, play
 from relaygr_lab.tides.fleet import TidalFleet
 from relaygr_lab.tides.traffic import FEED, day_of, rates_of
 
@@ -29,8 +30,11 @@ RETURN_S: Final = 1.0
 #: Of the oracle and of the best fixed split; not even the oracle reaches 1.15 of the latter (explanation/planner.md).
 OF_ORACLE: Final = 0.9
 OF_FIXED: Final = 1.0
-#: Of the hits before, from each move's arrival until the next one.
+#: Of the hits before, from each move's arrival until the next one: of all moves together with 95 % confidence, and of
+#: each one unless its few rankings make it chance, at 2.8 standard errors: one of twenty moves, one time in twenty.
 OF_HITS: Final = 0.9
+SURE: Final = 1.64
+CHANCE: Final = 2.8
 #: Steady load of moves in a row, of what the devices carry with 1 % late: three workers of four carry it.
 MOVES_LOAD: Final = 0.5
 PAUSE_S: Final = 15.0
@@ -41,8 +45,8 @@ def dilated_day(load: float, seconds: float, factor: float, feed: int = FEED, *,
     return day_of(rates_of(load, DEVICES), DEVICES, seconds / factor, feed, tide=tide, return_s=RETURN_S)
 
 
-async def ways(day: Day, factor: float, split: Mapping[str, int]) -> list[str]:
-    """Play the four ways; returns the targets missed. split: the fixed one."""
+async def ways(day: Day, factor: float, split: Mapping[str, int], arms: Sequence[Arm]) -> list[str]:
+    """Play these ways; returns the targets missed. split: the fixed one."""
     kind, found = broker_at_hand(), dict[str, float]()
     seconds = factor * day.seconds
     print(f"real processes: a day of {seconds:.0f} s, times {factor:g} × a device's, {DEVICES} workers; broker: {kind}")
@@ -52,13 +56,14 @@ async def ways(day: Day, factor: float, split: Mapping[str, int]) -> list[str]:
             settings = Settings(kafka=broker.kafka_settings(Kafka(replication=1)))
             if kind == "kafka":
                 await compile_broker(settings.kafka, print)
-            arms: tuple[Arm, ...] = ("mixed", "fixed", "moving", "oracle")
             for arm in arms:
                 fleet = await play(arm, settings, Path(name), day, factor, split if arm == "fixed" else EVEN)
                 found[arm] = report(arm, fleet)
                 if fleet.load.lost:
                     missed += [f"{arm}: {fleet.load.lost} rankings lost", *fleet.load.unanswered[:10]]
     for name, least in (("oracle", OF_ORACLE), ("fixed", OF_FIXED), ("mixed", 1.0)):
+        if not {"moving", name} <= found.keys():
+            continue
         ratio = found["moving"] / found[name]
         print(f"moving over {name}: {ratio:.3f}, aim {least:g}")
         if ratio < least:
@@ -69,7 +74,7 @@ async def ways(day: Day, factor: float, split: Mapping[str, int]) -> list[str]:
 def report(arm: str, fleet: TidalFleet) -> float:
     """Print one way's day; returns the mean of its scenarios' shares within their SLOs."""
     since_s = fleet.load.begins_s
-    told = {name: fleet.load.served(name, since_s) for name in fleet.load.samples}
+    told = {name: fleet.load.served(name, (since_s, math.inf)) for name in fleet.load.samples}
     mean = statistics.mean(each.within for each in told.values())
     parts = [
         f"{name} {each.within:.1%} of {each.asked} (hits {each.hits:.0%}, refused {each.refused})"
@@ -79,8 +84,12 @@ def report(arm: str, fleet: TidalFleet) -> float:
     late_ms = nearest_rank(fleet.load.sent_late_ms, 0.99)
     told_of = f"{moves} moves, {fleet.load.lost} lost, sent {late_ms:.0f} ms late at P99"
     print(f"{arm:>8}: {mean:.1%}; {', '.join(parts)}; {told_of}", flush=True)
-    for at_s, move in fleet.planned:
-        print(f"{'':>10}{at_s - since_s:5.0f} s, {move.source} to {move.target}: {move.reason}")
+    for (_, move), each in zip(fleet.planned, followed(fleet), strict=True):
+        after = (
+            "by no turn of the tide" if each.turned is None else f"{each.proposed - each.turned:.0f} s after the tide"
+        )
+        then = "not verified" if each.verified is None else f"verified {each.verified - each.proposed:.0f} s later"
+        print(f"{'':>10}{each.proposed:5.0f} s, {after}, {then}: {move.source} to {move.target}, {move.reason}")
     return mean
 
 
@@ -97,15 +106,26 @@ async def moves_in_a_row(moves: int, factor: float, load: float = MOVES_LOAD) ->
             settings = Settings(kafka=broker.kafka_settings(Kafka(replication=1)))
             told = await move_in_turns(moves, settings, Path(name), day, factor, PAUSE_S, print)
     fleet, before, after = told
-    lost = fleet.load.unanswered
-    least, usually = min(each.since for each in after), statistics.mean(each.meanwhile for each in after)
-    usual = ", ".join(f"{name} {hits:.1%}" for name, hits in before.items())
-    took = [each.took_s for each in after]
-    asked = sum(each.rankings for each in after)
-    print(f"{len(after)} moves of {min(took):.1f} to {max(took):.1f} s, {asked} rankings, {len(lost)} lost")
-    then = f"from each move's arrival to the next move at least {least:.3f} of these, all the time {usually:.3f}"
-    print(f"hits before: {usual}; {then}")
+    took, lost, together = [each.took_s for each in fleet.moves], fleet.load.unanswered, after.together
+    asked = after.meanwhile.rankings
+    usual = ", ".join(f"{name} {each.hits:.1%} of {each.scored}" for name, each in before.items())
+    print(f"{moves} moves of {min(took):.1f} to {max(took):.1f} s, {asked} rankings, {len(lost)} lost")
+    print(f"hits before: {usual}; then, as multiples of these with 95 % confidence:")
+    print(f"  all the time {_told(after.meanwhile)}; without: {_causes(after.misses_meanwhile)}")
+    print(f"  from each move's arrival to the next move {_told(together)}; without: {_causes(after.misses)}")
+    least = min(after.since, key=lambda each: each.ratio)
+    print(f"  the least of these {_told(least)}")
     missed = [f"{len(lost)} rankings lost", *lost[:10]] if lost else []
-    if least < OF_HITS:
-        missed.append(f"hits fell to {least:.3f} of those before, aim {OF_HITS:g}")
+    if together.ratio - SURE * together.error < OF_HITS:
+        missed.append(f"hits after moves are {_told(together)} of those before, aim {OF_HITS:g} for sure")
+    fell = [each for each in after.since if each.ratio + CHANCE * each.error < OF_HITS]
+    missed += [f"hits fell to {_told(each)} of those before, aim {OF_HITS:g}" for each in fell]
     return missed
+
+
+def _told(hits: Hits) -> str:
+    return f"{hits.ratio:.3f} ± {1.96 * hits.error:.3f} (of {hits.rankings})"
+
+
+def _causes(misses: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {why}" for why, count in sorted(misses.items())) or "none"

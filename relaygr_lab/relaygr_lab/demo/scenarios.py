@@ -51,14 +51,14 @@ async def run_scenarios_demo(broker: BrokerKind | None, settings: Settings, out:
     first_s = fleet.planned[0][0] if fleet.planned else until_s
     for name in fleet.load.samples:
         told, before, since = (
-            fleet.load.served(name, *part) for part in ((began_s, until_s), (began_s, first_s), (first_s, until_s))
+            fleet.load.served(name, part) for part in ((began_s, until_s), (began_s, first_s), (first_s, until_s))
         )
         then = f", {since.hits:.0%} since" if since.asked else ""
         console.print(
             f"{name}: {told.asked} rankings, {told.within:.0%} within {fleet.load.slo_ms(name):g} ms, {told.refused} "
             f"refused; hits {before.hits:.0%} before the first move{then}"
         )
-    console.print(f"{len(fleet.planned)} moves, {fleet.verified} verified; {fleet.load.lost} rankings lost")
+    console.print(f"{len(fleet.planned)} moves, {len(fleet.verified)} verified; {fleet.load.lost} rankings lost")
     for each in fleet.load.unanswered[:10] if fleet.load.lost else ():
         console.print(f"no answer: {each}")
     draw(fleet, began_s).savefig(out, format="png")

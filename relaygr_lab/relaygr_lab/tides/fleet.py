@@ -74,7 +74,7 @@ class TidalFleet:
         self.load: Final = DayLoad(day, factor, pooled=split is None)
         self.counts: list[tuple[float, dict[str, int]]] = []  # serving workers of each scenario, from a time on
         self.planned: list[tuple[float, Move]] = []  # what the planner began, and when it said so
-        self.verified = 0  # of these
+        self.verified: list[float] = []  # when of these
         self.moves: list[Moved] = []  # those that `move` made
         self._name, self._folder = name, folder
         self.settings = self._settings_on(settings)
@@ -204,7 +204,8 @@ class TidalFleet:
                 if status is None or status.moves == self._said:
                     continue
                 self._said = status.moves
-                self.verified += status.moves.endswith("is verified")
+                if status.moves.endswith("is verified"):
+                    self.verified.append(time.monotonic())
                 if status.plan.move is not None:
                     self.planned.append((time.monotonic(), status.plan.move))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -15,7 +16,7 @@ from relaygr_lab.simulate.groups import Day, Surface
 from relaygr_lab.tides.traffic import requests_of
 from relaygr_stream.client import RelayClient
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.messages import HITS
+from relaygr_stream.wire.messages import HITS, MISSES, Outcome
 from relaygr_stream.workload.driver import OnResult, Result, drive
 
 #: An answer that comes after its client has stopped waiting, within so many seconds, was late and not lost.
@@ -27,15 +28,18 @@ NOT_LOST: Final = ("the deadline passed", "the timeout is", "sent ")
 #: Longest wait until a worker of each scenario serves.
 SERVES_S: Final = 90.0
 LOOK_S: Final = 0.05
+#: From when, until when, by the monotonic clock.
+Span = tuple[float, float]
 
 
 class Served(NamedTuple):
-    """Of one scenario from one time to another. hits: share of those with scores that found prefix KV."""
+    """Of one scenario from one time to another. hits: of the `scored`, the share that found prefix KV."""
 
     asked: int
     within: float
     hits: float
     refused: int
+    scored: int
 
 
 class DayLoad:
@@ -46,6 +50,7 @@ class DayLoad:
 
     def __init__(self, day: Day, factor: float, *, pooled: bool) -> None:
         self.samples: dict[str, list[Sample]] = {each.scenario.name: [] for each in day.surfaces}
+        self.misses: list[tuple[float, str]] = []  # when a ranking was sent that found no prefix KV, and why
         self.unanswered: list[str] = []  # each ranking without an answer in time, in words
         self.sent_late_ms: list[float] = []
         self.start_s = 0.0
@@ -73,9 +78,13 @@ class DayLoad:
             each.scenario.slo_ms for each in self._day.surfaces if each.scenario.name == scenario
         )
 
-    def served(self, scenario: str, since_s: float, until_s: float = math.inf) -> Served:
-        """What became of the rankings that were sent between the two times, by the monotonic clock."""
-        return served(self.samples[scenario], self.slo_ms(scenario), since_s, until_s)
+    def served(self, scenario: str, *spans: Span) -> Served:
+        """What became of the rankings that were sent in these spans."""
+        return served(self.samples[scenario], self.slo_ms(scenario), *spans)
+
+    def missed(self, *spans: Span) -> Counter[str]:
+        """Of those that found no prefix KV, how many by each cause."""
+        return Counter(why for at_s, why in self.misses if _within(at_s, spans))
 
     async def run(self, settings: Settings, seconds: float, stop: asyncio.Event | None) -> None:
         """Send them for so long, or until stopped, and wait for their answers."""
@@ -110,6 +119,8 @@ class DayLoad:
             at_s = self.start_s + result.item.rank_at
             sample = Sample(at_s, result.outcome in HITS, latency_ms, refused=refused)
             self.samples[name].append(sample)
+            if result.outcome in MISSES and result.ranking is not None:
+                self.misses.append((at_s, why_missed(result.outcome, result.ranking.admission)))
             if sample.lost:
                 when = f"{result.item.request.request_id}, after {result.item.rank_at:.1f} s"
                 self.unanswered.append(f"{when}: {result.error}: {result.detail}")
@@ -117,13 +128,27 @@ class DayLoad:
         return note
 
 
-def served(samples: Sequence[Sample], slo_ms: float, since_s: float, until_s: float) -> Served:
-    """Of the rankings that were sent between the two times."""
-    mine = [each for each in samples if since_s <= each.at_s < until_s]
+def why_missed(outcome: Outcome | None, admission: str) -> str:
+    """Why a ranking found no prefix KV. admission: what its worker knows of the trigger's decision."""
+    if not admission:
+        return "its worker read no signal of it"
+    if admission != "admitted":
+        return f"the trigger: {admission}"
+    return "its prefix KV were not ready" if outcome == "full" else "it was cut"
+
+
+def served(samples: Sequence[Sample], slo_ms: float, *spans: Span) -> Served:
+    """Of the rankings that were sent in these spans."""
+    mine = [each for each in samples if _within(each.at_s, spans)]
     scored = [each for each in mine if not math.isnan(each.latency_ms)]
     return Served(
         len(mine),
         sum(each.latency_ms <= slo_ms for each in scored) / len(mine) if mine else math.nan,
         sum(each.hit for each in scored) / len(scored) if scored else math.nan,
         sum(each.refused for each in mine),
+        len(scored),
     )
+
+
+def _within(at_s: float, spans: Sequence[Span]) -> bool:
+    return any(since_s <= at_s < until_s for since_s, until_s in spans)

@@ -12,9 +12,9 @@ from relaygr_lab.demo.scenarios import draw
 from relaygr_lab.demo.timeline import by_time
 from relaygr_lab.emulate.process import damping_at
 from relaygr_lab.rollouts import Sample
-from relaygr_lab.tides.days import after_each
+from relaygr_lab.tides.days import EVEN, after_moves, followed, turns
 from relaygr_lab.tides.fleet import Moved, TidalFleet
-from relaygr_lab.tides.load import DayLoad, served
+from relaygr_lab.tides.load import DayLoad, served, why_missed
 from relaygr_lab.tides.traffic import FEED, day_of, rates_of, requests_of
 
 from relaygr_stream.ops.planner.plan import DAY
@@ -42,8 +42,8 @@ def test_what_is_refused_is_not_lost_and_neither_is_within_the_slo() -> None:
         Sample(4.0, hit=False, latency_ms=NAN),
         Sample(5.0, hit=True, latency_ms=10.0),  # outside
     ]
-    told = served(samples, 20.0, 1.0, 5.0)
-    assert (told.asked, told.within, told.hits, told.refused) == (4, 0.25, 0.5, 1)
+    told = served(samples, 20.0, (1.0, 4.0), (4.0, 5.0))
+    assert told == (4, 0.25, 0.5, 1, 2)
     assert [each.lost for each in samples] == [False, False, False, True, False]
 
 
@@ -96,11 +96,33 @@ def test_hits_after_a_move_are_multiples_of_those_before_until_the_next_one() ->
     missed = {"feed": range(1, 300, 2), "search": range(100, 110)}
     for name, samples in load.samples.items():
         samples += [Sample(float(at), hit=at not in missed[name], latency_ms=1.0) for at in range(300)]
+    load.misses = [(float(at), why_missed("full", "")) for at in missed["search"]]
     moves = [Moved(at_s, 10.0, "w", "feed", "search") for at_s in (100.0, 120.0)]
-    before, after = after_each(moves, load, 300.0)
-    assert before == {"feed": 0.5, "search": 1.0}
-    assert [each.rankings for each in after] == [40, 120], "the last one's are those of 60 s"
-    assert [(each.meanwhile, each.since) for each in after] == [(0.75, 1.0), (1.0, 1.0)]
+    before, after = after_moves(moves, load, 300.0)
+    assert {name: each.hits for name, each in before.items()} == {"feed": 0.5, "search": 1.0}
+    assert [each.rankings for each in after.since] == [20, 100], "the last one's are those of 60 s"
+    assert after.since[0].ratio == after.since[1].ratio == after.together.ratio == 1.0
+    assert after.meanwhile.ratio == pytest.approx((1.0 + 190 / 200) / 2)
+    assert after.since[0].error > 1.5 * after.since[1].error > 1.5 * after.together.error > 0
+    assert after.misses_meanwhile == {"its worker read no signal of it": 10}
+    assert not after.misses
+
+
+def test_moves_are_told_by_how_much_later_than_the_tide_they_come(
+    tmp_path: Path,
+) -> None:
+    day = day_of(rates_of(1.5, 4), 4, 30.0, FEED, tide=True)
+    asked = turns(day, FACTOR, EVEN)
+    assert [target for _, target in asked] == ["feed", "search", "search", "feed", "feed"]
+    assert asked[0][0] < asked[1][0] < 150 < asked[3][0], "the feed's flood is in the first half of 300 s"
+    fleet = TidalFleet("moving", Settings(), tmp_path, day, FACTOR, EVEN)
+    fleet.load.start_s = 1000.0 - fleet.factor * day.warm_s
+    to_search = Move(source="feed", target="search")
+    fleet.planned = [(1000.0 + asked[1][0] + 20, to_search), (1000.0 + asked[2][0] + 30, to_search)]
+    fleet.verified = [1000.0 + asked[1][0] + 28]
+    told = followed(fleet)
+    assert [each.proposed - (each.turned or 0) for each in told] == pytest.approx([20.0, 30.0])
+    assert [each.verified and each.verified - each.proposed for each in told] == [pytest.approx(8.0), None]
 
 
 def test_a_planners_day_passes_faster_but_its_moves_do_not() -> None:
