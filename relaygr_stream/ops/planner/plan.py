@@ -26,6 +26,12 @@ FEW_LATE: Final = 3
 #: share of the rest free. Between the two lies what an average over minutes still wanders.
 LACK: Final = 0.05
 SPARE: Final = 0.05
+#: A floor that was raised stays until demand is so much of a worker below where it was raised, so that it does not
+#: flicker where demand lies at it.
+STAYS: Final = 0.04
+#: An average over minutes is behind what rises or falls. What it is behind counts beyond this share of the average:
+#: within it, averages of noise wander.
+BEHIND: Final = 0.05
 #: Wanted workers fall where their use is below this share of the wanted use.
 DOWN: Final = 0.7
 DOWN_SPARE: Final = 0.1
@@ -48,6 +54,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     began_s: float | None = None
     at_s: float = 0.0
     demand: dict[str, float] = {}
+    slower: dict[str, float] = {}  # the average of that average: how far apart they are says how fast demand changes
+    floor: dict[str, int] = {}
     factor: dict[str, float] = {}
     below_s: dict[str, float] = {}  # below its floor since
     late_s: dict[str, float] = {}  # all its workers late since
@@ -79,14 +87,11 @@ class _Need:
     seen: GroupSeen
     demand: float
     factor: float
+    floor: int
 
     @property
     def workers(self) -> int:
         return len(self.seen.workers)
-
-    @property
-    def floor(self) -> int:
-        return max(self.scenario.min_workers, math.ceil(self.demand - LACK))
 
     @property
     def is_below(self) -> bool:
@@ -135,7 +140,8 @@ def decide(
     began_s = at_s if memory.began_s is None else memory.began_s
     changed_s = memory.changed_s if workers == memory.workers else at_s
     settled = at_s - changed_s >= damping.settle_s
-    demand = {each.name: _averaged(memory, groups[each.name], each, at_s, damping) for each in scenarios}
+    averages = {each.name: _averaged(memory, groups[each.name], each, at_s, damping) for each in scenarios}
+    demand = {name: _expected(*each, damping) for name, each in averages.items()}
     late_s = _since(memory.late_s, (name for name, group in groups.items() if settled and _all_late(group)), at_s)
     kept_s = _since(memory.kept_s, (name for name, group in groups.items() if _keeps_slo(group)), at_s)
     left = math.exp(-(at_s - memory.at_s) / FADE_S)
@@ -148,7 +154,8 @@ def decide(
         if at_s - late_s.get(name, at_s) >= damping.patience_s and _lacks_workers(groups[name], scenario):
             by = max(by, _enough(demand[name], workers[name] + 1))
         factor[name] = by
-        needs[name] = _Need(scenario, groups[name], demand[name] * by, by)
+        floor = _floor(demand[name] * by, memory.floor.get(name, 0), scenario.min_workers)
+        needs[name] = _Need(scenario, groups[name], demand[name] * by, by, floor)
     below_s = _since(memory.below_s, (name for name, need in needs.items() if need.is_below), at_s)
     for name in below_s.keys() & late_s.keys():  # it has been late before the correction
         below_s[name] = min(below_s[name], late_s[name])
@@ -167,7 +174,9 @@ def decide(
     remembered = Memory(
         began_s=began_s,
         at_s=at_s,
-        demand=demand,
+        demand={name: average for name, (average, _) in averages.items()},
+        slower={name: slower for name, (_, slower) in averages.items()},
+        floor={name: need.floor for name, need in needs.items()},
         factor=factor,
         below_s=below_s,
         late_s=late_s,
@@ -179,18 +188,35 @@ def decide(
     return remembered, FleetPlan(at_s=at_s, scenarios=plans, move=move, shared=shared)
 
 
-def _averaged(memory: Memory, group: GroupSeen, scenario: Scenario, at_s: float, damping: Damping) -> float:
-    """The demand over the last minutes, at first over all that was seen. A group without workers answers nothing, which
-    tells nothing of its demand."""
+def _averaged(
+    memory: Memory, group: GroupSeen, scenario: Scenario, at_s: float, damping: Damping
+) -> tuple[float, float]:
+    """The demand over the last minutes, at first over all that was seen, and the average of that. A group without
+    workers answers nothing, which tells nothing of its demand."""
     before = memory.demand.get(scenario.name)
+    slower = memory.slower.get(scenario.name, before)
     if not group.workers:
-        return before or 0.0
+        return before or 0.0, slower or 0.0
     now = demand_of(group, scenario)
-    if before is None:
-        return now
+    if before is None or slower is None:
+        return now, now
     began_s = at_s if memory.began_s is None else memory.began_s
     kept = math.exp(-(at_s - memory.at_s) / max(1e-9, min(damping.floor_s, at_s - began_s)))
-    return now + (before - now) * kept
+    average = now + (before - now) * kept
+    return average, average + (slower - average) * kept
+
+
+def _expected(average: float, slower: float, damping: Damping) -> float:
+    """The demand when a move that is proposed now can begin: of a steady change, the average of an average is as far
+    behind the average as that is behind the present (Brown's double exponential smoothing)."""
+    behind = average - slower
+    change = math.copysign(max(0.0, abs(behind) - BEHIND * average), behind)
+    return max(0.0, average + (1 + damping.patience_s / damping.floor_s) * change)
+
+
+def _floor(demand: float, before: int, least: int) -> int:
+    """The fewest workers that carry the demand; those of before while it is hardly below what they were needed for."""
+    return max(least, math.ceil(demand - LACK), min(before, math.ceil(demand - LACK + STAYS)))
 
 
 def _since(before: Mapping[str, float], names: Iterable[str], at_s: float) -> dict[str, float]:

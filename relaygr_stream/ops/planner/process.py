@@ -160,15 +160,15 @@ async def run_planner(context: ProcessContext, options: PlannerOptions) -> None:
             tails.append(works.tail)
         planner = Planner(scenarios, views, file, options.damping, works)
         await _wait(context, LISTEN_S)
-        said = ""
+        said = None
         while not context.stop.is_set():
             plan = await planner.turn(time.time())
             metrics.show(plan)
             await statements.publish(plan, works)
             context.set_ready(True)
-            move = "" if plan.move is None else plan.move.reason
-            if works is None and move != said and plan.move is not None:
-                log.info("proposes a move", source=plan.move.source, target=plan.move.target, reason=move)
+            move = None if plan.move is None else (plan.move.source, plan.move.target)
+            if works is None and plan.move is not None and move != said:
+                log.info("proposes a move", source=plan.move.source, target=plan.move.target, reason=plan.move.reason)
             said = move
             await _wait(context, options.period_s)
             for tail in tails:

@@ -173,6 +173,25 @@ def test_wanted_falls_only_where_use_is_low() -> None:
     assert [wanted(load) for load in (2.9, 2.6, 1.9, 0.1)] == [4, 3, 3, 1]
 
 
+def test_what_rises_within_minutes_gets_its_worker_before_the_average_over_minutes_is_there() -> None:
+    world = World([FEED], {"feed": 2}, lambda at: {"feed": 1.5 + max(0.0, at - HOUR) / (10 * MINUTE)}, reserve=1)
+    world.run(HOUR)
+    while not world.moves and world.now < 2 * HOUR:
+        world.step()
+    assert world.memory.demand["feed"] < 2.0
+    (at, _), *_ = world.moves
+    assert HOUR + 5 * MINUTE < at < HOUR + 5 * MINUTE + DAY.floor_s, "two are enough for five minutes"
+
+
+@given(amplitude=st.floats(0, 0.018), minutes=st.integers(1, 30))
+def test_a_demand_that_wanders_about_a_floor_does_not_raise_it_again_and_again(amplitude: float, minutes: int) -> None:
+    world = World(
+        [FEED], {"feed": 2}, lambda at: {"feed": 2.05 + amplitude * math.sin(2 * math.pi * at / (minutes * MINUTE))}
+    )
+    wanted = [world.step().scenarios["feed"].wanted for _ in range(720)]
+    assert sum(before != after for before, after in itertools.pairwise(wanted)) <= 1
+
+
 def test_a_burst_of_seconds_moves_nothing() -> None:
     world = World(
         [FEED, SEARCH],
