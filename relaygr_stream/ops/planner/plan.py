@@ -207,11 +207,11 @@ def _averaged(
 
 
 def _expected(average: float, slower: float, damping: Damping) -> float:
-    """The demand when a move that is proposed now can begin: of a steady change, the average of an average is as far
-    behind the average as that is behind the present (Brown's double exponential smoothing)."""
+    """The demand when a worker that lacks now has moved, and has filled its caches: of a steady change, the average of
+    an average is as far behind the average as that is behind the present (Brown's double exponential smoothing)."""
     behind = average - slower
     change = math.copysign(max(0.0, abs(behind) - BEHIND * average), behind)
-    return max(0.0, average + (1 + damping.patience_s / damping.floor_s) * change)
+    return max(0.0, average + (1 + (damping.patience_s + damping.settle_s) / damping.floor_s) * change)
 
 
 def _floor(demand: float, before: int, least: int) -> int:

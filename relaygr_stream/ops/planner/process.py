@@ -160,7 +160,7 @@ async def run_planner(context: ProcessContext, options: PlannerOptions) -> None:
             tails.append(works.tail)
         planner = Planner(scenarios, views, file, options.damping, works)
         await _wait(context, LISTEN_S)
-        said = None
+        said: tuple[str, str] | None = None
         while not context.stop.is_set():
             plan = await planner.turn(time.time())
             metrics.show(plan)
