@@ -98,9 +98,9 @@ def _missed(
         if one.mode == FULL.name and one.value is None:
             why = "; ".join(one.limits)
             yield (
-                f"full inference: no {one.kind} kept the SLO, so there is nothing to compare with; {why}. If this machine "
-                f"is slower than the costs that set the length: --length, or --costs with a file by relaygr simulate "
-                f"--save-costs"
+                f"full inference: no {one.kind} kept the SLO, so there is nothing to compare with; {why}. If this "
+                f"machine is slower than the costs that set the length: --length, or --costs with a file by relaygr "
+                f"simulate --save-costs"
             )
     limits = {(one.kind, one.mode, one.revisit): one.limits for one in founds}
     for ratio in report_ratios:
