@@ -29,7 +29,8 @@ from relaygr_stream import settings
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.api import KVLayout, KVRegion, ScoreInput, Tokens
 from relaygr_stream.models.embeddings import TokenEmbedding
-from relaygr_stream.models.transformer import BLOCK_ROWS, Positive, Transformer, TransformerConfig, shape_of
+from relaygr_stream.models.softmax import BLOCK_ROWS
+from relaygr_stream.models.transformer import Positive, Transformer, TransformerConfig, shape_of
 
 #: Context tokens of a model that the settings make.
 CONTEXT: Final = 8

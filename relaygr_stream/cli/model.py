@@ -17,6 +17,8 @@ from relaygr_stream.settings.worker import Kernels, Model
 #: As in models/dlrm/config.py, which imports torch.
 TIMES = ("query", "constant", "gap")
 POSITIONS = ("end", "start", "none")
+#: As in models/sasrec/config.py.
+ACTIVATIONS = ("gelu", "relu", "swish", "tanh", "sigmoid")
 COUNT, NATURAL = click.IntRange(1), click.IntRange(0)
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -123,6 +125,44 @@ def import_dlrm_hstu(checkpoint: Path, out: Path, tasks: str, **choices: Any) ->
     from relaygr_stream.models.importer.dlrm_hstu import Choices, describe, import_checkpoint
 
     made = import_checkpoint(checkpoint, out, Choices(tasks=tuple(tasks.split(",")), **choices))
+    click.echo(f"{out}: {describe(made)}")
+
+
+@model_import.command(name="sasrec")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--heads", type=COUNT, required=True, help="Attention heads, as in training; the weights do not say it.")
+@click.option(
+    "--activation",
+    type=click.Choice(ACTIVATIONS),
+    default=None,
+    help="Of the feed-forward layers; by default gelu for RecBole and relu for gSASRec.",
+)
+@click.option(
+    "--norm-eps",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=None,
+    help="Epsilon of LayerNorm; by default 1e-12 for RecBole and 1e-5 for gSASRec.",
+)
+def import_sasrec(checkpoint: Path, out: Path, heads: int, activation: str | None, norm_eps: float | None) -> None:
+    """Import a SASRec of RecBole, or a gSASRec of gSASRec-pytorch.
+
+    CHECKPOINT is a state dict (.pt, read with weights_only=True, or .safetensors), or the folder of a distributed
+    checkpoint; OUT is a new folder. RecBole's own file has its configuration as an object, which is not read: where
+    RecBole is installed, write the weights alone.
+
+    \b
+    Example:
+      python -c 'import torch; torch.save(torch.load("SASRec.pth", weights_only=False)["state_dict"], "sasrec.pt")'
+      relaygr model import sasrec sasrec.pt models/sasrec --heads 2
+      relaygr model check --set model.checkpoint=models/sasrec
+    """
+    from relaygr_stream.models.devices import select_device
+
+    select_device("cpu")
+    from relaygr_stream.models.importer.sasrec import Choices, describe, import_checkpoint
+
+    made = import_checkpoint(checkpoint, out, Choices(heads, activation or "", norm_eps or 0.0))
     click.echo(f"{out}: {describe(made)}")
 
 
@@ -251,5 +291,6 @@ def run_check(settings: Settings, factory: str, device: str | None, dtype: str |
         torch.set_num_threads(settings.worker.threads)
     probe = probe_for(settings, on, getattr(torch, name), seed)
     note = f", {probe.model.note}" if probe.model.note else ""
-    click.echo(f"{factory or settings.model.factory or 'built-in HSTU'}: version {probe.model.version} on {on}{note}\n")
+    name = factory or settings.model.factory or settings.model.checkpoint or "built-in HSTU"
+    click.echo(f"{name}: version {probe.model.version} on {on}{note}\n")
     return check_model(probe, click.echo)

@@ -26,6 +26,8 @@ from relaygr_stream.models.factory import model_from_factory
 from relaygr_stream.models.hstu_model import HSTUConfig, HSTUModel
 from relaygr_stream.models.item_ids import ItemIds
 from relaygr_stream.models.mapped import MappedTable
+from relaygr_stream.models.sasrec.config import SasRecConfig
+from relaygr_stream.models.sasrec.model import SasRec
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.inputs import LFS_POINTER, is_pointer, open_regular, pointer_error, read_text
 from relaygr_stream.wire.versions import NOT_DECODED
@@ -33,7 +35,9 @@ from relaygr_stream.wire.versions import NOT_DECODED
 log = structlog.get_logger(__name__)
 
 #: Models that a checkpoint names by its architecture.
-BuiltIn = HSTUModel | DlrmHSTU
+BuiltIn = HSTUModel | DlrmHSTU | SasRec
+#: Their configurations.
+Config = HSTUConfig | DlrmConfig | SasRecConfig
 
 # Seeded random weights, for demos, tests and measurements: they rank as chance does.
 
@@ -70,9 +74,10 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
 #: Architecture → what makes its configuration of the fields in config.json.
-CONFIGS: Final[dict[str, Callable[[dict[str, Any]], HSTUConfig | DlrmConfig]]] = {
+CONFIGS: Final[dict[str, Callable[[dict[str, Any]], Config]]] = {
     HSTUModel.architecture: partial(msgspec.convert, type=HSTUConfig),
     DlrmHSTU.architecture: DlrmConfig.of_fields,
+    SasRec.architecture: partial(msgspec.convert, type=SasRecConfig),
 }
 FORMAT: Final = 1
 #: Characters of a file's value that an error quotes.
@@ -131,14 +136,20 @@ def load_any_checkpoint(folder: str | Path, hot_bytes: int = 0) -> BuiltIn:
         raise ModelError(f"{path / CONFIG_FILE}: a model of this shape cannot be allocated: {reason}") from error
 
 
-def wanted_weights(config: HSTUConfig | DlrmConfig, table: MappedTable | None = None) -> dict[str, torch.Tensor]:
+def wanted_weights(config: Config, table: MappedTable | None = None) -> dict[str, torch.Tensor]:
     """Names and shapes of the weights, without memory: a checkpoint is asked before any is taken."""
     with torch.device("meta"):
         return _model_of(config, table).state_dict()
 
 
-def _model_of(config: HSTUConfig | DlrmConfig, table: MappedTable | None = None) -> BuiltIn:
-    return HSTUModel(config, table) if isinstance(config, HSTUConfig) else DlrmHSTU(config, table)
+def _model_of(config: Config, table: MappedTable | None = None) -> BuiltIn:
+    match config:
+        case HSTUConfig():
+            return HSTUModel(config, table)
+        case DlrmConfig():
+            return DlrmHSTU(config, table)
+        case SasRecConfig():
+            return SasRec(config, table)
 
 
 def checkpoint_folder(name: str) -> Path:
@@ -147,7 +158,7 @@ def checkpoint_folder(name: str) -> Path:
     return packaged if os.sep not in name and (packaged / CONFIG_FILE).is_file() else Path(name)
 
 
-def read_config(folder: Path) -> HSTUConfig | DlrmConfig:
+def read_config(folder: Path) -> Config:
     """The shape of the model in `folder`. Raises ModelError as `load_checkpoint`."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a checkpoint is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -205,9 +216,12 @@ def shown(text: str) -> str:
 
 
 def in_float32(
-    file: Path, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+    file: Path, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], asked_by: str = CONFIG_FILE
 ) -> dict[str, torch.Tensor]:
-    """The weights `found` in float32. Raises ModelError for a weight that does not fit, or is not finite there."""
+    """The weights `found` in float32. asked_by: what says the shapes.
+
+    Raises ModelError for a weight that does not fit, or is not finite there.
+    """
     weights = {}
     for name, tensor in expected.items():
         if name not in found:
@@ -217,7 +231,7 @@ def in_float32(
         value = found[name]
         if value.shape != tensor.shape:
             raise ModelError(
-                f"{file}: `{name}` has shape {tuple(value.shape)}, but {CONFIG_FILE} asks for {tuple(tensor.shape)}"
+                f"{file}: `{name}` has shape {tuple(value.shape)}, but {asked_by} asks for {tuple(tensor.shape)}"
             )
         if not value.is_floating_point():
             raise ModelError(f"{file}: `{name}` has type {value.dtype}, expected a floating type")
@@ -271,7 +285,7 @@ def check_tasks(tasks: tuple[str, ...]) -> tuple[str, ...]:
     return tasks
 
 
-def config_of(model: settings.Model) -> HSTUConfig | DlrmConfig:
+def config_of(model: settings.Model) -> Config:
     """The shape of the model that the settings name: of their checkpoint, else of random weights.
 
     A factory's own shape is not known: it may take this one. Raises ModelError for a checkpoint without a readable

@@ -4,12 +4,12 @@
 
 Pre-norm layers: x += softmax(q·kᵀ / √dqk)·v·W_o, then x += GELU(LayerNorm(x)·W_up + b)·W_down + b. A behaviour sees
 itself and earlier behaviours; a candidate sees all history and itself. The weights are seeded random numbers: the model
-shows how a model is served, and ranks as chance does. It is written to be read; attention.py is written for speed.
+shows how a model is served, and ranks as chance does. It is written to be read, as is its attention
+(softmax.py); attention.py is written for speed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -23,67 +23,16 @@ from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
 from relaygr_stream.models.embeddings import TaskHead, TokenEmbedding
+from relaygr_stream.models.hstu_model import HSTUConfig
 from relaygr_stream.models.kv import KVLayout, KVRegion
 from relaygr_stream.models.loading import config_of, draw_weights
-
-#: Rows computed together: their scores over 4,096 tokens and 4 heads are 16 MiB in float32.
-BLOCK_ROWS: Final = 256
+from relaygr_stream.models.softmax import attend_to_history, attend_to_history_and_self
 
 Positive = Annotated[int, Meta(ge=1)]
 
 NORM_EPS: Final = 1e-6
 #: Hidden width of the MLP over the width of the model, as in most transformers.
 MLP_RATIO: Final = 4
-
-
-# Softmax attention over per-head contiguous K/V, in blocks of rows; softmax runs in float32.
-
-
-def attend_to_history(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Causal attention: queries (H, n, dqk) are the rows of the last n columns; each sees itself and earlier columns.
-
-    keys (H, columns, dqk), values (H, columns, dv); returns (H, n, dv).
-    """
-    heads, rows, _ = queries.shape
-    out = torch.empty((heads, rows, values.shape[2]), dtype=values.dtype, device=values.device)
-    first = keys.shape[1] - rows
-    for start in range(0, rows, BLOCK_ROWS):
-        stop = min(start + BLOCK_ROWS, rows)
-        scores = _scores(queries[:, start:stop], keys[:, : first + stop])
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(first + start + 1)
-        scores.masked_fill_(hidden, -math.inf)
-        out[:, start:stop] = _normalised(scores, values.dtype) @ values[:, : first + stop]
-    return out
-
-
-def attend_to_history_and_self(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, own_keys: torch.Tensor, own_values: torch.Tensor
-) -> torch.Tensor:
-    """Candidate attention: each row sees every column and itself, and no other row. Returns (H, m, dv).
-
-    queries and own_keys (H, m, dqk), own_values (H, m, dv); keys (H, columns, dqk) and values (H, columns, dv) are read
-    in place.
-    """
-    columns = keys.shape[1]
-    out = torch.empty_like(own_values)
-    for start in range(0, queries.shape[1], BLOCK_ROWS):
-        block = slice(start, start + BLOCK_ROWS)
-        own = (queries[:, block].float() * own_keys[:, block].float()).sum(-1, keepdim=True)
-        own = (own / math.sqrt(queries.shape[2])).to(queries.dtype)
-        weights = _normalised(torch.cat((_scores(queries[:, block], keys), own), 2), values.dtype)
-        out[:, block] = weights[:, :, :columns] @ values + weights[:, :, columns:] * own_values[:, block]
-    return out
-
-
-def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    return (queries / math.sqrt(queries.shape[2])) @ keys.transpose(1, 2)
-
-
-def _normalised(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.softmax(scores, dim=2, dtype=torch.float32).to(dtype)
-
-
-# The model.
 
 
 class TransformerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,9 +60,14 @@ def make(model: settings.Model, device: torch.device, dtype: torch.dtype) -> Tra
 def shape_of(model: settings.Model) -> dict[str, Any]:
     """The fields of TransformerConfig in the config.json of `model.checkpoint`, or of the default shape.
 
-    Raises ConfigError for fields of the built-in HSTU that a transformer does not have.
+    Raises ConfigError for another model than an HSTU, and for fields of it that a transformer does not have.
     """
     config = config_of(model)
+    if not isinstance(config, HSTUConfig):
+        raise ConfigError(
+            f"`model.checkpoint` = {model.checkpoint!r} is no HSTU, whose shape `model.factory` = {model.factory!r} "
+            f"takes: leave one of them out"
+        )
     for name in (
         "contextual_seq_len", "max_attn_len", "group_norm", "oov_rows", "relative_positions", "relative_times"
     ):  # fmt: skip

@@ -35,6 +35,7 @@ from relaygr_stream.errors import BrokerError, DeviceError, RelayError
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.history.store import open_store
 from relaygr_stream.models.api import schema_of
+from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.loading import BuiltIn
 from relaygr_stream.models.relative import is_relative
 from relaygr_stream.settings.scenarios import scenario_in_words
@@ -144,7 +145,7 @@ def _say_model(settings: Settings, runtime: WorkerRuntime, metrics: WorkerMetric
     described = {"version": runtime.model.version, "note": runtime.model.note, "device": str(runtime.device)}
     if isinstance(runtime.model, BuiltIn):
         described["kernels"] = runtime.model.kernels
-        if is_relative(runtime.model.config):
+        if isinstance(runtime.model, HSTUModel) and is_relative(runtime.model.config):
             log.info("torch operators compute the bias on relative positions or times; no kernel does")
     describe("model loaded", **described)
     if settings.trigger.delegate and runtime.delegated_bytes < runtime.longest_bytes:

@@ -16,14 +16,10 @@ import torch
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.dlrm.config import DlrmConfig, Positions, Times, changed
 from relaygr_stream.models.dlrm.model import DlrmHSTU
+from relaygr_stream.models.importer.names import check_new, prefix_of, without_wrappers, write
 from relaygr_stream.models.importer.sources import read_tensors
-from relaygr_stream.models.loading import in_float32, save_checkpoint, shown, wanted_weights
+from relaygr_stream.models.loading import in_float32, shown, wanted_weights
 
-#: Parts of names that wrappers put in, anywhere: compile, data and model parallelism, checkpointing of activations.
-WRAPPERS: Final = {
-    "module", "_orig_mod", "_dmp_wrapped_module", "_dpp_wrapped_module", "_fsdp_wrapped_module", "_forward_module",
-    "_checkpoint_wrapped_module",
-}  # fmt: skip
 #: A weight that every such model has: what stands before it in a checkpoint stands before all.
 ANCHOR: Final = "_hstu_transducer._positional_encoder._position_embeddings_weight"
 TABLES: Final = "_embedding_collection.embeddings."
@@ -86,17 +82,13 @@ class Imported:
 
 def import_checkpoint(source: Path, out: Path, choices: Choices) -> Imported:
     """Read the checkpoint `source` and write the folder `out`. Raises ModelError for one that does not fit."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out}: is there already and not an empty folder; name another one")
+    check_new(out)
     if len(set(choices.tasks)) != len(choices.tasks):
         raise ModelError(f"--tasks {','.join(choices.tasks)}: a name stands there twice")
     made = model_of(source, read_tensors(source), choices)
     if max(actions := made.model.config.action_weights) > LARGEST_ACTION:
         raise ModelError(f"{source}: action weights {list(actions)}: an action on the wire is 0…{LARGEST_ACTION}")
-    try:
-        save_checkpoint(made.model, out)
-    except OSError as error:
-        raise ModelError(f"{out}: cannot be written: {error.strerror or error}") from error
+    write(made.model, out)
     return made
 
 
@@ -105,22 +97,14 @@ def model_of(source: Path, tensors: Mapping[str, torch.Tensor], choices: Choices
     found = _without_prefix(source, tensors)
     weights, left_out = _renamed(source, found, choices)
     config = _simplified(_config(source, found, weights, choices), weights)
-    return Imported(DlrmHSTU(config).load_weights(in_float32(source, weights, wanted_weights(config)), ""), left_out)
+    fitting = in_float32(source, weights, wanted_weights(config), "the shape of others")
+    return Imported(DlrmHSTU(config).load_weights(fitting, ""), left_out)
 
 
 def _without_prefix(source: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors by the reference's own names, without wrappers and what stands before all names of the model."""
-    plain: dict[str, torch.Tensor] = {}
-    for name, value in tensors.items():
-        kept = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-        if kept in plain:
-            raise ModelError(f"{source}: `{shown(kept)}` is there twice, once inside of a wrapper: keep one of them")
-        plain[kept] = value
-    anchors = [name for name in plain if f".{name}".endswith(f".{ANCHOR}")]
-    if len(anchors) != 1:
-        problem = f"found under {', '.join(map(shown, anchors))}: keep one of them" if anchors else "is missing"
-        raise ModelError(f"{source}: `{ANCHOR}`, which every DlrmHSTU has, {problem}")
-    prefix = anchors[0].removesuffix(ANCHOR)
+    plain = without_wrappers(source, tensors)
+    prefix = prefix_of(source, plain, ANCHOR, "DlrmHSTU")
     found = {name.removeprefix(prefix): value for name, value in plain.items()}
     for name in [name for name in found if TABLES in name]:  # tables may be saved apart, under another prefix
         found[name[name.index(TABLES) :]] = found.pop(name)

@@ -40,6 +40,13 @@ ALLOWED: Final = {
 
 PATHS: Final = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"}
 
+#: What to do about a file that cannot be read, and about one with objects, which would run code.
+STATE_DICT: Final = "write one by torch.save(model.state_dict(), FILE)"
+WEIGHTS_ALONE: Final = (
+    "it has objects beside tensors. If you trust it, keep the weights alone, where these objects' module is installed: "
+    'torch.save(torch.load(FILE, weights_only=False)["state_dict"], NEW)'
+)
+
 READ_ERRORS: Final = (
     OSError,
     RuntimeError,
@@ -89,9 +96,9 @@ def _read_file(file: Path) -> dict[str, torch.Tensor]:
     except FileNotFoundError as error:
         raise ModelError(f"{file}: no such file") from error
     except READ_ERRORS as error:
+        kind, why = "safetensors" if file.suffix == ".safetensors" else "a state dict", _reason(error)
         raise ModelError(
-            f"{file}: cannot be read as {'safetensors' if file.suffix == '.safetensors' else 'a state dict'}: "
-            f"{_reason(error)}; write one by torch.save(model.state_dict(), FILE)"
+            f"{file}: cannot be read as {kind}: {why}; {WEIGHTS_ALONE if 'GLOBAL' in why else STATE_DICT}"
         ) from error
     found = _flat(loaded, "") if isinstance(loaded, Mapping) else {}
     if not found:
@@ -105,6 +112,7 @@ def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # torch's advice is to switch the protection off; its last sentence names what the file wanted to run.
     named = next((line for line in lines if "Unsupported" in line or "GLOBAL" in line), "")
+    named = named.partition(" by default.")[0]
     return named or (lines[0] if lines else type(error).__name__)
 
 

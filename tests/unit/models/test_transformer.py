@@ -16,7 +16,8 @@ from relaygr_stream import settings
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.models.api import RankingModel, ScoreInput
 from relaygr_stream.models.loading import load_model, save_random
-from relaygr_stream.models.transformer import BLOCK_ROWS, Transformer, TransformerConfig
+from relaygr_stream.models.softmax import BLOCK_ROWS
+from relaygr_stream.models.transformer import Transformer, TransformerConfig
 from tests.properties import examples
 from tests.unit.models.naive_transformer import naive_scores
 from tests.unit.models.small_models import MORE, deviation, prefilled, random_items, random_tokens, splits

@@ -1,0 +1,1 @@
+"""SASRec as RecBole and gSASRec-pytorch train it."""
