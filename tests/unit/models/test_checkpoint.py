@@ -104,7 +104,7 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
         (lambda config: config.update(layers=0), r"`int` >= 1 - at `\$.layers`"),
         (lambda config: config.update(tasks=[]), r"length >= 1 - at `\$.tasks`"),
         (lambda config: config.update(tasks=["a", "a"]), "`tasks` names a score column twice: a, a"),
-        (lambda config: config.update(architecture="gpt"), "`architecture` must be 'hstu' or 'dlrm-hstu', found 'gpt'"),
+        (lambda config: config.update(architecture="gpt"), "must be 'hstu' or 'dlrm-hstu' or 'sasrec', found 'gpt'"),
         (lambda config: config.pop("format"), "`format` must be 1, found None"),
         (lambda config: config.update(format=True), "`format` must be 1, found True"),
         (lambda config: config.update(vocab=10**16), r"`int` <= 2147483647 - at `\$.vocab`"),
