@@ -138,25 +138,24 @@ async def play(fleet: ChangingFleet, averaging: float) -> list[str]:
     began_s = time.monotonic()
     async with TopicTail(fleet.settings.kafka, topics.worker_status.name, [0], "latest", watch.take):
         last_s = began_s + PATIENCE * averaging * ASK_S
-        numbers: Seen | None = None
+        by_number: list[Seen] = []  # of each second; the last one counts
 
         async def until(condition: Callable[[], bool]) -> None:
-            nonlocal numbers
             while not condition():
                 fleet.check_running()
                 await asyncio.sleep(1.0)
-                if len(watch.owners) == LANES and not watch.moves:
-                    numbers = watch.seen(fleet.samples, time.monotonic())
+                if len(watch.owners) == LANES and fleet.samples and not watch.moves:
+                    by_number.append(watch.seen(fleet.samples, time.monotonic()))
 
         await until(lambda: bool(watch.moves) or time.monotonic() > last_s)
-        if not watch.moves or numbers is None:
+        if not (watch.moves and by_number):
             return [f"lanes: none moved within {last_s - began_s:.0f} s"]
         print(f"lanes move {watch.moves[0][0] - began_s:.0f} s after the load began", flush=True)
         await until(lambda: time.monotonic() > watch.moves[-1][0] + SETTLE_S + WINDOW_S)
         measured = watch.seen(fleet.samples, time.monotonic())
         since = [sample for sample in fleet.samples if sample.at_s >= began_s]
         lost = sum(sample.lost for sample in since)
-        return report(numbers, measured, [lane for _, lane in watch.moves], lost, len(since))
+        return report(by_number[-1], measured, [lane for _, lane in watch.moves], lost, len(since))
 
 
 async def lanes(*, quick: bool) -> list[str]:
