@@ -14,9 +14,11 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import msgspec
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from relaygr_stream.bus.routes import read_routes
@@ -117,8 +119,49 @@ async def rollout(fleet: Fleet, folder: Path, *arguments: str) -> AsyncIterator[
         print(command.text[-6000:])  # what a failed test shows
 
 
-def changed_model(folder: Path, name: str, factor: float) -> str:
-    """The fleet's model, whose scores are so many times as large."""
+#: A user's model that computes as the one in model.checkpoint, and more slowly.
+SLOW: Final = """
+import time
+from relaygr_stream.models.loading import load_checkpoint
+
+def make(model, device, dtype):
+    made = load_checkpoint(model.checkpoint)
+    made.place(device, dtype, "torch")
+    score = made.score
+
+    def slowly(batch):
+        time.sleep(0.25)
+        return score(batch)
+
+    made.score = slowly
+    return made
+"""
+
+
+class Bad(NamedTuple):
+    """A model that is stopped for this reason, before any user moves or at the canary."""
+
+    name: str
+    reason: str
+    canary: bool
+    factor: float = 1.0
+    items_shuffled: bool = False
+    slow: bool = False
+
+
+BAD: Final = (
+    Bad("overflow", "failed or were rejected", canary=False, factor=1e38),
+    Bad("scale", "another distribution", canary=True, factor=30.0),
+)
+#: The judgement's and the comparison's own tests have these in seconds (tests/unit/rollout).
+ALSO_BAD: Final = (
+    Bad("vocabulary", "in another order", canary=False, items_shuffled=True),
+    Bad("slow", "P99 of", canary=True, slow=True),
+)
+
+
+def changed_model(folder: Path, name: str, factor: float, *, items_shuffled: bool = False) -> str:
+    """The fleet's model, whose scores are so many times as large, or which takes item ids for others."""
     (original,) = (path.parent for path in folder.glob("model-*/config.json"))
     copy = folder / name
     shutil.copytree(original, copy)
@@ -126,6 +169,9 @@ def changed_model(folder: Path, name: str, factor: float) -> str:
     tensors = load_file(weights)
     changed = {key: value * factor if key.startswith("head.") else value for key, value in tensors.items()}
     assert any(key.startswith("head.") for key in tensors)
+    if items_shuffled:
+        table = changed["embedding.item"]
+        changed["embedding.item"] = table[torch.randperm(len(table), generator=torch.manual_seed(1))]
     save_file(changed, weights)
     return str(copy)
 
@@ -135,21 +181,23 @@ async def share(fleet: Fleet) -> int:
     return 0 if routes is None else routes.share_of("next")
 
 
-async def test_a_bad_model_is_stopped_at_the_canary_or_before(embedded_settings: Kafka, tmp_path: Path) -> None:
-    """Scores that are not finite: before any user moves. Another scale: only users show it. What else is bad:
-    tests/unit/rollout."""
+@pytest.mark.parametrize("models", [BAD, pytest.param(ALSO_BAD, marks=pytest.mark.long)], ids=["bad", "also bad"])
+async def test_bad_models_are_stopped_at_the_canary_or_before(
+    models: tuple[Bad, ...], embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    slowly = ("--set", "model.factory=slow:make", "--set", f"model.path={tmp_path}")
     async with serving_fleet(embedded_settings, tmp_path, "w") as fleet, traffic(fleet) as asked:
-        for bad, reason, canary in (
-            (changed_model(tmp_path, "overflow", 1e38), "failed or were rejected", False),
-            (changed_model(tmp_path, "scale", 30.0), "another distribution", True),
-        ):
-            arguments = ("--checkpoint", bad, "--canary", "50%", "--steps", "100", "--hold", "1h", "--cold")
+        for bad in models:
+            checkpoint = changed_model(tmp_path, bad.name, bad.factor, items_shuffled=bad.items_shuffled)
+            arguments = ["--checkpoint", checkpoint, *(slowly if bad.slow else ())]
+            arguments += ["--canary", "50%", "--steps", "100", "--hold", "1h", "--cold"]
             async with rollout(fleet, tmp_path, *arguments) as command:
                 code = await command.process.wait()
                 await until(lambda: "the users came back" in command.text or "nobody moved" in command.text)
             assert code == 1
-            assert re.search(reason, command.text), bad
-            assert ("step 1 of 2" in command.text) is canary, bad
+            assert re.search(bad.reason, command.text), bad.name
+            assert ("step 1 of 2" in command.text) is bad.canary, bad.name
             assert "step 2 of 2" not in command.text
             assert await share(fleet) == 0
             await asked.more(100)
