@@ -98,6 +98,10 @@ class Command:
         async for line in self.process.stdout:
             self.text += line.decode()
 
+    async def said(self, text: str) -> None:
+        """Until it has printed this, or has ended."""
+        await until(lambda: text in self.text or self.process.returncode is not None, text)
+
 
 @contextlib.asynccontextmanager
 async def rollout(fleet: Fleet, folder: Path, *arguments: str) -> AsyncIterator[Command]:
@@ -213,7 +217,8 @@ async def test_a_good_model_gets_all_users_and_nobody_an_error(embedded_settings
         arguments = ("--checkpoint", good, "--canary", "40%", "--steps", "100", "--hold", "1s")
         lanes = str(2 * fleet.topics.lanes)
         async with rollout(fleet, tmp_path, *arguments, "--lanes", lanes) as command:
-            await until(lambda: "done: all users" in command.text or command.process.returncode is not None)
+            for step in ("group next serves", "step 1 of 2", "step 2 of 2", "done: all users"):
+                await command.said(step)  # one bound for each: on a busy machine all of it takes minutes
             assert command.process.returncode is None
             assert await share(fleet) == POSITIONS
             assert len(asked.versions) == 2
