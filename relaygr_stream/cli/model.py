@@ -160,9 +160,9 @@ def import_sasrec(checkpoint: Path, out: Path, heads: int, activation: str | Non
     from relaygr_stream.models.devices import select_device
 
     select_device("cpu")
-    from relaygr_stream.models.importer.sasrec import Choices, describe, import_checkpoint
+    from relaygr_stream.models.importer.sasrec import SasRecChoices, describe, import_checkpoint
 
-    made = import_checkpoint(checkpoint, out, Choices(heads, activation or "", norm_eps or 0.0))
+    made = import_checkpoint(checkpoint, out, SasRecChoices(heads, activation or "", norm_eps or 0.0))
     click.echo(f"{out}: {describe(made)}")
 
 

@@ -1,6 +1,6 @@
 """Makes a folder for `model.checkpoint` of a state dict of RecBole's SASRec, or of gSASRec-pytorch.
 
-Which of the two it is, and most of the shape, the names and shapes of the weights say; `Choices` has the rest.
+Which of the two it is, and most of the shape, the names and shapes of the weights say; `SasRecChoices` has the rest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DEFAULTS: Final[dict[Form, tuple[str, float]]] = {"recbole": ("gelu", 1e-12), "g
 
 
 @dataclass(frozen=True)
-class Choices:
+class SasRecChoices:
     """What the weights do not say. activation "", norm_eps 0: as the form trains by default."""
 
     heads: int
@@ -54,14 +54,14 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedSasRec:
     """The model, and the names of tensors in the checkpoint that it does not have."""
 
     model: SasRec
     left_out: tuple[str, ...]
 
 
-def import_checkpoint(source: Path, out: Path, choices: Choices) -> Imported:
+def import_checkpoint(source: Path, out: Path, choices: SasRecChoices) -> ImportedSasRec:
     """Read the checkpoint `source` and write the folder `out`. Raises ModelError for one that does not fit."""
     check_new(out)
     made = model_of(source, read_tensors(source), choices)
@@ -69,7 +69,7 @@ def import_checkpoint(source: Path, out: Path, choices: Choices) -> Imported:
     return made
 
 
-def model_of(source: Path, tensors: Mapping[str, torch.Tensor], choices: Choices) -> Imported:
+def model_of(source: Path, tensors: Mapping[str, torch.Tensor], choices: SasRecChoices) -> ImportedSasRec:
     """The model of a state dict with the reference's names. Raises ModelError, naming the weight; source: for it."""
     plain = without_wrappers(source, tensors)
     prefix = prefix_of(source, plain, POSITIONS, "SASRec of RecBole and gSASRec-pytorch")
@@ -88,7 +88,7 @@ def model_of(source: Path, tensors: Mapping[str, torch.Tensor], choices: Choices
     wanted = {names[own]: value for own, value in wanted_weights(config).items()}
     weights = in_float32(source, found, wanted, "the shape of others")
     model = SasRec(config).load_weights({own: weights[name] for own, name in names.items()}, "")
-    return Imported(model, tuple(name for name in plain if not name.startswith(prefix)))
+    return ImportedSasRec(model, tuple(name for name in plain if not name.startswith(prefix)))
 
 
 def _reference_name(own: str, form: Form) -> str:
@@ -100,7 +100,7 @@ def _reference_name(own: str, form: Form) -> str:
     return f"{start}{MODULES[form][module]}.{parameter}"
 
 
-def _config(source: Path, found: Mapping[str, torch.Tensor], form: Form, choices: Choices) -> SasRecConfig:
+def _config(source: Path, found: Mapping[str, torch.Tensor], form: Form, choices: SasRecChoices) -> SasRecConfig:
     def size(name: str, dimension: int) -> int:
         """Raises ModelError for a weight that is missing or has another number of dimensions."""
         if name not in found or found[name].dim() != 2:
@@ -128,7 +128,7 @@ def _config(source: Path, found: Mapping[str, torch.Tensor], form: Form, choices
         raise ModelError(f"{source}: {error}") from error
 
 
-def describe(made: Imported) -> str:
+def describe(made: ImportedSasRec) -> str:
     """What was imported, and how long prefix KV last, for a person."""
     config = made.model.config
     count = sum(value.numel() for value in made.model.state_dict().values())

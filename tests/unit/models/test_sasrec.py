@@ -20,7 +20,7 @@ from relaygr_stream.errors import ConfigError, ModelError
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.check.probe import Probe, RequestBounds
 from relaygr_stream.models.check.run import check_model
-from relaygr_stream.models.importer.sasrec import Choices, Imported, describe, import_checkpoint, model_of
+from relaygr_stream.models.importer.sasrec import ImportedSasRec, SasRecChoices, describe, import_checkpoint, model_of
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_any_checkpoint, load_model
 from relaygr_stream.models.map_items import map_items
@@ -34,12 +34,12 @@ FORMS = pytest.mark.parametrize("shape", [RECBOLE, GSASREC, TIED], ids=["recbole
 QUERY = "trm_encoder.layer.1.multi_head_attention.query.weight"
 
 
-def imported(shape: Shape, **changes: torch.Tensor) -> Imported:
+def imported(shape: Shape, **changes: torch.Tensor) -> ImportedSasRec:
     return model_of(Path("x.pt"), state_dict(shape) | changes, choices(shape))
 
 
-def choices(shape: Shape) -> Choices:
-    return Choices(shape.heads, shape.activation)
+def choices(shape: Shape) -> SasRecChoices:
+    return SasRecChoices(shape.heads, shape.activation)
 
 
 def tokens(items: list[int]) -> Tokens:
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused_by_its_name(shape: Shape, change: dict[str
 
 def test_another_model_is_refused() -> None:
     with pytest.raises(ModelError, match="and neither is there"):
-        model_of(Path("x.pt"), {"position_embedding.weight": torch.ones(3, 4)}, Choices(2))
+        model_of(Path("x.pt"), {"position_embedding.weight": torch.ones(3, 4)}, SasRecChoices(2))
 
 
 class Config:
@@ -194,7 +194,7 @@ def test_the_command_says_what_it_made_and_needs_the_heads(tmp_path: Path) -> No
     assert (found.activation, found.norm_eps) == ("relu", 1e-6)  # type: ignore[union-attr]
     assert "positions count from the newest" in describe(imported(GSASREC))
     with pytest.raises(ModelError, match="is there already"):
-        import_checkpoint(tmp_path / "plain.pt", tmp_path / "out", Choices(3))
+        import_checkpoint(tmp_path / "plain.pt", tmp_path / "out", SasRecChoices(3))
 
 
 # ---- serving ----
