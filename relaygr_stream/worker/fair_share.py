@@ -27,6 +27,8 @@ LEAST_BUSY: Final = 0.3
 #: What a speed is of: full inference of so many tokens and candidates, long enough on every device to tell them apart.
 TOKENS: Final = 1024
 CANDIDATES: Final = 128
+#: What is stated to take less counts as this, so that speeds stay within their bound on the wire (MemberClaim).
+LEAST_MS: Final = 1e-6
 #: A speed that was stated stays until it is off by half a step of those that count.
 NEWS: Final = 2.0 ** (0.5 / STEPS_AN_OCTAVE)
 
@@ -39,7 +41,7 @@ def stated_speed(stated: float, measured: float) -> float:
 def speed_of(status: WorkerStatus) -> float:
     """Of its stated costs; 0: they are not known yet."""
     cost_ms = status.costs.full_ms(TOKENS, CANDIDATES)
-    return 1e3 / cost_ms if cost_ms > 0 else 0.0
+    return 1e3 / max(cost_ms, LEAST_MS) if cost_ms > 0 else 0.0
 
 
 def fair_busy_share(workers: Collection[WorkerStatus]) -> float:

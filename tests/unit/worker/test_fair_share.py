@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 from hypothesis import given
@@ -76,7 +77,7 @@ def test_what_is_fair_follows_the_speeds(other: float, others_ms: float, asks: b
     assert bool(fleet.asked) is asks
 
 
-@pytest.mark.parametrize("ms", [1e-300, 1e300])
+@pytest.mark.parametrize("ms", [5e-324, 1e-300, 1e300, math.inf])
 def test_who_states_absurd_costs_decides_nothing_alone(ms: float) -> None:
     busy = fair_busy_share([worker_status(f"w{n}", busy_share=0.5) for n in range(40)])
     assert busy == pytest.approx(0.5)
@@ -85,7 +86,7 @@ def test_who_states_absurd_costs_decides_nothing_alone(ms: float) -> None:
     assert 0.5 * 40 / 56 <= fair_busy_share([absurd, *others]) + 1e-9 <= 0.5 + 1e-9
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1e12)), min_size=1, max_size=20))
+@given(st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0)), min_size=1, max_size=20))
 def test_what_is_fair_is_between_the_least_and_the_most_busy(workers: list[tuple[float, float]]) -> None:
     stated = [
         worker_status(f"w{n}", busy_share=busy, costs=CostModel(c0=ms, c1=0, c2=0, c3=0))
