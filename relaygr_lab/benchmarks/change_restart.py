@@ -197,9 +197,8 @@ async def restarts(parent: str | None, *, quick: bool) -> list[str]:
                         f"{event:<10} {'yes' if file else 'no':<6} {run.away_s:>8.1f} {len(run.returns):>8} "
                         f"{run.missed:>8} {run.hits:>8.0%} {run.failed:>7}"
                     )
-                hits = runs[True].hits, runs[False].hits  # each run's time away is its own, and so are its returns
-                if 1 - hits[0] > MOST_MISSED * (1 - hits[1]):
-                    missed.append(f"{event}: {hits[0]:.0%} hits with a file, {hits[1]:.0%} without")
+                if runs[True].missed > MOST_MISSED * runs[False].missed:
+                    missed.append(f"{event}: {runs[True].missed} misses with a file, {runs[False].missed} without")
                 if runs[True].failed > runs[False].failed:
                     missed.append(
                         f"{event}: {runs[True].failed} rankings failed with a file, {runs[False].failed} without"
