@@ -19,6 +19,7 @@ import numpy.typing as npt
 import structlog
 
 from relaygr_stream.client.metrics import ClientMetrics
+from relaygr_stream.client.sender import STUCK_S, Waits
 from relaygr_stream.errors import (
     DeadlineExceeded,
     DecodeError,
@@ -29,7 +30,6 @@ from relaygr_stream.errors import (
     TopicError,
     WorkerFailed,
 )
-from relaygr_stream.fleet import Leaders
 from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.codec import decode
@@ -263,20 +263,20 @@ class ReplyRoute:
     A partition with one copy depends on one broker: with a single reply partition, that broker's failure would hold up
     every answer of a client.
 
-    topic: of the answers. partitions: the first choice, then optionally a second. leaders: of the topic's partitions;
-    None: each has one.
+    topic: of the answers. partitions: the first choice, then optionally a second. waits: of the topic's partitions;
+    None: each has a broker that acknowledges.
     """
 
     def __init__(
         self,
         topic: str,
         partitions: Sequence[int],
-        leaders: Leaders | None = None,
+        waits: Waits | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.partitions: Final = tuple(partitions)
         self._topic = topic
-        self._leaders = leaders
+        self._waits = waits
         self.clock: Final = clock
         self._gone: str | None = None  # why no answer can come
         self._current, self._other = partitions[0], partitions[-1]
@@ -284,8 +284,15 @@ class ReplyRoute:
         self._received: dict[int, float] = {}  # partition → time of its last record
         self._used: dict[int, float] = {}  # partition → time of the latest request
 
+    def _unacknowledged_s(self, partition: int) -> float:
+        return 0.0 if self._waits is None else self._waits.waiting_s(partition)
+
     def _led(self, partition: int) -> bool:
-        return self._leaders is None or self._leaders.has_leader(partition)
+        return self._unacknowledged_s(partition) < math.inf
+
+    def is_stuck(self, partition: int) -> bool:
+        """Whether the partition's broker acknowledges nothing: most likely it is gone, and brings no answers."""
+        return self._unacknowledged_s(partition) > STUCK_S
 
     def counted(self, count: int) -> None:
         """Note how many partitions the topic has now: fewer than before if it was deleted and made anew."""
@@ -320,14 +327,16 @@ class ReplyRoute:
         """The reply partition of a further copy of a request that has no answer yet.
 
         A partition that brought answers since the copy before works, so this request's answer is missing for another
-        reason. Else it is the one that fewer copies named in vain. unanswered: partition → copies that named it and
-        that a broker has; a copy that no broker has says nothing of its partition. since_s: when the copy before was
-        sent, by this clock.
+        reason. Else it is the one that fewer copies named in vain, then the one whose broker acknowledges. unanswered:
+        partition → copies that named it and that a broker has; a copy that no broker has says nothing of its partition.
+        since_s: when the copy before was sent, by this clock.
         """
         both = [self._current, self._other]
         named = [each for each in both if self._led(each)] or both
         heard = [each for each in named if self._received.get(each, -math.inf) >= since_s]
-        return self._use(heard[0] if heard else min(named, key=lambda each: unanswered.get(each, 0)))
+        if heard:
+            return self._use(heard[0])
+        return self._use(min(named, key=lambda each: (unanswered.get(each, 0), self._unacknowledged_s(each))))
 
     def received(self, partition: int) -> None:
         """Note a record on this partition."""

@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from relaygr_stream.bus.aiokafka_compat import end
-from relaygr_stream.bus.producer import Outgoing, Producer, TopicLeaders
+from relaygr_stream.bus.producer import Outgoing, Producer
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts, TopicRow, topics_with
 from relaygr_stream.bus.topics import verify_topics
@@ -65,11 +65,11 @@ async def connected(
             topics.follow(topics_with(kafka, rows).lanes)
         max_bytes = max(topics.retrieval.max_message_bytes, topics.ranking.max_message_bytes)
         producer = Producer(kafka, client_id=client_id, acks=1, max_bytes=max_bytes)
-        scores = topics.scores.name
+        sender, scores = Sender(producer, kafka.bootstrap), topics.scores.name
         route = ReplyRoute(
             scores,
             _reply_partitions(rows, topics, client.reply_partition),
-            TopicLeaders(producer, scores),
+            TopicWaits(sender, scores),
         )
 
         def on_replies(records: list[Record]) -> None:
@@ -83,7 +83,7 @@ async def connected(
         stack.push_async_callback(background.end)
         background.watch(replies.failed)
         listening = bool(client.hedge_ms) and await _listen(stack, settings, topics, owners, rows)
-        sender = Sender(await stack.enter_async_context(producer), kafka.bootstrap)
+        await stack.enter_async_context(producer)
         background.start(periodically(SILENT_S, sender.probe, "ask the brokers that are away"))
         counts = PartitionCounts(topics, producer, route, serves=False)
         background.start(counts.run())

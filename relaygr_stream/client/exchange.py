@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import msgspec
 
@@ -20,7 +20,7 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.client.sender import Sender, Settled
+from relaygr_stream.client.sender import STUCK_S, Sender, Settled, Waits
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.fleet import OwnerDirectory, better_of_two, draw_sample
 from relaygr_stream.telemetry.clocks import Clock
@@ -37,19 +37,9 @@ SLOW_BURST: Final = 20.0
 LAST_STATUS_MS: Final = 15_000.0
 
 
-#: A lane is stuck if its broker has not acknowledged a send for this long: most likely the broker is gone. An
-#: acknowledgement takes 5 ms (P99); a busy machine does not delay it a hundredfold.
-STUCK_S: Final = 0.5
-#: Until then, a broker that has not acknowledged a send for this share of the time between copies gets no copy, if
-#: another one can have it.
+#: Until STUCK_S have passed, a broker that has not acknowledged a send for this share of the time between copies gets
+#: no copy, if another one can have it.
 LATE_SHARE: Final = 0.5
-
-
-class Waits(Protocol):
-    """Knows how long a lane's broker has acknowledged nothing; client/sender.py's TopicWaits does."""
-
-    def waiting_s(self, partition: int) -> float:
-        """Seconds; 0: it acknowledges."""
 
 
 class Hedges:
@@ -89,7 +79,7 @@ class Hedges:
         self._slow = min(SLOW_BURST, self._slow + SLOW_SHARE)
 
     def why_unreachable(self, lane: int) -> Literal["silent", "unsent"] | None:
-        """Why a request on this lane would get no answer; None: it may.
+        """Why a request on this lane would not reach its owner; None: it may.
 
         silent: its owner states nothing, and other workers do. unsent: its broker acknowledges nothing.
         """
@@ -198,16 +188,21 @@ class Copies:
         self._topic = topic
         self._request = request
         self._message = message
-        self._reply_to = route.choose()
+        self._reply_to = route.choose()  # the reply partition of the last copy
         self._began_s = route.clock()
         self._sent_s: float | None = None  # when the last copy was sent
         self._unanswered: Counter[int] = Counter()  # reply partition → copies that the brokers have
 
+    @property
+    def answers_stuck(self) -> bool:
+        """Whether the broker that is to bring the last copy's answer acknowledges nothing."""
+        return self._route.is_stuck(self._reply_to)
+
     async def send(self, lane: int, correlation: bytes, *, hedge: bool, settled: Settled) -> None:
         """Send a copy; `settled` is called once, possibly before this returns."""
-        reply_to, value = self._reply_to, self._message.value
         if self._sent_s is not None:
-            reply_to = self._route.choose_again(self._unanswered, self._sent_s)
+            self._reply_to = self._route.choose_again(self._unanswered, self._sent_s)
+        reply_to, value = self._reply_to, self._message.value
         self._sent_s = self._route.clock()
 
         def done(error: BrokerError | None) -> None:
@@ -297,10 +292,12 @@ class Exchange:
             self._timer = asyncio.get_running_loop().call_later(self._hedge_s, self._slow)
 
     def _slow(self) -> None:
-        """No answer yet: send a hedge. It counts against the budget unless the owner or the lane's broker is gone."""
+        """No answer yet: send a hedge. It counts against the budget unless the owner, the lane's broker or that of the
+        answer is gone."""
         if self._call.reply.done():
             return
-        self._hedge(self._hedges.why_unreachable(self._tried[-1]) or "slow")
+        why = self._hedges.why_unreachable(self._tried[-1])
+        self._hedge(why or ("unsent" if self._copies.answers_stuck else "slow"))
         self._rearm()
 
     def _hedge(self, reason: str) -> bool:

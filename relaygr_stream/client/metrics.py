@@ -43,8 +43,8 @@ class ClientMetrics:
         self.hedges = Counter(
             "relaygr_client_hedges",
             "Copies of ranking requests sent on another lane: slow (no answer in time), silent (the lane's "
-            "owner publishes no status), unsent (the lane's broker acknowledges nothing), group (no worker of the "
-            "group serves any more, and one of another group does).",
+            "owner publishes no status), unsent (the broker of the lane or of the answer acknowledges nothing), "
+            "group (no worker of the group serves any more, and one of another group does).",
             ["reason"],
             registry=registry,
         )

@@ -25,6 +25,9 @@ from relaygr_stream.telemetry.clocks import Clock
 #: broker's clean stop delays it by 1.1 s at most. A caller whose timeout is longer than the silence so far may still
 #: see its end, so its send passes. Probes follow each other after this time.
 SILENT_S: Final = 1.5
+#: A partition is stuck if its broker has not acknowledged a send for this long: most likely the broker is gone. An
+#: acknowledgement takes 5 ms (P99); a busy machine does not delay it a hundredfold.
+STUCK_S: Final = 0.5
 #: While a broker throttles this client, a message that may leave within this share of the time its caller waits is kept
 #: for that; what remains is for the answer. Everything kept leaves at once, and the throttling that follows is for its
 #: bytes: at twice the quota, half of the callers find it short enough. Messages that nobody waits for (events, cancels)
@@ -206,8 +209,15 @@ class Sender:
         settled(error)
 
 
+class Waits(Protocol):
+    """Knows of one topic's partitions how long their brokers have acknowledged nothing."""
+
+    def waiting_s(self, partition: int) -> float:
+        """Seconds; 0: it acknowledges; infinite: it has no leader."""
+
+
 class TopicWaits:
-    """How long the brokers of one topic's partitions have acknowledged nothing, as a sender knows it."""
+    """Waits, as a sender knows them."""
 
     def __init__(self, sender: Sender, topic: str) -> None:
         self._sender = sender

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.bus.producer import NO_LEADER, Outgoing, TopicLeaders
+from relaygr_stream.bus.producer import NO_LEADER, Outgoing
 from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.exchange import Copies, Exchange, Hedges
 from relaygr_stream.client.metrics import ClientMetrics
@@ -67,17 +67,18 @@ def in_simulated_time(what: Callable[[], Awaitable[T]]) -> T:
 
 
 class World:
-    """Three brokers, each worker's lanes spread over them, and what the client knows. dead: the broker that dies."""
+    """Three brokers, each worker's lanes spread over them, and what the client knows. dead: the broker that dies.
+    slow: other requests, whose answers are slow, use up the budget of hedges."""
 
-    def __init__(self, dead: int, workers: int, replies: tuple[int, int], seed: int) -> None:
+    def __init__(self, dead: int, workers: int, replies: tuple[int, int], slow: bool, seed: int) -> None:
         self.loop = asyncio.get_running_loop()
         self.start_s = self.loop.time()
-        self.dead, self.workers, self.replies = dead, workers, replies
+        self.dead, self.workers, self.replies, self.slow = dead, workers, replies, slow
         self.held: list[Callable[[], None]] = []  # what is delivered once the broker is back
         clock = self.loop.time
         self.owners = OwnerDirectory(1000.0, clock=clock)
-        self.route = ReplyRoute("scores", replies, TopicLeaders(self, "scores"), clock=clock)  # type: ignore[arg-type]
         self.sender = Sender(self, "brokers", clock)  # type: ignore[arg-type]
+        self.route = ReplyRoute("scores", replies, TopicWaits(self.sender, "scores"), clock=clock)
         self.hedges = Hedges(
             self.owners,
             50.0,
@@ -139,6 +140,8 @@ class World:
                 for arrive in self.held:
                     arrive()
                 self.held.clear()
+            while self.slow and self.hedges.spend():
+                pass
             await asyncio.sleep(STATUS_S)
 
     async def rank(self, number: int, lane: int) -> ScoreReply | None:
@@ -188,12 +191,19 @@ async def test_a_copy_that_no_broker_has_says_nothing_of_its_reply_partition() -
 
 @settings(max_examples=examples(40))
 @given(
-    st.integers(0, 2), st.integers(2, 4), st.permutations(range(3)), st.sampled_from([0.05, 0.31]), st.integers(0, 99)
+    st.integers(0, 2),
+    st.integers(2, 4),
+    st.permutations(range(3)),
+    st.sampled_from([0.05, 0.31]),
+    st.booleans(),
+    st.integers(0, 99),
 )
-def test_every_request_is_answered(dead: int, workers: int, replies: list[int], every_s: float, seed: int) -> None:
+def test_every_request_is_answered(
+    dead: int, workers: int, replies: list[int], every_s: float, slow: bool, seed: int
+) -> None:
     """Whatever the broker led: lanes, the reply partition, both."""
 
     async def lost() -> list[float]:
-        return await World(dead, workers, (replies[0], replies[1]), seed).run(every_s)
+        return await World(dead, workers, (replies[0], replies[1]), slow, seed).run(every_s)
 
     assert in_simulated_time(lost) == []

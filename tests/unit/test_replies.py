@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -65,7 +66,12 @@ def test_copies_name_the_one_that_answers_whichever_that_is() -> None:
 
 def test_a_partition_without_a_leader_is_not_named_while_the_other_has_one() -> None:
     led = {5, 7}
-    route = ReplyRoute("scores", [5, 7], leaders=SimpleNamespace(has_leader=led.__contains__), clock=lambda: 0.0)
+    route = ReplyRoute(
+        "scores",
+        [5, 7],
+        waits=SimpleNamespace(waiting_s=lambda each: 0.0 if each in led else math.inf),
+        clock=lambda: 0.0,
+    )
     assert route.choose() == 5
     led.remove(5)
     assert {route.choose(), route.choose_again({7: 1}, 0.0)} == {7}
