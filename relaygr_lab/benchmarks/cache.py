@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from cache_baselines import BYTES_PER_TOKEN, LRU, Belady, Cache, S3Fifo, cost_ms, lengths, traces
 from cache_tiers import two_tiers
-from targets import end
+from targets import judge
 
 from relaygr_stream.cache.arena import Arena, Extent
 from relaygr_stream.cache.copy import CopyEngine
@@ -278,10 +278,14 @@ def copies() -> None:
     print()
 
 
-if __name__ == "__main__":
+def main() -> list[str]:
     usable_share()
     cost_per_operation()
     eviction_policies()
     two_tiers(check)
     copies()
-    end(missed)
+    return missed
+
+
+if __name__ == "__main__":
+    judge(main)

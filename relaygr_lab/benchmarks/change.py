@@ -14,7 +14,7 @@ from change_lanes import lanes
 from change_restart import memory_folder, restarts
 from change_rollout import rollouts
 from change_wire import wire
-from targets import end
+from targets import judge
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         "rollouts": lambda: uvloop.run(rollouts(quick=given.quick)),
         "lanes": lambda: uvloop.run(lanes(quick=given.quick)),
     }
-    end([missed for name in given.only or parts for missed in parts[name]()])
+    judge(*(parts[name] for name in given.only or parts))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ when the other worker has all lanes.
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 import time
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 from handover import history_of
+from relaygr_lab.processes import wait_until
+from relaygr_lab.verdicts import some
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
@@ -41,6 +44,7 @@ HALF_EACH: Final = {"w1": LANES // 2, "w2": LANES // 2}
 CANDIDATES: Final = 50
 WINDOW_S: Final = 30.0
 TIMEOUT_S: Final = 20.0
+LANES_S: Final = 90.0
 #: Of the misses without a file. What is left is of users who are ranked elsewhere while their worker is away.
 MOST_MISSED: Final = 0.5
 
@@ -58,7 +62,7 @@ class Run:
     @property
     def hits(self) -> float:
         """Share of hits among all rankings by returning users."""
-        return 1 - self.missed / len(self.returns) if self.returns else 0.0
+        return 1 - self.missed / len(self.returns) if self.returns else math.nan
 
     @property
     def missed(self) -> int:
@@ -133,9 +137,14 @@ class Fleet:
 
     async def _settled(self, lanes: Mapping[str, int] = HALF_EACH) -> None:
         """Until these workers have stated so many lanes."""
-        async with asyncio.timeout(90):
-            while not lanes.items() <= {name: len(each.lanes) for name, each in self._statuses.items()}.items():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)  # the tail fills it
+
+        def owned() -> dict[str, int]:
+            return {name: len(each.lanes) for name, each in self._statuses.items()}
+
+        running = [self._children[name] for name in lanes]
+        await wait_until(
+            lambda: lanes.items() <= owned().items(), running, LANES_S, lambda: f"the workers own {owned()} lanes"
+        )
 
     async def _load(self, client: RelayClient) -> None:
         """Open loop: a returning user and a stranger in turns, at the rate, however slow the answers are."""
@@ -197,6 +206,8 @@ async def restarts(parent: str | None, *, quick: bool) -> list[str]:
                         f"{event:<10} {'yes' if file else 'no':<6} {run.away_s:>8.1f} {len(run.returns):>8} "
                         f"{run.missed:>8} {run.hits:>8.0%} {run.failed:>7}"
                     )
+                for run in runs.values():
+                    some(run.returns, f"returns of users after {event}")
                 if runs[True].missed > MOST_MISSED * runs[False].missed:
                     missed.append(f"{event}: {runs[True].missed} misses with a file, {runs[False].missed} without")
                 if runs[True].failed > runs[False].failed:

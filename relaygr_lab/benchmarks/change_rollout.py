@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 from relaygr_lab.emulate.process import FACTORY, MODULE
 from relaygr_lab.rollouts import NEXT, WINDOW, Change, ChangingFleet, Traffic
+from relaygr_lab.verdicts import NotValid, above_0
 
 from relaygr_stream.errors import RelayError
 from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
@@ -47,10 +48,13 @@ def report(changes: Sequence[Change]) -> list[str]:
             f"{each.p99_before_ms:>8.0f} ms {each.p99_ms:>6.0f} ms {each.lost:>3} of {each.rankings}"
         )
     warm, _, restarts = changes
+    for each in changes:
+        if each.rankings < WINDOW:
+            raise NotValid(f"{each.name}: {each.rankings} rankings, too few for a mean of {WINDOW}")
     missed = [f"{each.name}: {each.lost} rankings lost" for each in changes[:2] if each.lost]
     if warm.least < LEAST_HITS:
         missed.append(f"rollout: hits fell to {warm.least:.2f} of those before, {LEAST_HITS:g} wanted")
-    if warm.p99_ms > P99 * restarts.p99_ms:
+    if warm.p99_ms > P99 * above_0(restarts.p99_ms, "P99 with restarts"):
         missed.append(f"rollout: P99 {warm.p99_ms:.0f} ms, {restarts.p99_ms:.0f} ms with restarts")
     return missed
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import uvloop
 from prometheus_client import CollectorRegistry, Counter
+from relaygr_lab.verdicts import NotValid, some
 
 from relaygr_stream.cache.transit import Fill, Reservation, Reserve
 from relaygr_stream.engine.build import WorkerRuntime, build
@@ -218,7 +219,8 @@ async def _take(taker: LoneWorker, address: str) -> float:
     taker.service.lanes_changed(lanes, ())
     while taker.taken(metrics.seconds) == seconds:  # noqa: ASYNC110  # a counter tells nobody
         await asyncio.sleep(0.005)
-    assert taker.taken(metrics.entries) - entries == USERS, "not all prefix KV were taken"
+    if (taken := taker.taken(metrics.entries) - entries) != USERS:
+        raise NotValid(f"{taken:.0f} of {USERS} users' prefix KV were taken in one session")
     taker.service.lanes_changed((), lanes)
     users = {f"user-{user}" for user in range(USERS)}
     await taker.thread.ask(EraseUser(Erase(id="0" * 16, user=bytes(MARK_BYTES), sent_ms=0), users, users))
@@ -281,8 +283,11 @@ async def _felt(taker: LoneWorker, pipe: Connection, address: str, seconds: floa
         sessions.append((start, time.monotonic()))
         await asyncio.sleep(time.monotonic() - start)
     ranked: list[tuple[float, float]] = await asyncio.to_thread(pipe.recv)
+    some(sessions, "sessions of hand-over")
     during = [each for at, each in ranked if any(start <= at <= end for start, end in sessions)]
     apart = [each for at, each in ranked if not any(at - each <= end and start <= at for start, end in sessions)]
+    some(during, "rankings while copies are given")
+    some(apart, "rankings while none is given")
     taken_s = sum(end - start for start, end in sessions)
     print(f"\n{'the giver ranks':<24} {'rankings':>9} {'P50 ms':>8} {'P99 ms':>8}")
     for name, each in (("and gives", during), ("only", apart)):

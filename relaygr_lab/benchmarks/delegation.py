@@ -31,7 +31,8 @@ import numpy as np
 from delegation_policies import POLICIES
 from forwarding import CANDIDATES, CAPACITY_PER_S, DISTURBED, SERVICE_MS, TIMEOUT_S, TOKENS, Lanes, share_model
 from forwarding_model import DILATION, ITEMS
-from targets import end
+from relaygr_lab.verdicts import NotValid
+from targets import judge
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
@@ -236,7 +237,7 @@ async def main(seconds: float, policies: list[str], status_ms: float) -> list[st
             f" P50 {runs['busy'].p(0.5) / off['busy'].p(0.5):.2f} and {runs['idle'].p(0.5) / off['idle'].p(0.5):.2f}"
         )
     if stretched > DISTURBED:
-        return [f"not judged: the device's sleeps took {stretched:.1f} times as long as they should, others run here"]
+        raise NotValid(f"the device's sleeps took {stretched:.1f} times as long as they should, others run here")
     if "two" in found:
         two = found["two"]
         if two["busy"].p(0.99) > TARGET * off["busy"].p(0.99):
@@ -254,4 +255,4 @@ if __name__ == "__main__":
         "--status-ms", type=float, default=Worker().status_interval_ms, help="between two statuses of a worker"
     )
     options = parser.parse_args()
-    end(asyncio.run(main(options.seconds, options.policies, options.status_ms)))
+    judge(lambda: asyncio.run(main(options.seconds, options.policies, options.status_ms)))

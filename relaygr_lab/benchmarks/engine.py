@@ -24,7 +24,7 @@ from engine_load import EngineLoad
 from engine_report import Report
 from engine_turns import behind_a_pause, both_dtypes, recorded, threads
 from floors import Cost, Floors, Machine, Work, dtype_name
-from targets import end
+from targets import judge
 
 from relaygr_stream import settings
 from relaygr_stream.models.api import ScoreInput
@@ -223,7 +223,7 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
+def main() -> list[str]:
     options = parse()
     torch.set_num_threads(options.threads)
     device = select_device(options.device)
@@ -250,8 +250,8 @@ def main() -> None:
     if options.json:
         found = {"machine": machine.describe(), "figures": report.figures, "missed": report.missed}
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    end(report.missed)
+    return report.missed
 
 
 if __name__ == "__main__":
-    main()
+    judge(main)

@@ -26,7 +26,8 @@ import httptools
 import msgspec
 import numpy as np
 from relaygr_lab.processes import servable
-from targets import end
+from relaygr_lab.verdicts import NotValid
+from targets import judge
 
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
@@ -213,7 +214,7 @@ def report(found: Found, outside: dict[str, list[float]]) -> list[str]:
           f"{np.median(p50['json'] / p50['direct']):.2f} by JSON")  # fmt: skip
     spread_ms = float(np.quantile(p50["direct"], 0.75) - np.quantile(p50["direct"], 0.25))
     if spread_ms > NOISE_MS:
-        return [f"not judged: half of the direct blocks differ by {spread_ms:.1f} ms at P50, others run here"]
+        raise NotValid(f"half of the direct blocks differ by {spread_ms:.1f} ms at P50, others run here")
     return (
         []
         if added_ms <= TARGET_MS
@@ -238,5 +239,4 @@ if __name__ == "__main__":
     parser.add_argument("--broker", choices=["embedded", "kafka"], default=broker_at_hand())
     arguments = parser.parse_args()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        missed = runner.run(main(arguments.rounds, arguments.seconds, arguments.broker))
-    end(missed)
+        judge(lambda: runner.run(main(arguments.rounds, arguments.seconds, arguments.broker)))

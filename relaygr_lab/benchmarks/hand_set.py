@@ -25,7 +25,7 @@ from relaygr_lab.bench.search import Search
 from relaygr_lab.simulate.run import run_group
 from relaygr_lab.simulate.scenario import Scenario
 from relaygr_lab.simulate.story import ALLOWED_LATE, Story, late_share
-from targets import end
+from targets import judge
 
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.workload.items import StageDelay
@@ -134,7 +134,7 @@ def figure(cell: Cell, *, lanes: int, seed: int, load: float) -> float:
     return search.passed or 0.0
 
 
-def main() -> None:
+def main() -> list[str]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--load", type=float, default=1.25, help="of the oracle's largest rate; 0: search the largest")
     parser.add_argument("--costs", nargs="+", choices=list(TIERS), default=list(TIERS))
@@ -155,8 +155,8 @@ def main() -> None:
                 print(f"{costs:>5}, {returning:>11} returning, {cell.words}: {found:.1f}/s, {ratio}", flush=True)
             if default < WITHIN * best:
                 missed.append(f"{costs}, {returning} returning: the defaults reach {default / best:.3f} of the best")
-    end(missed)
+    return missed
 
 
 if __name__ == "__main__":
-    main()
+    judge(main)

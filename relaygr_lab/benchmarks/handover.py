@@ -16,7 +16,9 @@ from typing import Final
 import msgspec
 import numpy as np
 import uvloop
-from targets import end
+from relaygr_lab.processes import wait_until
+from relaygr_lab.verdicts import some
+from targets import judge
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
@@ -54,6 +56,7 @@ TOLERANCE: Final = 1.1
 #: the loop or the device. Beside other programs P99 of 70 requests is the worst one and scatters by as much.
 MOST_SLOWER: Final = 2.0
 TIMEOUT_S: Final = 20.0
+LANES_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -147,9 +150,11 @@ class ScaleOut:
 
     async def _lanes(self, name: str, count: int) -> WorkerStatus:
         """The first status in which the worker owns so many lanes."""
-        async with asyncio.timeout(60):
-            while name not in self._statuses or len(self._statuses[name].lanes) < count:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)  # the tail fills it
+
+        def owned() -> int:
+            return len(self._statuses[name].lanes) if name in self._statuses else 0
+
+        await wait_until(lambda: owned() >= count, self._children, LANES_S, lambda: f"{name} owns {owned()} of {count}")
         return self._statuses[name]
 
     async def _load(self, client: RelayClient) -> None:
@@ -210,7 +215,7 @@ async def measure() -> dict[bool, Run]:
 
 def report(runs: dict[bool, Run]) -> list[str]:
     """The table on standard output; the targets missed."""
-    first = {kind: run.first_returns() for kind, run in runs.items()}
+    first = {kind: some(run.first_returns(), "returns of users whose lanes moved") for kind, run in runs.items()}
     hits = {kind: float(np.mean([a.outcome in HITS for a in asked])) for kind, asked in first.items()}
     kept = {kind: _quantiles(run.after(moved=False)) for kind, run in runs.items()}
     moved = {kind: _quantiles(asked) for kind, asked in first.items()}
@@ -243,7 +248,7 @@ def report(runs: dict[bool, Run]) -> list[str]:
 
 
 def _quantiles(asked: list[Asked]) -> tuple[float, float]:
-    ms = [one.ms for one in asked]
+    ms = [one.ms for one in some(asked, "rankings after the move")]
     return nearest_rank(ms, 0.5), nearest_rank(ms, 0.99)
 
 
@@ -257,7 +262,7 @@ def _speed(run: Run) -> float:
 
 def main() -> None:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # topics made a moment ago have no leaders yet
-    end(report(uvloop.run(measure())))
+    judge(lambda: report(uvloop.run(measure())))
 
 
 if __name__ == "__main__":

@@ -28,12 +28,13 @@ from typing import Any, Final
 import numpy as np
 from msgspec import UNSET
 from relaygr_lab.processes import servable
-from targets import end
+from relaygr_lab.verdicts import above_0
+from targets import judge
 from trigger_rate import Mix, Rate, measure_rates
 
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import HistoryUnavailable, RelayError
+from relaygr_stream.errors import RelayError
 from relaygr_stream.history.store import WritableStore, open_store
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
@@ -65,7 +66,8 @@ def behaviours(length: int, seed: int = 0) -> Behaviours:
     return Behaviours.of(rng.integers(0, 1000, length), np.zeros(length, np.uint8), np.arange(length) * 1000)
 
 
-def sizes(missed: list[str]) -> None:
+def sizes() -> list[str]:
+    missed = []
     print(f"1. Bytes of a request (event + signal + ranking, {CANDIDATES} candidates)\n")
     print(f"{'behaviours':>10} {'carrying all':>13} {'by reference':>13} {'ratio':>7}")
     for length in LENGTHS:
@@ -78,6 +80,7 @@ def sizes(missed: list[str]) -> None:
         print(f"{length:>10,} {carried:>13,} {referred:>13,} {carried / referred:>7.1f}")
         if length >= PREFIX and referred > carried / 10:
             missed.append(f"a reference to {length} behaviours takes {referred} bytes a request, carried {carried}")
+    return missed
 
 
 def messages(
@@ -92,7 +95,8 @@ def messages(
     )
 
 
-def rates(events: int, missed: list[str]) -> None:
+def rates(events: int) -> list[str]:
+    missed = []
     kind = broker_at_hand()
     print(f"\n2. Events a second of one trigger process ({kind} broker, {events:,} events)\n")
     heads = f"{CARRIED} carried", "2,000 by ref.", "ratio", "10,000 by ref.", "ratio"
@@ -117,6 +121,7 @@ def rates(events: int, missed: list[str]) -> None:
                     f"{each.mix.tokens} behaviours by reference, {each.mix.admitted:.0%} admitted: {ratio:.2f} of the "
                     f"rate with {CARRIED} carried, wanted {RATE_SHARE}"
                 )
+    return missed
 
 
 @dataclass
@@ -134,7 +139,7 @@ class Mode:
         return nearest_rank(self.ms, percent / 100)
 
 
-async def rankings(requests: int, missed: list[str]) -> None:
+async def rankings(requests: int) -> list[str]:
     modes = {"carrying all": Mode(), "by reference": Mode()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -168,11 +173,14 @@ async def rankings(requests: int, missed: list[str]) -> None:
         times = f"{mode.at(50):>7.2f} {mode.at(99):>7.2f}"
         print(f"{title:>13} {len(mode.ms):>8} {times} {mode.hits:>6.1%}  {dict(mode.outcomes)}")
     carried, referred = modes.values()
+    above_0(carried.hits, "the share of hits of rankings that carry all")
+    missed = []
     print(f"{'ratio':>13} {'':>8} {referred.at(50) / carried.at(50):>7.2f} {referred.at(99) / carried.at(99):>7.2f}")
     if referred.at(50) > MS_SHARE * carried.at(50):
         missed.append(f"P50 by reference {referred.at(50):.2f} ms, carrying all {carried.at(50):.2f}")
     if referred.hits < carried.hits - HIT_MARGIN:
         missed.append(f"hits by reference {referred.hits:.1%}, carrying all {carried.hits:.1%}")
+    return missed
 
 
 async def play(relay: RelayClient, settings: Settings, requests: int, modes: dict[str, Mode]) -> None:
@@ -219,14 +227,7 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=40_000)
     parser.add_argument("--requests", type=int, default=300)
     given = parser.parse_args()
-    missed: list[str] = []
-    sizes(missed)
-    rates(given.events, missed)
-    try:
-        asyncio.run(rankings(given.requests, missed))
-    except HistoryUnavailable as error:
-        missed.append(f"the store did not answer: {error}")
-    end(missed)
+    judge(sizes, lambda: rates(given.events), lambda: asyncio.run(rankings(given.requests)))
 
 
 if __name__ == "__main__":

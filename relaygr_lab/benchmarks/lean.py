@@ -30,7 +30,8 @@ from relaygr_lab.cpu_times import process_s
 from relaygr_lab.emulate.process import FACTORY, MODULE
 from relaygr_lab.processes import start_relay
 from relaygr_lab.simulate.costs import KV, DeviceCosts
-from targets import end
+from relaygr_lab.verdicts import above_0
+from targets import judge
 
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
@@ -162,6 +163,12 @@ async def measure(kafka: Kafka, rounds: int, seconds: float, folder: Path) -> tu
 def report(found: Found, largest: dict[str, float]) -> list[str]:
     """Print the arms side by side; return the targets missed."""
 
+    for (arm, rate), blocks in found.items():
+        for each in blocks:
+            above_0(each["answered"], f"the number of requests that {arm} has answered at {rate:g}/s")
+    for arm, rate in largest.items():
+        above_0(rate, f"the largest rate of {arm}")
+
     def middle(arm: str, rate: float, what: str) -> float:
         return statistics.median(each[what] for each in found[arm, rate])
 
@@ -178,7 +185,7 @@ def report(found: Found, largest: dict[str, float]) -> list[str]:
             print(f"{rate:10g}  {arm:8} {row[0]:13.2f} {row[1]:10.2f} {row[2]:9.1f} {row[3]:9.1f} {lost:6g}")
         row = [quotient(rate, what) for what in ("processes_ms", "client_ms", "p50", "p99")]
         print(f"{'':10}  quotient {row[0]:13.2f} {row[1]:10.2f} {row[2]:9.2f} {row[3]:9.2f}")
-    rates = largest["relay"] / largest["echo"] if largest["echo"] else 0.0
+    rates = largest["relay"] / largest["echo"]
     print(f"largest rate at P99 ≤ {SLO_MS:g} ms: relay {largest['relay']:.0f}/s, echo {largest['echo']:.0f}/s, "
           f"quotient {rates:.2f}")  # fmt: skip
     wanted: list[tuple[bool, str, float, str]] = [
@@ -211,4 +218,4 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.seconds = 1, 4.0
-    end(asyncio.run(main(arguments)))
+    judge(lambda: asyncio.run(main(arguments)))

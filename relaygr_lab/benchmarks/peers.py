@@ -27,7 +27,7 @@ from floors import Cost, Floors, Machine, dtype_name
 from peers_child import PEERS, turn
 from peers_process import PeerProcess
 from peers_report import Result, Row, head, missed
-from targets import end
+from targets import judge
 
 from relaygr_stream import settings
 from relaygr_stream.models.hstu_model import HSTUModel
@@ -206,7 +206,7 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
+def main() -> list[str]:
     options = parse()
     torch.set_num_threads(1)
     until = time.monotonic() + options.minutes * 60
@@ -236,8 +236,8 @@ def main() -> None:
     found = {"machine": machine.describe(), "rows": [row.as_json() for row in rows], "missed": targets}
     options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(f"report    {options.json}\n")
-    end(targets)
+    return targets
 
 
 if __name__ == "__main__":
-    main()
+    judge(main)

@@ -29,7 +29,7 @@ from peers_child import turn
 from peers_process import PeerProcess
 from peers_report import Result
 from relaygr_lab.bench.pipeline import Pipeline
-from targets import end
+from targets import judge
 
 from relaygr_stream.client import RelayClient
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
@@ -136,7 +136,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> list[str]:
     options = parse()
     torch.set_num_threads(1)
     machine = Machine(torch.device("cpu")).describe()
@@ -153,8 +153,8 @@ def main() -> None:
     found = [{"name": each.name, "version": each.version, "problem": each.problem, "s": each.times} for each in results]
     options.json.write_text(json.dumps({"machine": machine, "results": found}, indent=1), encoding="utf-8")
     print(f"report    {options.json}\n")
-    end(judged(results))
+    return judged(results)
 
 
 if __name__ == "__main__":
-    main()
+    judge(main)

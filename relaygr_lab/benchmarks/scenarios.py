@@ -29,7 +29,7 @@ from relaygr_lab.simulate.movers import foreseen, planned
 from relaygr_lab.tides.days import ARMS
 from relaygr_lab.tides.traffic import CARRIED, FEED, LENGTHS, LOAD, LOAD_S, SCENARIOS, SWING, day_of, rates_of
 from scenarios_fleet import MOVES_LOAD, dilated_day, moves_in_a_row, ways
-from targets import end
+from targets import judge
 
 from relaygr_stream.ops.planner.demand import demand_of
 from relaygr_stream.ops.planner.plan import Damping
@@ -97,11 +97,11 @@ def main() -> None:
     parser.add_argument("--dilation", type=float, help="of real processes' times [20; 10 with --moves]")
     chosen = parser.parse_args()
     if chosen.moves:
-        end(asyncio.run(moves_in_a_row(chosen.moves, chosen.dilation or 10.0, chosen.load or MOVES_LOAD)))
+        judge(lambda: asyncio.run(moves_in_a_row(chosen.moves, chosen.dilation or 10.0, chosen.load or MOVES_LOAD)))
     elif chosen.fleet:
-        end(on_a_fleet(chosen))
+        judge(lambda: on_a_fleet(chosen))
     else:
-        simulated(chosen)
+        judge(lambda: simulated(chosen))
 
 
 def on_a_fleet(chosen: argparse.Namespace) -> list[str]:
@@ -118,8 +118,8 @@ def on_a_fleet(chosen: argparse.Namespace) -> list[str]:
     return asyncio.run(ways(day, dilation, {"feed": best + 1, "search": day.devices - best - 1}, chosen.ways))
 
 
-def simulated(chosen: argparse.Namespace) -> None:
-    """All ways in simulated time."""
+def simulated(chosen: argparse.Namespace) -> list[str]:
+    """All ways in simulated time; returns the targets missed."""
     devices = chosen.devices or (4 if chosen.quick else 6)
     seconds = chosen.seconds or (60.0 if chosen.quick else 600.0)
     started = time.monotonic()
@@ -141,8 +141,8 @@ def simulated(chosen: argparse.Namespace) -> None:
         for arm, outcome in zip(arms, pool.map(partial(run, day=day, capacity=capacity), arms), strict=True):
             outcomes[arm] = outcome
             print(line(f"{arm} devices for feed" if arm.isdigit() else arm, outcome), flush=True)
-    end(judged(outcomes))
     print(f"took {time.monotonic() - started:.0f} s")
+    return judged(outcomes)
 
 
 def line(arm: str, outcome: Outcome) -> str:

@@ -18,6 +18,7 @@ from relaygr_lab.simulate.groups import Day
 from relaygr_lab.tides.days import EVEN, Arm, Hits, followed, move_in_turns, play
 from relaygr_lab.tides.fleet import TidalFleet
 from relaygr_lab.tides.traffic import FEED, day_of, rates_of
+from relaygr_lab.verdicts import above_0, some
 
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
@@ -64,7 +65,7 @@ async def ways(day: Day, factor: float, split: Mapping[str, int], arms: Sequence
     for name, least in (("oracle", OF_ORACLE), ("fixed", OF_FIXED), ("mixed", 1.0)):
         if not {"moving", name} <= found.keys():
             continue
-        ratio = found["moving"] / found[name]
+        ratio = found["moving"] / above_0(found[name], f"{name}'s share within the SLOs")
         print(f"moving over {name}: {ratio:.3f}, aim {least:g}")
         if ratio < least:
             missed.append(f"moving over {name} is {ratio:.3f}, aim {least:g}")
@@ -81,7 +82,7 @@ def report(arm: str, fleet: TidalFleet) -> float:
         for name, each in told.items()
     ]
     moves = len(fleet.planned) + len(fleet.moves)
-    late_ms = nearest_rank(fleet.load.sent_late_ms, 0.99)
+    late_ms = nearest_rank(some(fleet.load.sent_late_ms, "rankings"), 0.99)
     told_of = f"{moves} moves, {fleet.load.lost} lost, sent {late_ms:.0f} ms late at P99"
     print(f"{arm:>8}: {mean:.1%}; {', '.join(parts)}; {told_of}", flush=True)
     for (_, move), each in zip(fleet.planned, followed(fleet), strict=True):

@@ -30,7 +30,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from targets import end
+from relaygr_lab.verdicts import NotValid
+from targets import judge
 
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.engine.commands import Answer, Placed, Query
@@ -261,7 +262,8 @@ def poisson(rng: np.random.Generator, rate: float, seconds: float) -> list[float
 
 def delays_ms(answers: list[Answer]) -> list[float]:
     """Of each ranking: from arrival to start, less the time that other rankings had the device in between."""
-    assert all(answer.status == "ok" for answer in answers), [each.detail for each in answers if each.status != "ok"]
+    if refused := {answer.detail for answer in answers if answer.status != "ok"}:
+        raise NotValid(f"rankings without scores: {'; '.join(sorted(refused))}")
     waits = [(answer.task.arrived, answer.measured.started) for answer in answers]
     spans = [(each.measured.started, each.measured.started + each.measured.device_ms / 1e3) for each in answers]
     return [
@@ -311,7 +313,7 @@ async def bench(seconds: float) -> list[Cell]:
     return cells
 
 
-def judge(cells: list[Cell]) -> list[str]:
+def judged(cells: list[Cell]) -> list[str]:
     """The targets missed."""
     missed = []
     for cell in cells:
@@ -322,7 +324,7 @@ def judge(cells: list[Cell]) -> list[str]:
     return missed
 
 
-def main() -> None:
+def main() -> list[str]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each load, with and without chunks")
     parser.add_argument("--json", type=Path, help="a file to write all figures into")
@@ -334,11 +336,11 @@ def main() -> None:
     ]
     ratio = float(np.mean([one.tokens_per_ms / two.tokens_per_ms for one, two in pairs]))
     print(f"\npre-inference in chunks runs at {ratio:.0%} of its speed in one piece")
-    missed = judge(cells)
+    missed = judged(cells)
     if options.json:
         options.json.write_text(json.dumps({"cells": [asdict(cell) for cell in cells], "missed": missed}, indent=1))
-    end(missed)
+    return missed
 
 
 if __name__ == "__main__":
-    main()
+    judge(main)

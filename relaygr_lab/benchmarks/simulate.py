@@ -34,7 +34,7 @@ from relaygr_lab.simulate.worker import SimulatedWorker
 from simulate_forwarding import compare as forwarding
 from simulate_lanes import compare as lanes
 from simulate_slo import compare
-from targets import end
+from targets import judge
 
 from relaygr_stream.engine.build import build
 from relaygr_stream.engine.commands import Answer, Command, Query
@@ -241,20 +241,16 @@ def main() -> None:
     parser.add_argument("--costs", type=Path, help="with --slo: calibrated costs (default: calibrate now)")
     chosen = parser.parse_args()
     settings = with_bench_model(load_settings([], SETTINGS))
-    missed = []
+    parts = {
+        "truth": lambda: validate("relay", chosen.rate, chosen.seconds, settings),
+        "forwarding": lambda: forwarding(FORWARDING_S, WITHIN),
+        "lanes": lambda: lanes(200, range(4)),
+        "speed": lambda: speed(load_settings([]).settings, calibrate(settings, 1024, 108, rounds=30), 27.0),
+    }
     if chosen.slo is not None:
-        missed = compare(chosen.slo, chosen.costs, WITHIN)
-        chosen.only = "slo"
-    if chosen.only in (None, "truth"):
-        missed += validate("relay", chosen.rate, chosen.seconds, settings)
-    if chosen.only in (None, "forwarding"):
-        missed += forwarding(FORWARDING_S, WITHIN)
-    if chosen.only in (None, "lanes"):
-        missed += lanes(200, range(4))
-    if chosen.only in (None, "speed"):
-        costs = calibrate(settings, 1024, 108, rounds=30)
-        missed += speed(load_settings([]).settings, costs, 27.0)
-    end(missed)
+        judge(lambda: compare(chosen.slo, chosen.costs, WITHIN))
+    else:
+        judge(*(parts[name] for name in ([chosen.only] if chosen.only else parts)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from forwarding_model import RANKING_MS, TOKEN_MS
 from relaygr_lab.simulate.costs import KV, DeviceCosts
 from relaygr_lab.simulate.fleet import Fleet
 from relaygr_lab.simulate.scenario import Request, Scenario
+from relaygr_lab.verdicts import above_0, some
 
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.workload.traffic import Traffic
@@ -68,10 +69,15 @@ def compare(seconds: float, within: float) -> list[str]:
     missed = []
     print("\nload  fwd    in time: real  simulated   P50 ms: real  simulated")
     for forward, pair in loads.items():
-        stretch = float(np.mean([np.mean(load.device_ms) for load in pair])) / real.SERVICE_MS
+        stretch = float(np.mean([np.mean(some(load.device_ms, "rankings in time")) for load in pair])) / real.SERVICE_MS
         for name, truth, found in zip(("hot", "busy"), pair, simulated(forward, seconds, stretch), strict=True):
             scored = [one.latency_s * 1e3 for one in found if one.status == "ok"]
-            share, p50, real_p50 = len(scored) / len(found), np.median(scored), np.median(truth.latencies)
+            above_0(truth.share, f"{name}'s share in time of the real workers")
+            share, p50, real_p50 = (
+                len(scored) / len(found),
+                np.median(some(scored, "scores")),
+                np.median(truth.latencies),
+            )
             state = "on" if forward else "off"
             print(f"{name:5} {state:4} {truth.share:15.1%} {share:10.1%} {real_p50:14.0f} {p50:10.0f}")
             # Not the median: of the rankings of a hot lane some wait and some are forwarded, and it may be either's.

@@ -42,9 +42,12 @@ def compare(report: Path, costs_file: Path | None, within: float) -> list[str]:
         return [f"beside bench slo: {report}: {why}"]
     given = conditions["traffic"]
     settings = msgspec.convert(conditions["settings"], Settings)
-    probes = [p for p in found["probes"] if not (p["cut_short"] or p["set_aside"]) and p["mode"] in MODES]
+    whole = [p for p in found["probes"] if not (p["cut_short"] or p["set_aside"]) and p["mode"] in MODES]
+    probes = [p for p in whole if sum(p["outcomes"].values())]
     if not ({"full"} <= {p["mode"] for p in probes} and {"relay"} & {p["mode"] for p in probes}):
-        return [f"beside bench slo: in {report} no probe of `full` and of `relay` ran to its end undisturbed"]
+        return [
+            f"beside bench slo: in {report} no probe of `full` and of `relay` ran to its end undisturbed, with answers"
+        ]
     if costs_file is None:
         costs = calibrate(settings, probes[0]["length"], given["suffix"] + given["candidates"])
     else:

@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +26,7 @@ import click
 import msgspec
 import numpy as np
 import torch
-from targets import end
+from targets import judge
 
 from relaygr_stream.models.features import oov_hash
 from relaygr_stream.models.hstu_model import HSTUConfig
@@ -129,6 +130,11 @@ def rate(gather: Callable[[Any], Any], calls: Any) -> float:
 )
 def main(gib: float, folder: Path | None) -> None:
     """Print the table."""
+    judge(partial(measure, gib, folder))
+
+
+def measure(gib: float, folder: Path | None) -> list[str]:
+    """The same; returns the targets missed."""
     torch.set_num_threads(1)
     rows, misses = int(gib * (1 << 30)) // ROW, list[str]()
     place = Path(tempfile.mkdtemp(prefix="tables-", dir=folder))
@@ -167,7 +173,7 @@ def main(gib: float, folder: Path | None) -> None:
         misses += [f"mapped rows come at {ratio:.2f} of index_select, the target is {RATE:g}"] * (ratio < RATE)
     finally:
         shutil.rmtree(place)
-    end(misses)
+    return misses
 
 
 if __name__ == "__main__":

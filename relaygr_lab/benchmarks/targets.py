@@ -1,15 +1,35 @@
-"""How every benchmark ends: with the targets missed, one a line, and with exit code 1 where CHECK=1 asks for that."""
+"""How every benchmark ends: with the targets missed, one a line, or with why its figures are not valid. The exit code
+is 1 where they are not valid and, with CHECK=1, where a target is missed."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from relaygr_stream.errors import RelayError
 
 
-def end(missed: Sequence[str]) -> None:
-    """Print them, and leave the process with 1 where they count. Comes last: nothing behind it runs then."""
-    for target in missed:
-        print(f"missed: {target}")
-    if missed and os.environ.get("CHECK") == "1":
+def judge(*parts: Callable[[], Sequence[str]]) -> None:
+    """Run the parts, each of which measures, prints and returns the targets missed. One whose fleet or figures fail
+    does not keep the others from running. Comes last: it may leave the process."""
+    failed = False
+    for part in parts:
+        try:
+            missed = part()
+        except* (RelayError, TimeoutError) as errors:
+            failed = True
+            print(f"not valid: {'; '.join(_said(errors))}", flush=True)
+        else:
+            failed |= bool(missed) and os.environ.get("CHECK") == "1"
+            for target in missed:
+                print(f"missed: {target}", flush=True)
+    if failed:
         sys.exit(1)
+
+
+def _said(error: BaseException) -> list[str]:
+    """What the errors of a group say, each once, or the error itself."""
+    if isinstance(error, BaseExceptionGroup):
+        return list(dict.fromkeys(said for inner in error.exceptions for said in _said(inner)))
+    return [str(error) or "something took too long"]

@@ -22,8 +22,8 @@ import types
 from collections.abc import Iterator
 from typing import Any, Final
 
-import targets
 from msgspec.structs import replace
+from targets import judge
 
 MODES: Final = ("without", "off", "0", "1")
 TOKENS, CANDIDATES = 256, 100
@@ -168,14 +168,14 @@ def receiver() -> Iterator[str]:
         drain.wait()
 
 
-def main() -> None:
+def main() -> list[str]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each kind, in turn")
     parser.add_argument("--child", choices=MODES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         print(asyncio.run(measure(arguments.child)))
-        return
+        return []
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
     with receiver() as endpoint:
         environment = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_MAX_QUEUE_SIZE": "65536"}
@@ -193,8 +193,8 @@ def main() -> None:
         print(f"{mode:>8}: {middle:7.1f} µs ({min(each):.1f}–{max(each):.1f})  {middle / base:5.3f} × without")
     off = statistics.median(off / without for off, without in zip(times["off"], times["without"], strict=True))
     print(f"off / without, median of {arguments.rounds} pairs: {off:.3f}")
-    targets.end([f"off costs {off:.3f} of without, at most {MOST_OFF}"] if off > MOST_OFF else [])
+    return [f"off costs {off:.3f} of without, at most {MOST_OFF}"] if off > MOST_OFF else []
 
 
 if __name__ == "__main__":
-    main()
+    judge(main)

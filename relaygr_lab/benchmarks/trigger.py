@@ -14,7 +14,8 @@ import sys
 import time
 
 import numpy as np
-from targets import end
+from relaygr_lab.verdicts import NotValid
+from targets import judge
 from trigger_costs import CASES, WARM_UP, in_hindsight, measure, predict
 from trigger_rate import Mix, Rate, measure_rates
 from trigger_regimes import measure as measure_regimes
@@ -49,7 +50,7 @@ def costs() -> None:
     settings = Settings()
     requests, chunk_ms = measure(settings, MEASURE_S)
     if len(requests) < 3 * WARM_UP:
-        sys.exit(f"only {len(requests)} requests in {MEASURE_S:g} s: set MEASURE_S to more")
+        raise NotValid(f"only {len(requests)} requests in {MEASURE_S:g} s: set MEASURE_S to more")
     lengths = sorted(request.prefix for request in requests)
     print(
         f"Predicted device time against measured, {len(requests)} full inferences of {lengths[0]}…{lengths[-1]} tokens "
@@ -139,13 +140,13 @@ def regimes() -> None:
         check(ratio >= LEAST_RATIO, f"regime {name}: {ratio:.2f} of a trigger that chooses")
 
 
-def main() -> None:
+def main() -> list[str]:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # topics made a moment ago have no leaders yet
     parts = {"costs": costs, "decision": decision, "rate": rate, "regimes": regimes}
     for name in sys.argv[1:] or parts:
         parts[name]()
-    end(missed)
+    return missed
 
 
 if __name__ == "__main__":
-    main()
+    judge(main)

@@ -23,6 +23,7 @@ from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.bus.lane_reader import FETCH_BYTES
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.errors import RelayError
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.ops.children import Child, stop_all, write_settings
 from relaygr_stream.settings.schema import Kafka, Relay, Settings, Telemetry, Trigger
@@ -175,7 +176,7 @@ async def _watch(child: Child, events: int) -> tuple[float, float]:
     begun: tuple[float, float, float] | None = None
     while True:
         if child.exit_code is not None:
-            raise RuntimeError(child.log_tail())
+            raise RelayError(f"the trigger has ended: {child.log_tail()}")
         decided, at, cpu = await asyncio.to_thread(_decided, child), time.perf_counter(), _cpu_s(child.pid)
         if begun is None and decided >= FROM_SHARE * events:
             begun = decided, at, cpu

@@ -102,9 +102,23 @@ async def wait_for_lanes(children: Sequence[Child], owned: Callable[[], Sequence
 
     Raises RelayError if that takes too long, or if a process ends.
     """
-    deadline = time.monotonic() + LANES_TIMEOUT_S
-    while sum(counts := owned()) != lanes or min(counts) == 0:
+
+    def whole() -> bool:
+        return sum(counts := owned()) == lanes and min(counts) > 0
+
+    await wait_until(whole, children, LANES_TIMEOUT_S, lambda: f"the workers own {owned()} of {lanes} lanes")
+
+
+async def wait_until(
+    condition: Callable[[], bool], children: Sequence[Child], seconds: float, instead: Callable[[], str]
+) -> None:
+    """Return when the condition holds. instead(): what is so while it does not.
+
+    Raises RelayError if that takes longer than so many seconds, or if a process ends.
+    """
+    until_s = time.monotonic() + seconds
+    while not condition():
         check_running(children)
-        if time.monotonic() > deadline:
-            raise RelayError(f"the workers own {counts} of {lanes} lanes after {LANES_TIMEOUT_S:.0f} s")
+        if time.monotonic() > until_s:
+            raise RelayError(f"after {seconds:g} s {instead()}")
         await asyncio.sleep(POLL_S)

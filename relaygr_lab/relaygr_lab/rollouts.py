@@ -17,7 +17,8 @@ from typing import Final
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from relaygr_lab.processes import check_running, servable, start_relay
+from relaygr_lab.processes import check_running, servable, start_relay, wait_until
+from relaygr_lab.verdicts import above_0, some
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
@@ -198,10 +199,14 @@ class ChangingFleet:
                 lanes[status.name] = len(status.lanes) if status.state == "serving" else 0
 
         tail = TopicTail(self.settings.kafka, topics.worker_status.name, [0], "latest", on_statuses)
-        async with asyncio.timeout(LANES_S), tail:
-            while len(lanes) < len(self._options) or sum(lanes.values()) != topics.lanes or not all(lanes.values()):
-                check_running(self._children[group])
-                await asyncio.sleep(0.05)
+
+        def whole() -> bool:
+            return len(lanes) >= len(self._options) and sum(lanes.values()) == topics.lanes and all(lanes.values())
+
+        async with tail:
+            await wait_until(
+                whole, self._children[group], LANES_S, lambda: f"the workers own {lanes} of {topics.lanes} lanes"
+            )
 
     async def _introduce(self, client: RelayClient) -> None:
         """Rank each user once."""
@@ -254,7 +259,8 @@ def changed(name: str, samples: Sequence[Sample], began_s: float, before_s: floa
     ordered = sorted(samples, key=lambda sample: sample.at_s)
     before = [sample for sample in ordered if before_s <= sample.at_s < began_s]
     since = [sample for sample in ordered if sample.at_s >= began_s]
-    usual = float(np.mean([sample.hit for sample in before]))
+    share = np.mean([sample.hit for sample in some(before, f"rankings before the {name}")])
+    usual = above_0(float(share), f"the share of hits before the {name}")
     hits = np.asarray([sample.hit for sample in since], float)
     means = np.convolve(hits, np.full(WINDOW, 1 / WINDOW), "valid") / usual if len(hits) >= WINDOW else np.ones(1)
     low = np.flatnonzero(means < RECOVERED)

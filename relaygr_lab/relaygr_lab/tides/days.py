@@ -17,6 +17,7 @@ from relaygr_lab.simulate.movers import foreseen
 from relaygr_lab.tides.fleet import Moved, TidalFleet
 from relaygr_lab.tides.load import DayLoad, Served, Span
 from relaygr_lab.tides.traffic import CARRIED
+from relaygr_lab.verdicts import above_0
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation, WorkerSeen
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import Say
@@ -119,7 +120,7 @@ async def move_in_turns(
 ) -> tuple[TidalFleet, dict[str, Served], AfterMoves]:
     """One worker to the other scenario and back, so many times, under steady load; a pause after each.
 
-    Returns the fleet, what each scenario had before, and what came after. Raises RelayError.
+    Returns the fleet, what each scenario had before, and what came after. Raises RelayError, NotValid among them.
     """
     fleet, there = TidalFleet("moves", cluster, folder, day, factor, EVEN), tuple(EVEN)
     fleet.load.timeout_s = TIMEOUT_S
@@ -156,9 +157,14 @@ def _by_scenario(load: DayLoad, *spans: Span) -> dict[str, Served]:
 
 
 def _hits(before: Mapping[str, Served], after: Mapping[str, Served]) -> Hits:
-    """The ratio, and its error by the numbers of rankings: one hit and one miss more than were seen keep it above 0."""
+    """The ratio, and its error by the numbers of rankings: one hit and one miss more than were seen keep it above 0.
+
+    Raises NotValid where there are no hits before, or no scores after.
+    """
     ratios, variance = [], 0.0
     for name, usual in before.items():
+        above_0(usual.hits, f"the share of hits of {name} before the first move")
+        above_0(after[name].scored, f"the number of rankings of {name} with scores behind a move")
         ratio = after[name].hits / usual.hits
         ratios.append(ratio)
         for scale, served in ((1.0, after[name]), (ratio, usual)):

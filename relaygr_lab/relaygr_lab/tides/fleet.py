@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from relaygr_lab.bench.dilation import Fleet
 from relaygr_lab.emulate.process import MODULE
-from relaygr_lab.processes import check_running
+from relaygr_lab.processes import check_running, wait_until
 from relaygr_lab.simulate.groups import Day, Mover
 from relaygr_lab.tides.load import DayLoad
 from relaygr_stream.bus.ages import now_ms
@@ -43,7 +43,6 @@ from relaygr_stream.wire.worker_status import StatusReader, worker_statuses
 LANES: Final = 12
 #: Longest wait for a worker that moves, and for lanes at the start.
 ARRIVE_S: Final = 90.0
-LOOK_S: Final = 0.05
 #: Of one pool: its longest SLO, and a slice of pre-inference as short as the tightest one needs.
 POOL: Final = "pool"
 SLICE: Final = 0.2
@@ -223,9 +222,4 @@ class TidalFleet:
         return self._serves(status, target) and status.assigned == epoch
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + ARRIVE_S
-        while not condition():
-            check_running(list(self._children.values()))
-            if time.monotonic() > deadline:
-                raise RelayError(f"after {ARRIVE_S:g} s it is not so: {what}")
-            await asyncio.sleep(LOOK_S)
+        await wait_until(condition, list(self._children.values()), ARRIVE_S, lambda: f"it is not so: {what}")

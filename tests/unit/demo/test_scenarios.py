@@ -16,6 +16,7 @@ from relaygr_lab.tides.days import EVEN, after_moves, followed, turns
 from relaygr_lab.tides.fleet import Moved, TidalFleet
 from relaygr_lab.tides.load import DayLoad, served, why_missed
 from relaygr_lab.tides.traffic import FEED, day_of, rates_of, requests_of
+from relaygr_lab.verdicts import NotValid
 
 from relaygr_stream.ops.planner.plan import DAY
 from relaygr_stream.settings.schema import Kafka, Settings
@@ -106,6 +107,32 @@ def test_hits_after_a_move_are_multiples_of_those_before_until_the_next_one() ->
     assert after.since[0].error > 1.5 * after.since[1].error > 1.5 * after.together.error > 0
     assert after.misses_meanwhile == {"its worker read no signal of it": 10}
     assert not after.misses
+
+
+@pytest.mark.parametrize(
+    ("before_ms", "after_ms", "says"),
+    [
+        (NAN, 1.0, "hits of feed before the first move is nan"),
+        (1.0, NAN, "rankings of feed with scores behind a move is 0"),
+    ],
+)
+def test_hits_without_scores_before_or_after_a_move_are_not_valid(before_ms: float, after_ms: float, says: str) -> None:
+    load = DayLoad(TIDAL, FACTOR, pooled=False)
+    load.start_s = -load.begins_s
+    for samples in load.samples.values():
+        samples += [Sample(float(at), hit=True, latency_ms=before_ms) for at in range(100)]
+        samples += [Sample(float(at), hit=True, latency_ms=after_ms) for at in range(100, 160)]
+    with pytest.raises(NotValid, match=says):
+        after_moves([Moved(100.0, 10.0, "w", "feed", "search")], load, 160.0)
+
+
+def test_no_hit_before_the_first_move_is_not_valid() -> None:
+    load = DayLoad(TIDAL, FACTOR, pooled=False)
+    load.start_s = -load.begins_s
+    for samples in load.samples.values():
+        samples += [Sample(float(at), hit=at >= 100, latency_ms=1.0) for at in range(160)]
+    with pytest.raises(NotValid, match="hits of feed before the first move is 0"):
+        after_moves([Moved(100.0, 10.0, "w", "feed", "search")], load, 160.0)
 
 
 def test_moves_are_told_by_how_much_later_than_the_tide_they_come(
