@@ -18,7 +18,7 @@ import dataclasses
 import multiprocessing
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Final
@@ -90,7 +90,8 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=FEED, help="of a ranking of the feed (default %(default)s)")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--fleet", action="store_true", help="real processes, four ways of so many seconds")
-    parser.add_argument("--ways", nargs="+", choices=ARMS, default=ARMS, help="of real processes (default all)")
+    parser.add_argument("--ways", nargs="+", choices=ARMS, default=ARMS, help="only these (default all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[7], help="of simulated days (default 7)")
     parser.add_argument(
         "--moves", type=int, metavar="N", help="N moves in a row of a worker of real processes, instead"
     )
@@ -135,21 +136,35 @@ def simulated(chosen: argparse.Namespace) -> list[str]:
                 f"{floors[0]:.1f}, {floors[1]:.1f} and {floors[2]:.1f} devices at its ebb, mean and flood",
                 flush=True,
             )
-        arms = ["mixed", "moving", "oracle", *(str(feed) for feed in range(1, devices))]
-        outcomes = {}
+        splits = [str(feed) for feed in range(1, devices)]
+        arms = [arm for way in chosen.ways for arm in (splits if way == "fixed" else [way])]
         day = day_of(rates, devices, seconds, chosen.candidates, tide=True)
-        for arm, outcome in zip(arms, pool.map(partial(run, day=day, capacity=capacity), arms), strict=True):
-            outcomes[arm] = outcome
-            print(line(f"{arm} devices for feed" if arm.isdigit() else arm, outcome), flush=True)
+        days = [dataclasses.replace(day, seed=seed) for seed in chosen.seeds]
+        running = {arm: [pool.submit(run, arm, each, capacity) for each in days] for arm in arms}
+        outcomes = {}
+        for arm, each in running.items():
+            outcomes[arm] = [future.result() for future in each]
+            print(line(f"{arm} devices for feed" if arm.isdigit() else arm, outcomes[arm]), flush=True)
     print(f"took {time.monotonic() - started:.0f} s")
     return judged(outcomes)
 
 
-def line(arm: str, outcome: Outcome) -> str:
-    """One arm's day."""
-    parts = [f"{name} {told.within / told.asked:.1%} (hits {told.hits:.0%})" for name, told in outcome.told.items()]
-    moves = f", {len(outcome.moves)} moves" if outcome.moves else ""
-    return f"{arm:>20}: {mean_share(outcome):.1%}; {', '.join(parts)}{moves}"
+def line(arm: str, outcomes: Sequence[Outcome]) -> str:
+    """One arm's days."""
+    parts = []
+    for name in outcomes[0].told:
+        told = [each.told[name] for each in outcomes]
+        within = in_words([each.within / each.asked for each in told], ".1%")
+        parts.append(f"{name} {within} (hits {statistics.mean(each.hits for each in told):.0%})")
+    if outcomes[0].moves:
+        parts.append(f"{in_words([len(each.moves) for each in outcomes], 'g')} moves")
+    return f"{arm:>20}: {in_words([mean_share(each) for each in outcomes], '.1%')}; {', '.join(parts)}"
+
+
+def in_words(values: Sequence[float], form: str) -> str:
+    """Their mean, and of several their range."""
+    spread = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{spread}"
 
 
 def mean_share(outcome: Outcome) -> float:
@@ -157,21 +172,27 @@ def mean_share(outcome: Outcome) -> float:
     return statistics.mean(told.within / told.asked for told in outcome.told.values())
 
 
-def judged(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """Print the ratios; returns the targets missed."""
-    within = {arm: mean_share(outcome) for arm, outcome in outcomes.items()}
-    static = max((arm for arm in within if arm.isdigit()), key=lambda arm: within[arm])
-    print(f"the oracle over the best fixed split: {within['oracle'] / within[static]:.3f}")
+def judged(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
+    """Print the ratios of the ways that were played; returns the targets missed."""
+    within = {arm: [mean_share(each) for each in several] for arm, several in outcomes.items()}
+    static = max((arm for arm in within if arm.isdigit()), key=lambda arm: sum(within[arm]), default="")
+
+    def over(one: str, other: str) -> Sequence[float]:
+        pairs = zip(within[one], within[other], strict=True) if {one, other} <= within.keys() else ()
+        return [mine / theirs for mine, theirs in pairs]
+
+    if ratios := over("oracle", static):
+        print(f"the oracle over the best fixed split: {in_words(ratios, '.3f')}")
     missed = []
-    for name, against, least in (
-        ("the oracle", within["oracle"], OF_ORACLE),
-        (f"the best fixed split ({static} for feed)", within[static], OF_STATIC),
-        ("the mixed pool", within["mixed"], 1.0),
+    for name, other, least in (
+        ("the oracle", "oracle", OF_ORACLE),
+        (f"the best fixed split ({static} for feed)", static, OF_STATIC),
+        ("the mixed pool", "mixed", 1.0),
     ):
-        ratio = within["moving"] / against
-        print(f"moving over {name}: {ratio:.3f}, aim {least:g}")
-        if ratio < least:
-            missed.append(f"moving over {name} is {ratio:.3f}, aim {least:g}")
+        if ratios := over("moving", other):
+            print(f"moving over {name}: {in_words(ratios, '.3f')}, aim {least:g}")
+            if statistics.mean(ratios) < least:
+                missed.append(f"moving over {name} is {in_words(ratios, '.3f')}, aim {least:g}")
     return missed
 
 

@@ -1,4 +1,4 @@
-"""`relaygr up`: a trigger and workers on this host, or those of every scenario of a fleet."""
+"""`relaygr up`: a trigger and workers on this host, or those of every scenario of a fleet, and who moves them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -51,8 +53,9 @@ PACKAGED_LINE = (
 @click.option(
     "--fleet",
     metavar="FILE",
-    help="Run a trigger and min_workers workers for each [scenario.NAME] of this file, and make their topics. "
-    "--workers: of what is of no scenario, none by default.",
+    help="Run a trigger and min_workers workers for each [scenario.NAME] of this file, and make their topics. Devices "
+    "beyond these get a worker each, by priority in turn, and a planner that moves workers runs, too. --workers: of "
+    "what is of no scenario, none by default.",
 )
 @click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Devices, assigned to workers in turn: cuda:0,cuda:1.")
 @click.option(
@@ -87,7 +90,7 @@ def up_command(
     \b
     Examples:
       relaygr up --workers 2 --profile cpu --bootstrap kafka:9092
-      relaygr up --fleet fleet.toml --profile cpu --bootstrap kafka:9092
+      relaygr up --fleet fleet.toml --devices cuda:0,cuda:1,cuda:2,cuda:3 --bootstrap kafka:9092
     """
     from relaygr_stream.ops.door import RollDoor
     from relaygr_stream.ops.names import reserved_name
@@ -121,7 +124,7 @@ def up_command(
         reserved_name(name, settings) as host,
         tempfile.TemporaryDirectory(prefix="relaygr-up-", ignore_cleanup_errors=True) as folder,
     ):
-        processes, triggers = [], 0
+        processes, roles = [], Counter[str]()
         planned = plan(host, workers, scenarios, settings, devices, trigger=trigger)
         for process in planned:
             flags = {"kafka.bootstrap": bootstrap, **parse_flags((*assignments, *process.assignments))}
@@ -130,14 +133,15 @@ def up_command(
                 own.serving(process.scenario)
             arguments = [process.role, *shared, *process.arguments]
             processes.append(Supervised(process.name, arguments, Path(folder), settings.telemetry.host))
-            triggers += process.role == "trigger"
-        if workers := len(processes) - triggers:
-            _say_memory(settings.worker, workers, (devices or settings.worker.device) == "cpu")
+            roles[process.role] += 1
+        if workers := roles["worker"]:
+            _say_memory(settings.worker, workers, {*_listed(devices or settings.worker.device)} == {"cpu"})
         if scenarios:
             asyncio.run(make_groups(config.settings, click.echo))
         stop_s = settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S
         door = RollDoor(host)
-        supervisor = Supervisor(processes, stop_s, partial(_print_state, door), first=processes[:triggers])
+        first = processes[: len(processes) - workers]
+        supervisor = Supervisor(processes, stop_s, partial(_print_state, door), first)
         ended_well = asyncio.run(_run(supervisor, door))
     sys.exit(0 if ended_well else 1)
 
@@ -147,7 +151,7 @@ class Planned:
     """A process that `up` keeps. assignments: its own settings. scenario: that it serves; "": none."""
 
     name: str
-    role: str  # "trigger", "worker"
+    role: str  # "trigger", "planner", "worker"
     assignments: tuple[str, ...]
     scenario: str = ""
 
@@ -155,7 +159,8 @@ class Planned:
     def arguments(self) -> list[str]:
         """Of its command, behind its role and what all processes have."""
         own = [argument for assignment in self.assignments for argument in ("--set", assignment)]
-        return [*own, *(("--scenario", self.scenario) if self.scenario else ())]
+        acts = ("--mode", "act") if self.role == "planner" else ()
+        return [*own, *acts, *(("--scenario", self.scenario) if self.scenario else ())]
 
 
 def plan(
@@ -167,25 +172,33 @@ def plan(
     *,
     trigger: bool = True,
 ) -> list[Planned]:
-    """Triggers first, then workers: those of no scenario, then those of each, in the order of the names.
+    """Triggers first, then a planner where scenarios have workers to move, then workers: those of no scenario, then
+    those of each, in the order of the names.
 
     Devices and ports are given in turn. Raises ConfigError where the ports are not enough.
     """
     of = {each.name: each.min_workers for each in scenarios}
-    triggers = [*([""] if trigger else []), *of]
+    listed = _listed(devices or "")
+    spare = max(0, len(listed) - workers - sum(of.values())) if scenarios else 0
+    for _, each in zip(range(spare), cycle(sorted(scenarios, key=lambda each: -each.priority)), strict=False):
+        of[each.name] += 1
+    first = [("trigger", name) for name in (*([""] if trigger else []), *of)]
+    if spare and len(scenarios) > 1:
+        first.append(("planner", ""))
     numbered = [(name, number) for name, count in ({"": workers} | of).items() for number in range(count)]
-    telemetry = _ports("telemetry.port", settings.telemetry.port, len(triggers) + len(numbered))
+    telemetry = _ports("telemetry.port", settings.telemetry.port, len(first) + len(numbered))
     handover = _ports("handover.port", settings.handover.port, len(numbered))
-    listed = [each.strip() for each in devices.split(",")] if devices else []
-    found = [
-        Planned(f"trigger-{name}" if name else "trigger", "trigger", tuple(telemetry.pop(0)), name) for name in triggers
-    ]
+    found = [Planned(f"{role}-{name}" if name else role, role, tuple(telemetry.pop(0)), name) for role, name in first]
     for index, (name, number) in enumerate(numbered):
         full = f"{host}-{name}-{number}" if name else f"{host}-{number}"
         device = [f"worker.device={listed[index % len(listed)]}"] if listed else []
         own = (*telemetry.pop(0), *handover[index], f"worker.name={full}", *device)
         found.append(Planned(full, "worker", own, name))
     return found
+
+
+def _listed(devices: str) -> list[str]:
+    return [each.strip() for each in devices.split(",")] if devices else []
 
 
 def _roll(context: click.Context, name: str | None) -> NoReturn:

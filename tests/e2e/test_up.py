@@ -169,24 +169,30 @@ async def test_a_fleet_serves_each_scenario_by_workers_of_its_own(embedded_setti
     sections = (Scenario(name="ads", tenants=("adverts",)), Scenario(name="feed", slo_ms=60_000.0))
     toml = tmp_path / "fleet.toml"
     toml.write_text('[scenario.ads]\ntenants = ["adverts"]\n[scenario.feed]\nslo_ms = 60000.0\n', encoding="utf-8")
-    async with up(embedded_settings, tmp_path, "--fleet", str(toml), "--name", "w") as running:
-        names = ("trigger-ads", "trigger-feed", "w-ads-0", "w-feed-0")
+    devices = ("--devices", "cpu,cpu,cpu")
+    async with up(embedded_settings, tmp_path, "--fleet", str(toml), *devices, "--name", "w") as running:
+        names = ("trigger-ads", "trigger-feed", "planner", "w-ads-0", "w-ads-1", "w-feed-0")
         await until(lambda: running.ready(*names), "all ready")
         settings = Settings(kafka=embedded_settings, scenarios=sections, client=Client(timeout_ms=60_000))
         async with RelayClient(settings=settings) as relay:
             async with relay.request("u", HISTORY, candidates=3, scenario="feed") as request:
                 assert (await request.rank([1, 2, 3])).worker == "w-feed-0"
             async with relay.request("u", HISTORY, candidates=3, tenant="adverts") as request:
-                assert (await request.rank([1, 2, 3])).worker == "w-ads-0"
+                assert (await request.rank([1, 2, 3])).worker in ("w-ads-0", "w-ads-1")
         status = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "relaygr_stream", "status", "--json", "--config", str(tmp_path / "settings.toml")),
             stdout=asyncio.subprocess.PIPE,
         )
         told = json.loads((await asyncio.wait_for(status.communicate(), WITHIN_S))[0])["scenarios"]
         assert [(each["scenario"], [of["scenario"] for of in each["workers"]]) for each in told] == [
-            ("ads", ["ads"]),
+            ("ads", ["ads", "ads"]),
             ("feed", ["feed"]),
         ]
+        shown = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "relaygr_stream", "plan", "show", "--config", str(tmp_path / "settings.toml")),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert b", mode act, " in (await asyncio.wait_for(shown.communicate(), WITHIN_S))[0]
         running.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(running.process.wait(), WITHIN_S) == 0, (tmp_path / "up.log").read_text()[-2000:]
 

@@ -232,6 +232,26 @@ def test_each_scenario_has_a_trigger_and_its_workers_with_devices_and_ports_in_t
     assert with_default[0].arguments == []
 
 
+def test_devices_beyond_min_workers_get_workers_by_priority_and_a_planner_moves_them() -> None:
+    scenarios = [Scenario(name="ads"), Scenario(name="feed", min_workers=2, priority=2)]
+    settings = Settings(telemetry=Telemetry(port=9000))
+
+    def names(devices: int, workers: int = 0) -> list[str]:
+        listed = ",".join(f"cuda:{number}" for number in range(devices))
+        return [each.name for each in plan("h", workers, scenarios, settings, listed, trigger=False)]
+
+    triggers, least = ["trigger-ads", "trigger-feed"], ["h-ads-0", "h-feed-0", "h-feed-1"]
+    assert names(3) == [*triggers, *least], "all scenarios have their least: nothing can move"
+    assert names(4) == [*triggers, "planner", *least, "h-feed-2"]
+    assert names(6) == [*triggers, "planner", *least[:1], "h-ads-1", *least[1:], "h-feed-2", "h-feed-3"]
+    assert names(4, workers=1) == [*triggers, "h-0", *least]
+    planner = plan("h", 0, scenarios, settings, "cpu,cpu,cpu,cpu", trigger=False)[2]
+    assert planner == Planned("planner", "planner", ("telemetry.port=9002",))
+    assert planner.arguments == ["--set", "telemetry.port=9002", "--mode", "act"]
+    alone = plan("h", 0, scenarios[:1], settings, "cpu,cpu", trigger=False)
+    assert [each.role for each in alone] == ["trigger", "worker", "worker"], "a single scenario has nobody to give to"
+
+
 def test_a_fleet_without_sections_is_said_before_anything_starts(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["up", "--fleet", str(fleet(tmp_path, ""))])
     assert result.exit_code == 1
