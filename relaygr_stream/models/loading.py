@@ -216,7 +216,7 @@ def shown(text: str) -> str:
 
 
 def in_float32(
-    file: Path, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], asked_by: str = CONFIG_FILE
+    file: Path, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], asked_by: str = CONFIG_FILE
 ) -> dict[str, torch.Tensor]:
     """The weights `found` in float32. asked_by: what says the shapes.
 

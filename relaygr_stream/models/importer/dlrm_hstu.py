@@ -5,7 +5,7 @@ The shapes of the weights say most of the model's shape. What they do not say is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,31 +16,41 @@ import torch
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.dlrm.config import DlrmConfig, Positions, Times, changed
 from relaygr_stream.models.dlrm.model import DlrmHSTU
-from relaygr_stream.models.importer.names import check_new, prefix_of, without_wrappers, write
+from relaygr_stream.models.importer.names import (
+    by_own_names,
+    check_new,
+    layers_in,
+    prefix_of,
+    size_of,
+    without_wrappers,
+    write,
+)
 from relaygr_stream.models.importer.sources import read_tensors
-from relaygr_stream.models.loading import in_float32, shown, wanted_weights
+from relaygr_stream.models.loading import shown, wanted_weights
 
 #: A weight that every such model has: what stands before it in a checkpoint stands before all.
 ANCHOR: Final = "_hstu_transducer._positional_encoder._position_embeddings_weight"
 TABLES: Final = "_embedding_collection.embeddings."
 PREPROCESSOR: Final = "_hstu_transducer._input_preprocessor."
 LAYERS: Final = "_hstu_transducer._stu_module._stu_layers."
-#: Names in the reference → names here. A name that ends with a dot stands for all that begin with it.
+#: Names here → in the reference. A name that ends with a dot stands for all that begin with it.
 NAMES: Final = {
-    f"{PREPROCESSOR}_batched_contextual_linear_weights": "embedding.user_weight",
-    f"{PREPROCESSOR}_batched_contextual_linear_bias": "embedding.user_bias",
-    f"{PREPROCESSOR}_content_embedding_mlp.": "embedding.content.",
-    f"{PREPROCESSOR}_additional_embedding_mlp.": "embedding.additional.",
-    f"{PREPROCESSOR}_action_embedding_mlp.": "embedding.action.",
-    f"{PREPROCESSOR}_action_encoder._action_embedding_table": "embedding.action_rows",
-    f"{PREPROCESSOR}_action_encoder._target_action_embedding_table": "embedding.target_action",
-    ANCHOR: "embedding.position",
-    "_hstu_transducer._positional_encoder._timestamp_embeddings_weight": "embedding.time",
-    "_hstu_transducer._output_postprocessor._time_feature_combiner.": "head.time.",
-    "_hstu_transducer._output_postprocessor._layer_norm.": "head.norm.",
-    "_item_embedding_mlp.": "head.item.",
-    "_multitask_module._prediction_module.": "head.task.",
+    "embedding.user_weight": f"{PREPROCESSOR}_batched_contextual_linear_weights",
+    "embedding.user_bias": f"{PREPROCESSOR}_batched_contextual_linear_bias",
+    "embedding.content.": f"{PREPROCESSOR}_content_embedding_mlp.",
+    "embedding.additional.": f"{PREPROCESSOR}_additional_embedding_mlp.",
+    "embedding.action.": f"{PREPROCESSOR}_action_embedding_mlp.",
+    "embedding.action_rows": f"{PREPROCESSOR}_action_encoder._action_embedding_table",
+    "embedding.target_action": f"{PREPROCESSOR}_action_encoder._target_action_embedding_table",
+    "embedding.position": ANCHOR,
+    "embedding.time": "_hstu_transducer._positional_encoder._timestamp_embeddings_weight",
+    "head.time.": "_hstu_transducer._output_postprocessor._time_feature_combiner.",
+    "head.norm.": "_hstu_transducer._output_postprocessor._layer_norm.",
+    "head.item.": "_item_embedding_mlp.",
+    "head.task.": "_multitask_module._prediction_module.",
 }
+#: What begins the names of all of the model but its tables.
+PARTS: Final = ("_hstu_transducer.", "_item_embedding_mlp.", "_multitask_module.")
 #: Tensors that are no weights; the config has their values.
 ACTION_WEIGHTS: Final = f"{PREPROCESSOR}_action_encoder._combined_action_weights"
 UNITS: Final = "_hstu_transducer._output_postprocessor._period_units"
@@ -95,10 +105,17 @@ def import_checkpoint(source: Path, out: Path, choices: Choices) -> Imported:
 def model_of(source: Path, tensors: Mapping[str, torch.Tensor], choices: Choices) -> Imported:
     """The model of a state dict with the reference's names. Raises ModelError, naming the weight; source: for it."""
     found = _without_prefix(source, tensors)
-    weights, left_out = _renamed(source, found, choices)
-    config = _simplified(_config(source, found, weights, choices), weights)
-    fitting = in_float32(source, weights, wanted_weights(config), "the shape of others")
-    return Imported(DlrmHSTU(config).load_weights(fitting, ""), left_out)
+    tables = {"item": choices.item_table, "category": choices.category_table, "user": choices.user_table}
+    names = NAMES | {f"embedding.{own}": f"{TABLES}{table}.weight" for own, table in tables.items()}
+    _check_tables(source, found, tables.values())
+    config = _config(source, found, names, choices)
+    wanted = wanted_weights(config)
+    wanted |= {own: wanted[own][None] for own in LEADING_ONE}
+    theirs = {own: _reference_name(own, names) for own in wanted}
+    served, left_out = _parts(source, found, set(theirs.values()))
+    weights = by_own_names(source, served, theirs, wanted)
+    weights |= {own: weights[own][0] for own in LEADING_ONE}
+    return Imported(DlrmHSTU(_simplified(config, weights)).load_weights(weights, ""), left_out)
 
 
 def _without_prefix(source: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -111,67 +128,62 @@ def _without_prefix(source: Path, tensors: Mapping[str, torch.Tensor]) -> dict[s
     return found
 
 
-def _renamed(
-    source: Path, found: Mapping[str, torch.Tensor], choices: Choices
-) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """The weights by the names here, and the names of what is left out."""
-    tables = {"item": choices.item_table, "category": choices.category_table, "user": choices.user_table}
-    names = {f"{TABLES}{table}.weight": f"embedding.{own}" for own, table in tables.items()} | NAMES
-    weights: dict[str, torch.Tensor] = {}
-    left_out = []
-    for name, value in found.items():
-        own = _own_name(name, names)
-        if own:
-            weights[own] = _squeezed(source, name, own, value)
-        elif name.startswith(("_hstu_transducer.", "_item_embedding_mlp.", "_multitask_module.")):
-            if name not in (ACTION_WEIGHTS, UNITS, PERIODS):
-                raise ModelError(
-                    f"{source}: `{shown(name)}` is a part that is not served; the preprocessor with contextual tokens "
-                    f"and action weights and the postprocessor with times of day and week are, as in DLRMv3"
-                )
-        else:
-            left_out.append(name)
-    for table in tables.values():
+def _check_tables(source: Path, found: Mapping[str, torch.Tensor], tables: Iterable[str]) -> None:
+    for table in tables:
         if f"{TABLES}{table}.weight" not in found:
             there = ", ".join(name[len(TABLES) :].removesuffix(".weight") for name in found if name.startswith(TABLES))
             raise ModelError(
                 f"{source}: no table `{table}`; it has {shown(there) or 'none'}: see --item-table, --category-table "
                 f"and --user-table"
             )
-    return weights, tuple(left_out)
 
 
-def _own_name(name: str, names: Mapping[str, str]) -> str:
-    if name.startswith(LAYERS):
-        number, _, parameter = name.removeprefix(LAYERS).partition(".")
-        own = parameter.removeprefix("_").replace("uvqk_beta", "uvqk_bias")
-        return f"stack.layers.{number}.{own}"
-    if name in names:
-        return names[name]
-    return next(
-        (own + name.removeprefix(one) for one, own in names.items() if one[-1] == "." and name.startswith(one)), ""
-    )
+def _reference_name(own: str, names: Mapping[str, str]) -> str:
+    """stack.layers.0.uvqk_bias → _hstu_transducer._stu_module._stu_layers.0._uvqk_beta"""
+    if own.startswith("stack.layers."):
+        number, _, parameter = own.removeprefix("stack.layers.").partition(".")
+        return f"{LAYERS}{number}._{parameter.replace('uvqk_bias', 'uvqk_beta')}"
+    if own in names:
+        return names[own]
+    start = next(one for one in names if one[-1] == "." and own.startswith(one))
+    return names[start] + own.removeprefix(start)
 
 
-def _squeezed(source: Path, name: str, own: str, value: torch.Tensor) -> torch.Tensor:
-    if own not in LEADING_ONE:
-        return value
-    if not value.dim() or value.shape[0] != 1:
+def _parts(
+    source: Path, found: Mapping[str, torch.Tensor], names: set[str]
+) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """The weights of these names, and the names of tensors outside the model. Raises ModelError for others within."""
+    served = {name: value for name, value in found.items() if name in names}
+    others = [name for name in found if name not in names and name not in (ACTION_WEIGHTS, UNITS, PERIODS)]
+    unserved = [name for name in others if name.startswith(PARTS)]
+    if unserved:
         raise ModelError(
-            f"{source}: `{name}` has shape {tuple(value.shape)}: a model with one contextual token, the user's, is "
-            f"served, and its first dimension is 1"
+            f"{source}: `{shown(unserved[0])}` is a part that is not served ({len(unserved)} such); the preprocessor "
+            f"with contextual tokens and action weights and the postprocessor with times of day and week are, as in "
+            f"DLRMv3"
         )
-    return value[0]
+    return served, tuple(others)
 
 
-def _config(
-    source: Path, found: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], choices: Choices
-) -> DlrmConfig:
-    def size(name: str, dimension: int) -> int:
-        if name not in weights or dimension >= weights[name].dim():
-            raise ModelError(f"{source}: the weight that is `{name}` here is missing, or has too few dimensions")
-        return weights[name].shape[dimension]
+def _integers(source: Path, found: Mapping[str, torch.Tensor], name: str) -> list[int]:
+    """A tensor that is no weight, as a list. Raises ModelError unless it has whole numbers."""
+    value = found[name]
+    real = not (value.is_complex() or value.is_quantized)
+    numbers: list[float] = value.double().flatten().tolist() if real else []
+    if not numbers or not all(one.is_integer() for one in numbers):
+        raise ModelError(f"{source}: `{name}` has type {value.dtype} and {value.numel()} numbers, expected whole ones")
+    return [int(one) for one in numbers]
 
+
+def _config(source: Path, found: Mapping[str, torch.Tensor], names: Mapping[str, str], choices: Choices) -> DlrmConfig:
+    def size(own: str, dimension: int, dimensions: int = 2, least: int = 1) -> int:
+        return size_of(source, found, _reference_name(own, names), dimension, dimensions, least)
+
+    if (tokens := size("embedding.user_weight", 0, 3)) != 1:
+        raise ModelError(
+            f"{source}: `{names['embedding.user_weight']}` is of {tokens} contextual tokens; a model with one, the "
+            f"user's, is served"
+        )
     heads = choices.heads
     uvqk, gates = size("stack.layers.0.uvqk_weight", 1), size("stack.layers.0.output_weight", 0)
     if heads < 1 or gates % (3 * heads) or uvqk % (2 * heads) or uvqk // (2 * heads) <= gates // (3 * heads):
@@ -180,16 +192,14 @@ def _config(
         )
     dv = gates // (3 * heads)
     bits = size("embedding.action_rows", 0)
-    actions = (
-        tuple(found[ACTION_WEIGHTS].flatten().tolist()) if ACTION_WEIGHTS in found else tuple(2**b for b in range(bits))
-    )
+    actions = _integers(source, found, ACTION_WEIGHTS) if ACTION_WEIGHTS in found else [2**bit for bit in range(bits)]
     if len(actions) != bits:
-        raise ModelError(f"{source}: {len(actions)} action weights, {list(actions)}, for {bits} rows of actions")
+        raise ModelError(f"{source}: {len(actions)} action weights, {actions}, for {bits} rows of actions")
     if (count := size("head.task.2.weight", 0)) != len(choices.tasks):
         raise ModelError(f"{source}: the head has {count} tasks: name as many with --tasks, not {len(choices.tasks)}")
     time_rows = size("embedding.time", 0)
     fields: dict[str, Any] = {
-        "layers": len({name.split(".")[2] for name in weights if name.startswith("stack.layers.")}),
+        "layers": layers_in(found, LAYERS),
         "dim": size("embedding.position", 1),
         "heads": heads,
         "dqk": uvqk // (2 * heads) - dv,
@@ -197,7 +207,7 @@ def _config(
         "scale_tokens": choices.scale_tokens,
         "contextual_seq_len": choices.contextual_seq_len,
         "max_attn_len": choices.max_attn_len,
-        "group_norm": size("stack.layers.0.output_norm_weight", 0) == heads != heads * dv,
+        "group_norm": size("stack.layers.0.output_norm_weight", 0, 1) == heads != heads * dv,
         "table_dim": size("embedding.item", 1),
         "items": size("embedding.item", 0),
         "categories": size("embedding.category", 0),
@@ -207,7 +217,7 @@ def _config(
         "hidden": size("embedding.content.0.weight", 0),
         "item_hidden": size("head.item.0.weight", 0),
         "head_hidden": size("head.task.0.weight", 0),
-        "position_rows": size("embedding.position", 0),
+        "position_rows": size("embedding.position", 0, least=3),
         "time_rows": time_rows,
         "time_last_row": time_rows - 1 if choices.time_last_row < 0 else choices.time_last_row,
         "times": choices.times,
@@ -216,8 +226,10 @@ def _config(
         "tasks": choices.tasks,
     }
     if UNITS in found and PERIODS in found:
-        units, per = (found[name].flatten().to(torch.int64).tolist() for name in (UNITS, PERIODS))
-        fields["periods"] = tuple(zip(units, per, strict=False))
+        units, per = (_integers(source, found, name) for name in (UNITS, PERIODS))
+        if len(units) != len(per):
+            raise ModelError(f"{source}: `{UNITS}` has {len(units)} numbers, `{PERIODS}` {len(per)}")
+        fields["periods"] = tuple(zip(units, per, strict=True))
     try:
         return msgspec.convert(fields, DlrmConfig)
     except (msgspec.ValidationError, ValueError) as error:

@@ -14,9 +14,17 @@ import msgspec
 import torch
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.importer.names import check_new, prefix_of, without_wrappers, write
+from relaygr_stream.models.importer.names import (
+    by_own_names,
+    check_new,
+    layers_in,
+    prefix_of,
+    size_of,
+    without_wrappers,
+    write,
+)
 from relaygr_stream.models.importer.sources import read_tensors
-from relaygr_stream.models.loading import in_float32, shown, wanted_weights
+from relaygr_stream.models.loading import shown, wanted_weights
 from relaygr_stream.models.sasrec.config import Form, SasRecConfig
 from relaygr_stream.models.sasrec.model import SasRec
 
@@ -84,10 +92,9 @@ def model_of(source: Path, tensors: Mapping[str, torch.Tensor], choices: SasRecC
     if form == "gsasrec":  # its last row stands for no item, as does row 0
         found |= {name: found[name][:-1] for name in (ITEMS, OUTPUTS) if name in found and found[name].dim() == 2}
     config = _config(source, found, form, choices)
-    names = {own: _reference_name(own, form) for own in wanted_weights(config)}
-    wanted = {names[own]: value for own, value in wanted_weights(config).items()}
-    weights = in_float32(source, found, wanted, "the shape of others")
-    model = SasRec(config).load_weights({own: weights[name] for own, name in names.items()}, "")
+    wanted = wanted_weights(config)
+    weights = by_own_names(source, found, {own: _reference_name(own, form) for own in wanted}, wanted)
+    model = SasRec(config).load_weights(weights, "")
     return ImportedSasRec(model, tuple(name for name in plain if not name.startswith(prefix)))
 
 
@@ -101,23 +108,15 @@ def _reference_name(own: str, form: Form) -> str:
 
 
 def _config(source: Path, found: Mapping[str, torch.Tensor], form: Form, choices: SasRecChoices) -> SasRecConfig:
-    def size(name: str, dimension: int) -> int:
-        """Raises ModelError for a weight that is missing or has another number of dimensions."""
-        if name not in found or found[name].dim() != 2:
-            problem = f"has {found[name].dim()} dimensions, not 2" if name in found else "is missing"
-            raise ModelError(f"{source}: `{name}` {problem}")
-        return found[name].shape[dimension]
-
     activation, norm_eps = DEFAULTS[form]
-    begin = LAYERS[form]
     fields = {
         "form": form,
-        "layers": len({name.removeprefix(begin).partition(".")[0] for name in found if name.startswith(begin)}),
-        "dim": size(ITEMS, 1),
+        "layers": layers_in(found, LAYERS[form]),
+        "dim": size_of(source, found, ITEMS, 1),
         "heads": choices.heads,
-        "hidden": size(_reference_name("layers.0.up.weight", form), 0),
-        "items": size(ITEMS, 0),
-        "window": size(POSITIONS, 0),
+        "hidden": size_of(source, found, _reference_name("layers.0.up.weight", form), 0),
+        "items": size_of(source, found, ITEMS, 0, least=2),
+        "window": size_of(source, found, POSITIONS, 0),
         "activation": choices.activation or activation,
         "norm_eps": choices.norm_eps or norm_eps,
         "own_output": form == "gsasrec" and OUTPUTS in found,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -44,8 +45,14 @@ PATHS: Final = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", 
 STATE_DICT: Final = "write one by torch.save(model.state_dict(), FILE)"
 WEIGHTS_ALONE: Final = (
     "it has objects beside tensors. If you trust it, keep the weights alone, where these objects' module is installed: "
-    'torch.save(torch.load(FILE, weights_only=False)["state_dict"], NEW)'
+    'torch.save(torch.load(FILE, weights_only=False)["state_dict"], NEW), or, of a whole model, `.state_dict()` in '
+    'place of `["state_dict"]`'
 )
+#: A word of the reason → what to do.
+ADVICE: Final = {
+    "GLOBAL": WEIGHTS_ALONE,
+    "TorchScript": "it has code. If you trust it, write torch.save(torch.jit.load(FILE).state_dict(), NEW)",
+}
 
 READ_ERRORS: Final = (
     OSError,
@@ -75,11 +82,18 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         return _read_file(path / DENSE) | sparse
     shards = sorted(path.glob("*.safetensors"))
     if not shards:
+        there = ", ".join(sorted(one.name for one in path.iterdir()))
         raise ModelError(
             f"{path}: no checkpoint; expected `{METADATA}` (torch.distributed.checkpoint), `{DENSE}` (DLRMv3's "
-            f"training) or *.safetensors in this folder, or a file"
+            f"training) or *.safetensors in this folder, or name a file; it has {there[:200] or 'nothing'}"
         )
-    return {name: value for shard in shards for name, value in _read_file(shard).items()}
+    found: dict[str, torch.Tensor] = {}
+    for shard in shards:
+        more = _read_file(shard)
+        if twice := sorted(found.keys() & more.keys()):
+            raise ModelError(f"{shard}: `{twice[0]}` is in another file of the folder, too: name one file")
+        found |= more
+    return found
 
 
 def _read_file(file: Path) -> dict[str, torch.Tensor]:
@@ -89,31 +103,34 @@ def _read_file(file: Path) -> dict[str, torch.Tensor]:
             start = raw.read(len(LFS_POINTER))
         if is_pointer(start):
             raise pointer_error(file)
-        if file.suffix == ".safetensors":
+        if start[8:9] == b"{":  # what safetensors begins with, behind the length of its header
             return load_file(file)
-        # A file of the old format is no archive, and cannot be mapped.
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=start.startswith(b"PK"))
+        with warnings.catch_warnings():  # of formats that are refused below
+            warnings.simplefilter("ignore", UserWarning)
+            # A file of the old format is no archive, and cannot be mapped.
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=start.startswith(b"PK"))
     except FileNotFoundError as error:
         raise ModelError(f"{file}: no such file") from error
     except READ_ERRORS as error:
-        kind, why = "safetensors" if file.suffix == ".safetensors" else "a state dict", _reason(error)
-        raise ModelError(
-            f"{file}: cannot be read as {kind}: {why}; {WEIGHTS_ALONE if 'GLOBAL' in why else STATE_DICT}"
-        ) from error
+        why = _reason(error)
+        advice = next((advice for word, advice in ADVICE.items() if word in why), STATE_DICT)
+        raise ModelError(f"{file}: cannot be read as a state dict, by torch or safetensors: {why}; {advice}") from error
     found = _flat(loaded, "") if isinstance(loaded, Mapping) else {}
     if not found:
-        raise ModelError(f"{file}: no state dict, but a {type(loaded).__name__} without tensors")
+        raise ModelError(f"{file}: no state dict, but a {type(loaded).__name__} without named tensors; {STATE_DICT}")
     return found
 
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, (LookupError, EOFError)):  # of torch's reader of old files, in bytes that are none
+        return "neither has written it"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # torch's advice is to switch the protection off; its last sentence names what the file wanted to run.
     named = next((line for line in lines if "Unsupported" in line or "GLOBAL" in line), "")
-    named = named.partition(" by default.")[0]
-    return named or (lines[0] if lines else type(error).__name__)
+    found = named.partition(" by default.")[0] or (lines[0] if lines else type(error).__name__)
+    return found.partition(". ")[0].rstrip(".")
 
 
 def _flat(table: Mapping[Any, Any], prefix: str) -> dict[str, torch.Tensor]:

@@ -27,9 +27,10 @@ from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_any_checkpoint, load_checkpoint, load_model
 from relaygr_stream.models.reference_arrays import ReferenceArrays
 from relaygr_stream.wire.features import FeatureSchema
-from tests.unit.models.naive_dlrm import PRE, Shape, arrays_of, state_dict
+from tests.unit.models.naive_dlrm import LAYERS, PRE, Shape, arrays_of, state_dict
 
 CPU = torch.device("cpu")
+USERS = "_embedding_collection.embeddings.user_id.weight"
 SHAPE = Shape()
 CHOICES = Choices(heads=SHAPE.heads)
 GROWS = Choices(heads=SHAPE.heads, scale_tokens=100, times="constant", positions="start", min_tokens=0)
@@ -187,6 +188,37 @@ def test_no_checkpoint_runs_code(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_is_no_state_dict_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 2)
+    torch.save(layer, tmp_path / "module.pt")
+    torch.jit.save(torch.jit.script(layer), tmp_path / "script.pt")
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
+    (tmp_path / "text.pt").write_text("hello")
+    for name, words in {
+        "module": r"GLOBAL torch\.nn.*of a whole model, `\.state_dict\(\)`",
+        "script": r"TorchScript.*torch\.jit\.load\(FILE\)\.state_dict\(\)",
+        "list": r"a list without named tensors; write one by torch\.save\(model\.state_dict\(\), FILE\)",
+        "text": "neither has written it; write one by",
+    }.items():
+        with pytest.raises(ModelError, match=words):
+            read_tensors(tmp_path / f"{name}.pt")
+
+
+def test_a_file_is_read_by_what_is_in_it_and_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    file = as_safetensors(tmp_path)
+    found = read_tensors(file)
+    if file.is_dir():
+        (file,) = file.iterdir()
+    (tmp_path / "named.pt").write_bytes(file.read_bytes())
+    assert read_tensors(tmp_path / "named.pt").keys() == found.keys()
+    (tmp_path / "both").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "both" / f"{name}.safetensors").write_bytes(file.read_bytes())
+    with pytest.raises(ModelError, match=r"b\.safetensors: `.*` is in another file of the folder, too"):
+        read_tensors(tmp_path / "both")
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_distributed_checkpoint_that_lost_a_file_is_refused_by_name(tmp_path: Path) -> None:
     folder = as_distributed(tmp_path)
@@ -202,10 +234,18 @@ def test_a_distributed_checkpoint_that_lost_a_file_is_refused_by_name(tmp_path: 
         ({}, Choices(heads=3, tasks=("a", "b")), "the head has 1 tasks"),
         ({}, Choices(heads=3, item_table="video_id"), "no table `video_id`; it has item_id, item_category_id, user_id"),
         ({}, Choices(heads=3, time_last_row=70), "time_last_row = 70 is behind the table of 70 rows"),
-        ({f"{PRE}_batched_contextual_linear_weights": torch.ones(2, 7, 12)}, CHOICES, "one contextual token"),
+        ({f"{PRE}_batched_contextual_linear_weights": torch.ones(2, 7, 12)}, CHOICES, "of 2 contextual tokens"),
         ({"_hstu_transducer._other.weight": torch.ones(1)}, CHOICES, "`_hstu_transducer._other.weight` is a part that"),
         ({f"ema.{ANCHOR}": torch.ones(1)}, CHOICES, "found under"),
-        ({"_item_embedding_mlp.3.bias": torch.full((12,), torch.nan)}, CHOICES, "not finite"),
+        ({"_item_embedding_mlp.3.bias": torch.full((12,), torch.nan)}, CHOICES, r"mlp\.3\.bias` contains"),
+        ({"_item_embedding_mlp.3.bias": torch.ones(11)}, CHOICES, r"`_item_embedding_mlp\.3\.bias` has shape \(11,\)"),
+        ({f"{LAYERS}7._uvqk_beta": torch.ones(96)}, CHOICES, rf"`{LAYERS}2\._input_norm_weight` is missing"),
+        ({USERS: torch.ones(0, 12)}, CHOICES, rf"`{USERS}` has shape \(0, 12\), expected at least 1"),
+        ({USERS: torch.ones(12)}, CHOICES, rf"`{USERS}` has shape \(12,\), expected 2 dimensions"),
+        ({USERS: torch.eye(12).to_sparse()}, CHOICES, rf"`{USERS}` is torch.sparse_coo, expected a dense tensor"),
+        ({USERS: torch.ones(9, 12, device="meta")}, CHOICES, rf"`{USERS}` is on the device meta"),
+        ({USERS: torch.ones(9, 7, dtype=torch.complex64)}, CHOICES, "torch.complex64, expected a floating type"),
+        ({f"{PRE}_action_encoder._combined_action_weights": torch.ones(4) / 2}, CHOICES, "expected whole ones"),
         ({f"{PRE}_action_encoder._combined_action_weights": torch.tensor([1, 2, 4])}, CHOICES, "3 action weights"),
     ],
 )  # fmt: skip
@@ -234,7 +274,7 @@ def test_senders_read_the_schema_in_the_folder(tmp_path: Path) -> None:
 
 def test_other_checkpoints_and_folders_are_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
-    with pytest.raises(ModelError, match="which every DlrmHSTU has, is missing"):
+    with pytest.raises(ModelError, match=r"which every DlrmHSTU has, is missing.*has 1 tensors, the first is `weight`"):
         import_checkpoint(tmp_path / "other.pt", tmp_path / "out", CHOICES)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ModelError, match="is there already and not an empty folder"):
