@@ -57,8 +57,7 @@ class LaneConsumer:
 
     topics: full names; partition p of each is lane p. user: takes the records.
     capacity: this member's weight in the assignment. check_crcs: whether to verify the producer's checksum of each
-    batch. crashes: whether to count crashes of owners, and who takes a record that caused too many. averaging: of the
-    lanes' loads (LaneLoads).
+    batch. crashes: whether to count crashes of owners, and who takes a record that caused too many.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class LaneConsumer:
         capacity: float = 1.0,
         check_crcs: bool = True,
         crashes: Crashes | None = None,
-        averaging: float = 1.0,
     ) -> None:
         self._kafka = kafka
         self._topics = tuple(topics)
@@ -83,7 +81,7 @@ class LaneConsumer:
         )
         self._reader = LaneReader(kafka, self._topics, member, self, check_crcs=check_crcs)
         self._suspects = None if crashes is None else Suspects(crashes, self._membership, self._reader)
-        self._loads = LaneLoads(averaging)
+        self._loads = LaneLoads()
         self.speed = 0.0  # stated to the group once lanes are busy (MemberClaim)
         self._taking = False  # lanes and their records: from `start` until `drain` or `stop`
         self._in_order = True

@@ -31,20 +31,15 @@ class _Measured:
     rate: float = 0.0
 
 
-def level_of(rate: float, averaging: float = 1.0) -> int:
-    """The level (MemberClaim) of a lane with so many records a second. averaging: as of LaneLoads."""
-    records = rate * averaging * AVERAGE_S
-    return min(MOST_LEVEL, 1 + round(LEVELS_AN_OCTAVE * math.log2(1.0 + records / PRIOR_RECORDS)))
+def level_of(rate: float) -> int:
+    """The level (MemberClaim) of a lane with so many records a second."""
+    return min(MOST_LEVEL, 1 + round(LEVELS_AN_OCTAVE * math.log2(1.0 + rate * AVERAGE_S / PRIOR_RECORDS)))
 
 
 class LaneLoads:
-    """Averages the rates of lanes from their positions. Times are seconds of a monotonic clock.
+    """Averages the rates of lanes from their positions. Times are seconds of a monotonic clock."""
 
-    averaging: multiplies the times over which is averaged (relay.averaging).
-    """
-
-    def __init__(self, averaging: float = 1.0) -> None:
-        self._averaging = averaging
+    def __init__(self) -> None:
         self._lanes: dict[int, _Measured] = {}
 
     def note(self, positions: Mapping[int, int], now: float) -> None:
@@ -56,17 +51,16 @@ class LaneLoads:
             seconds = now - seen.at
             if seconds > 0:
                 rate = max(0, position - seen.position) / seconds
-                seen.rate += min(1.0, seconds / min(self._averaging * AVERAGE_S, now - seen.began)) * (rate - seen.rate)
+                seen.rate += min(1.0, seconds / min(AVERAGE_S, now - seen.began)) * (rate - seen.rate)
                 seen.at, seen.position = now, position
 
     @property
     def levels(self) -> dict[int, int]:
         """The level of each lane whose load is known (MemberClaim)."""
-        least_s = self._averaging * LEAST_S
-        known = ((lane, seen.rate) for lane, seen in self._lanes.items() if seen.at - seen.began >= least_s)
-        return {lane: level_of(rate, self._averaging) for lane, rate in known}
+        known = {lane: seen.rate for lane, seen in self._lanes.items() if seen.at - seen.began >= LEAST_S}
+        return {lane: level_of(rate) for lane, rate in known.items()}
 
     @property
     def telling(self) -> bool:
         """Whether so much was read lately that the device's costs are those of this work."""
-        return sum(seen.rate for seen in self._lanes.values()) * self._averaging * AVERAGE_S >= PRIOR_RECORDS
+        return sum(seen.rate for seen in self._lanes.values()) * AVERAGE_S >= PRIOR_RECORDS

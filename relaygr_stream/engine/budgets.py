@@ -16,13 +16,12 @@ def equal_parts(whole: int, lanes: Iterable[int]) -> dict[int, int]:
 
 
 class BusyShare:
-    """The share of the device's time that some work takes, 0…1, averaged over about a second, times `averaging`.
+    """The share of the device's time that some work takes, 0…1, averaged over AVERAGE_S.
 
     Of all work, it is what other workers must not count on when they forward; of ranking, what pre-inference must not.
     """
 
-    def __init__(self, averaging: float = 1.0) -> None:
-        self._average_s = averaging * AVERAGE_S
+    def __init__(self) -> None:
         self.share = 0.0
         self._last_ms = 0.0
 
@@ -30,5 +29,5 @@ class BusyShare:
         """total_ms: of that work, ever; seconds: since the last call. Returns the share from now on."""
         busy = min(1.0, max(0.0, total_ms - self._last_ms) / (seconds * 1e3))
         self._last_ms = total_ms
-        self.share += min(1.0, seconds / self._average_s) * (busy - self.share)
+        self.share += min(1.0, seconds / AVERAGE_S) * (busy - self.share)
         return self.share

@@ -92,9 +92,6 @@ class Relay(Section, frozen=True, kw_only=True):
     max_prefix_tokens: Annotated[Positive, doc("longest prefix; a longer one is refused")] = 4096
     max_suffix_tokens: Annotated[int, Meta(ge=0), doc("longest suffix; a longer one is refused")] = 256
     max_candidates: Annotated[Positive, doc("most candidates in a request")] = 2048
-    # Multiplies the time over which load is averaged, 1 s. The laboratory's fleet, whose times are all stretched, has
-    # another.
-    averaging: Annotated[float, Meta(gt=0, le=1e3)] = 1.0
     answer_secret: Annotated[
         SharedSecret,
         doc("signs answers; clients that have it drop unsigned ones; 16 characters or more; empty: unsigned"),

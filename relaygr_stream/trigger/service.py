@@ -196,7 +196,6 @@ class TriggerLanes:
             member=member,
             user=self,
             check_crcs=CHECK_CRCS,
-            averaging=settings.relay.averaging,
         )
         metrics = telemetry.metrics
         self.dead_letters = DeadLetters(

@@ -50,7 +50,6 @@ class WorkerPolicy:
     longest_s: float  # the longest timeout granted
     held_bytes: int  # of rankings without an answer, and signals not taken
     truncates: bool = False  # what no worker has in time may be cut to its newest behaviours
-    averaging: float = 1.0
 
     @classmethod
     def of(cls, settings: Settings) -> WorkerPolicy:
@@ -58,7 +57,7 @@ class WorkerPolicy:
         worker, relay = settings.worker, settings.relay
         return cls(
             worker.forward, relay.life_window_ms, worker.max_timeout_ms / 1e3, worker.max_waiting_bytes,
-            bool(worker.truncate_to), relay.averaging,
+            bool(worker.truncate_to),
         )  # fmt: skip
 
 
@@ -80,7 +79,7 @@ class WorkerCore:
     ) -> None:
         self.name: Final = name
         self._policy = policy
-        self._forwarding = Forwarding(name, peers, homes, policy.averaging, seed)
+        self._forwarding = Forwarding(name, peers, homes, seed)
         self._decisions = Decisions(policy.life_ms)
         self._lanes: frozenset[int] = frozenset()
         self.held: Final = HeldBytes(policy.held_bytes)

@@ -60,10 +60,7 @@ class LaneMember(Protocol):
 
 
 class FairShare:
-    """name: the worker's. peers: what all workers state. fixed: its weight is set by hand, so it states no speed.
-
-    averaging: multiplies ASK_S (relay.averaging).
-    """
+    """name: the worker's. peers: what all workers state. fixed: its weight is set by hand, so it states no speed."""
 
     def __init__(
         self,
@@ -72,12 +69,10 @@ class FairShare:
         member: LaneMember,
         *,
         fixed: bool,
-        averaging: float = 1.0,
         clock: Clock = time.monotonic,
     ) -> None:
         self._name, self._peers, self._member = name, peers, member
         self._fixed = fixed
-        self._ask_s = averaging * ASK_S
         self._clock = clock
         self._looked = clock()
         self._cost_ms: float | None = None  # averaged over ASK_S
@@ -95,7 +90,7 @@ class FairShare:
         if (own := serving.get(self._name)) is None:
             return
         now = self._clock()
-        part = min(1.0, (now - self._looked) / self._ask_s)
+        part = min(1.0, (now - self._looked) / ASK_S)
         self._looked = now
         if (speed := speed_of(own)) and not self._fixed:
             cost_ms = 1e3 / speed
@@ -103,7 +98,7 @@ class FairShare:
             self._member.speed = stated_speed(self._member.speed, 1e3 / self._cost_ms)
         self._own += part * (own.busy_share - self._own)
         self._all += part * (fair_busy_share(serving.values()) - self._all)
-        if now - self._began >= self._ask_s * self._pauses and self._own > max(LEAST_BUSY, (1.0 + START) * self._all):
+        if now - self._began >= ASK_S * self._pauses and self._own > max(LEAST_BUSY, (1.0 + START) * self._all):
             self._began = now
             self._pauses = min(MOST_PAUSES, 2 * self._pauses)
             self._member.rebalance()

@@ -18,7 +18,7 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
-from relaygr_stream.engine.budgets import AVERAGE_S
+from relaygr_stream.engine import budgets
 from relaygr_stream.engine.commands import RankTask
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.fleet import TRAVEL_MS, Books, OwnerDirectory, SentRankings, better_of_two
@@ -61,7 +61,7 @@ class Homes(Protocol):
 class Forwarding:
     """One worker's view of its peers. name: its own; homes: the users' own lanes; seed: of the random choices.
 
-    averaging: as the peers' (relay.averaging). now: seconds of one monotonic clock.
+    now: seconds of one monotonic clock.
     """
 
     def __init__(
@@ -69,10 +69,8 @@ class Forwarding:
         name: str,
         peers: OwnerDirectory,
         homes: Homes,
-        averaging: float = 1.0,
         seed: int | None = None,
     ) -> None:
-        self._average_s = averaging * AVERAGE_S
         self._name = name
         self._peers = peers
         self._homes = homes
@@ -117,7 +115,7 @@ class Forwarding:
     def _done_ms(self, peer: WorkerStatus, cost_ms: float, now: float) -> float:
         """Milliseconds until its answer is with the client, behind what waits there and what we sent."""
         sent = self._sent.of_worker(peer.name, now)
-        sent.advance(peer, self._average_s, now)
+        sent.advance(peer, budgets.AVERAGE_S, now)
         return TRAVEL_MS + peer.queue_ms + sent.ahead_ms + cost_ms
 
 

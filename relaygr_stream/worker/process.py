@@ -189,10 +189,8 @@ class WorkerProcess:
             user=self,
             capacity=settings.worker.capacity or 1.0,
             crashes=Crashes([topics.pre_infer.name, topics.ranking.name], settings.worker.max_crashes, self),
-            averaging=settings.relay.averaging,
         )
-        fixed, averaging = settings.worker.capacity > 0, settings.relay.averaging
-        self._fair_share = FairShare(name, peers, self.consumer, fixed=fixed, averaging=averaging)
+        self._fair_share = FairShare(name, peers, self.consumer, fixed=settings.worker.capacity > 0)
         self.core: Final = WorkerCore(name, WorkerPolicy.of(settings), peers, topics)
         self.requests: Final = Requests(context, connections, device, self.core, self.consumer)
         device.thread.deliver_to(self.requests)

@@ -41,7 +41,7 @@ class Statements:
         self._runtime = runtime
         self._shared_at = now
         self._pinned_bytes = int(worker.pinned_share * worker.hbm_bytes)
-        self._ranking, self._busy = BusyShare(settings.relay.averaging), BusyShare(settings.relay.averaging)
+        self._ranking, self._busy = BusyShare(), BusyShare()
 
     def status(
         self,

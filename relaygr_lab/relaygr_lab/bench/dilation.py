@@ -20,7 +20,7 @@ from relaygr_stream.wire.messages import CostModel
 #: Section → what are times of serving. Left out are times of the bus: worker.reply_ms (an answer's way),
 #: client.silence_ms and trigger.max_status_age_ms (statuses), client.announce_linger_ms (batches), kafka.*.
 DILATED: Final = {
-    "relay": ("slo_ms", "life_window_ms", "averaging"),
+    "relay": ("slo_ms", "life_window_ms"),
     "trigger": ("max_event_age_ms",),
     "worker": ("max_ranking_delay_ms", "max_timeout_ms"),
     "client": ("timeout_ms", "hedge_ms"),

@@ -78,13 +78,10 @@ class Pipeline:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             await apply_topics(self.settings.kafka)
-            settings: Settings = self.settings
             how: tuple[str, tuple[str, ...]] | tuple[()] = ()
-            if self.fleet is not None:  # the averages are constants of the serving code
-                how = (MODULE, ("--policy", self._policy, "--averaging", f"{settings.relay.averaging!r}"))
-                relay = msgspec.structs.replace(settings.relay, averaging=1.0)
-                settings = msgspec.structs.replace(settings, relay=relay)
-            self._children = start_relay(settings, self._folder, f"{self.name}-trigger", self._workers, *how)
+            if self.fleet is not None:
+                how = (MODULE, ("--policy", self._policy, "--averaging", f"{self.fleet.factor!r}"))
+            self._children = start_relay(self.settings, self._folder, f"{self.name}-trigger", self._workers, *how)
             stack.push_async_callback(self._stop_children)
             kafka, topics = self.settings.kafka, self.topics
             await asyncio.gather(*(child.wait_ready() for child in self._children))

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from msgspec.structs import replace
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from relaygr_lab.averages import stretched
 from relaygr_lab.policies import POLICIES, Policy, decider, eviction
 from relaygr_stream.errors import RelayError
 from relaygr_stream.ops.planner.plan import DAY, Damping
@@ -84,11 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         flags = dict(each.split("=", 1) for each in given.assignments)
         settings: Settings = load_settings(given.config, flags).settings
-        settings = replace(settings, relay=replace(settings.relay, averaging=given.averaging))
         if given.scenario:
             settings = settings.serving(given.scenario)
     except (RelayError, ValueError) as error:
         parser.error(str(error))
+    with stretched(given.averaging):
+        return _run(given, settings)
+
+
+def _run(given: argparse.Namespace, settings: Settings) -> int:
     if given.role == "planner":
         options = PlannerOptions(given.period, act=True, damping=damping_at(given.pace))
         return run_process("planner", settings, partial(run_planner, options=options))

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 import torch
 
+from relaygr_lab.averages import stretched
 from relaygr_lab.bench.dilation import dilated
 from relaygr_lab.bench.modes import Mode, apply_mode
 from relaygr_lab.bench.options import DELAY_SIGMA
@@ -145,7 +146,8 @@ class Simulation:
             seed=self.seed,
         )
         (group,) = scenario.groups
-        return run_group(scenario, group)
+        with stretched(factor):
+            return run_group(scenario, group)
 
     def _outcome(
         self, story: Story, at: float | None, rate: float | None, failed: float | None, *, settled: bool

@@ -176,9 +176,7 @@ class TidalFleet:
                 self._start(f"w{number}", ("worker", *of, "--set", f"worker.name=w{number}"))
 
     def _start(self, name: str, arguments: Sequence[str]) -> None:
-        # The averages are constants of the serving code.
-        relay = replace(self.settings.relay, averaging=1.0)
-        config = write_settings(self._folder / f"{self._name}.toml", replace(self.settings, relay=relay))
+        config = write_settings(self._folder / f"{self._name}.toml", self.settings)
         how = ("--config", config, "--averaging", f"{self.factor:g}", "--set", "telemetry.log_format=console")
         # A name of its own for each arm's log.
         self._children[name] = Child(f"{self._name}-{name}", (*arguments, *how), self._folder, MODULE)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from relaygr_lab.averages import stretched
 from relaygr_lab.bench.cells import Cell
 from relaygr_lab.bench.dilation import DILATED, Fleet, dilated
 from relaygr_lab.bench.lengths import costs_named
@@ -19,6 +20,8 @@ from relaygr_lab.paper.results import COMPLETE_FILES, RUN_FILES, Outcome, Record
 from relaygr_lab.paper.setup import GRID, HEADLINE, MOST_RATE, Setup, factor_for
 from relaygr_lab.simulate.scenario import Group, Scenario
 
+from relaygr_stream.bus.loads import LaneLoads, level_of
+from relaygr_stream.engine.budgets import BusyShare
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
@@ -135,6 +138,22 @@ def test_times_of_serving_are_dilated_and_times_of_the_bus_are_not(tmp_path: Pat
     assert again.relay.slo_ms == 300.0
     full = fleet.cost_model.full_ms(1408, 40)
     assert full == pytest.approx(6.0 * costs_named("npu").full_ms(1408, 40))
+
+
+def test_the_times_over_which_is_averaged_are_dilated_for_the_run_alone() -> None:
+    def found() -> tuple[float, dict[int, int], int]:
+        lanes, share = LaneLoads(), BusyShare().update(500.0, 1.0)
+        for at in range(0, 66, 6):
+            lanes.note({0: 40 * at}, float(at))
+        return share, lanes.levels, level_of(1.0)
+
+    before = found()
+    with stretched(10.0):
+        assert found() == (before[0] / 10, {}, level_of(1.0))
+        assert level_of(1.0) > before[2]
+    assert found() == before
+    assert before[0] == 0.5
+    assert before[1]
 
 
 def test_a_run_that_was_broken_off_goes_on_and_a_complete_one_begins_anew(tmp_path: Path) -> None:
