@@ -93,14 +93,13 @@ def _explain_events(
     from relaygr_stream.trigger.explain import running_policy, stated_by_a_worker
     from relaygr_stream.wire.topic_files import load_topics
     from relaygr_stream.wire.worker_status import FALLBACK_COSTS
-    from relaygr_stream.workload.explain_log import GRANULE_TOKENS, Fleet, built_in_bytes_per_token, explain_log
+    from relaygr_stream.workload.explain_log import Fleet, built_in_bytes, explain_log
     from relaygr_stream.workload.replay import Replay, ReplayOptions
     from relaygr_stream.workload.rows import read_log_for
 
     check_pace(speed, rate)
     settings, policy = config.settings, None
-    model, per_token, queue_ms = FALLBACK_COSTS, built_in_bytes_per_token(settings), 0.0
-    alloc = GRANULE_TOKENS * per_token
+    model, queue_ms, (per_token, alloc) = FALLBACK_COSTS, 0.0, built_in_bytes(settings)
     if any(value.field.key == "kafka.bootstrap" and value.source != "default" for value in config.values):
         status = look(settings.kafka, stated_by_a_worker(settings))
         if status is None:

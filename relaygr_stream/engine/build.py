@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -147,7 +148,7 @@ def assemble(
     )
     context_tokens = schema_of(model).context_tokens
     longest_tokens = context_tokens + settings.relay.max_prefix_tokens
-    bytes_per_token, alloc_bytes = _stated_bytes(cache, longest_tokens)
+    bytes_per_token, alloc_bytes = stated_bytes(cache.nbytes, longest_tokens)
     # Triggers may count more than the cache takes, and delegate by what they count.
     longest_bytes = max(cache.nbytes(longest_tokens), counted_bytes(longest_tokens, bytes_per_token, alloc_bytes))
     pinned_bytes = _pinned_bytes(settings, cache, context_tokens)
@@ -183,15 +184,15 @@ def assemble(
     )
 
 
-def _stated_bytes(cache: PrefixCache, longest: int) -> tuple[int, int]:
-    """The bytes_per_token and alloc_bytes of a status.
+def stated_bytes(nbytes: Callable[[int], int], longest: int) -> tuple[int, int]:
+    """The bytes_per_token and alloc_bytes of a status. nbytes: tokens → bytes of an entry; longest: of a sequence.
 
     Triggers count ⌈tokens × bytes_per_token ÷ alloc_bytes⌉ units of alloc_bytes for a prefix. They must never count
     less than the cache takes, which has padding per granule of tokens, and may have a state that does not grow. So a
     prefix of one token more than any number of granules has to count as many units as it takes.
     """
-    alloc_bytes = cache.nbytes(1)
-    units_before = ((tokens, -(-cache.nbytes(tokens + 1) // alloc_bytes) - 1) for tokens in _granules(longest))
+    alloc_bytes = nbytes(1)
+    units_before = ((tokens, -(-nbytes(tokens + 1) // alloc_bytes) - 1) for tokens in _granules(longest))
     return max([1, *(-(-units * alloc_bytes // tokens) for tokens, units in units_before)]), alloc_bytes
 
 

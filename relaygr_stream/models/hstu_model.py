@@ -6,7 +6,7 @@ loading.py gives it weights, from a checkpoint or from a seed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import torch
 from msgspec import Meta, to_builtins
@@ -41,6 +41,8 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     what each row of the action table stands for in the log of the training, "" for none; empty: the log's own numbers.
     listed_items: ids are those of the checkpoint's items.json, by row; otherwise they are the rows.
     """
+
+    architecture: ClassVar[str] = "hstu"
 
     vocab: Positive
     oov_rows: Count = 0
@@ -84,7 +86,6 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 class HSTUModel(nn.Module):
     """HSTU as a `RankingModel`. Weights are uninitialised until `load_weights`; `place` moves and converts them."""
 
-    architecture: Final = "hstu"
     layout: KVLayout
     version: str
     note: str
@@ -142,7 +143,7 @@ class HSTUModel(nn.Module):
         plain = not self.features and self.embedding.table is None
         self._ends = None if not plain else self.stack.native_ends(self.embedding, self.head)
         self.layout = self.config.layout(dtype)
-        self.version = version_of(self.architecture, self._digest, dtype, self.features)
+        self.version = version_of(self.config.architecture, self._digest, dtype, self.features)
         fused = fused_stack(self.config, device, dtype, kernels)
         self.use(fused, None if fused is None else CudaRecorder(device))
         return self

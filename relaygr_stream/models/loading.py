@@ -75,9 +75,9 @@ CONFIG_FILE: Final = "config.json"
 WEIGHTS_FILE: Final = "model.safetensors"
 #: Architecture → what makes its configuration of the fields in config.json.
 CONFIGS: Final[dict[str, Callable[[dict[str, Any]], Config]]] = {
-    HSTUModel.architecture: partial(msgspec.convert, type=HSTUConfig),
-    DlrmHSTU.architecture: DlrmConfig.of_fields,
-    SasRec.architecture: partial(msgspec.convert, type=SasRecConfig),
+    HSTUConfig.architecture: partial(msgspec.convert, type=HSTUConfig),
+    DlrmConfig.architecture: DlrmConfig.of_fields,
+    SasRecConfig.architecture: partial(msgspec.convert, type=SasRecConfig),
 }
 FORMAT: Final = 1
 #: Characters of a file's value that an error quotes.
@@ -95,7 +95,7 @@ def save_checkpoint(model: BuiltIn, folder: str | Path) -> None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
-    header = {"architecture": model.architecture, "format": FORMAT}
+    header = {"architecture": model.config.architecture, "format": FORMAT}
     text = msgspec.json.format(msgspec.json.encode(header | model.config.fields()), indent=2)
     save_file(weights, path / (WEIGHTS_FILE + ".tmp"))
     (path / (CONFIG_FILE + ".tmp")).write_bytes(text + b"\n")
@@ -107,7 +107,7 @@ def load_checkpoint(folder: str | Path) -> HSTUModel:
     """The built-in HSTU in `folder`, as `load_any_checkpoint`. Raises ModelError for another architecture too."""
     found = load_any_checkpoint(folder)
     if not isinstance(found, HSTUModel):
-        raise ModelError(f"{folder}: a {found.architecture}; expected a {HSTUModel.architecture}")
+        raise ModelError(f"{folder}: a {found.config.architecture}; expected a {HSTUConfig.architecture}")
     return found
 
 

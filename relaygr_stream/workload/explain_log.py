@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
 
 import msgspec
 
@@ -22,9 +21,6 @@ from relaygr_stream.trigger.explain import Explanation, explain
 from relaygr_stream.wire.messages import CostModel, LaneStatus, WorkerStatus
 from relaygr_stream.wire.topic_files import lane_of
 from relaygr_stream.workload.items import WorkItem
-
-#: Tokens of an allocation unit of a worker's tiers, as in cache/tiers.py, which imports torch.
-GRANULE_TOKENS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -39,18 +35,19 @@ class Fleet:
     queue_ms: float = 0.0
 
 
-def built_in_bytes_per_token(settings: Settings) -> int:
-    """K and V of one token of the built-in model, all layers, and its time where the model compares times, in bytes.
-
-    Raises as `config_of`.
-    """
+def built_in_bytes(settings: Settings) -> tuple[int, int]:
+    """The bytes_per_token and alloc_bytes that a worker of the built-in model states. Raises as `config_of`."""
     import torch  # noqa: PLC0415
 
+    from relaygr_stream.cache.tiers import capacity_for  # noqa: PLC0415
+    from relaygr_stream.engine.build import stated_bytes  # noqa: PLC0415
     from relaygr_stream.models.loading import config_of  # noqa: PLC0415 - imports torch
 
-    model = settings.model
+    model, relay = settings.model, settings.relay
     config = config_of(msgspec.structs.replace(model, checkpoint="") if model.factory else model)
-    return config.layout(getattr(torch, settings.worker.dtype)).bytes_per_token
+    layout = config.layout(getattr(torch, settings.worker.dtype))
+    longest = relay.max_prefix_tokens + relay.max_suffix_tokens
+    return stated_bytes(lambda tokens: layout.nbytes(capacity_for(tokens)), longest)
 
 
 @dataclass

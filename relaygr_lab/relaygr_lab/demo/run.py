@@ -323,4 +323,4 @@ def _shape(model: Model) -> str:
     if model.factory:
         return model.factory
     config, named = config_of(model), f", checkpoint {model.checkpoint}" if model.checkpoint else ""
-    return f"HSTU, {config.layers} layers, D {config.dim}{named}"
+    return f"{config.architecture.upper()}, {config.layers} layers, D {config.dim}{named}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta, to_builtins
@@ -43,6 +43,8 @@ class DlrmConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     √(age / time_bucket_s). min_tokens: history and candidates from which on the user's row is used; 0: always.
     periods: (seconds of a unit, units of a period) of the candidate's time features.
     """
+
+    architecture: ClassVar[str] = "dlrm-hstu"
 
     scale_tokens: Count
     table_dim: Positive

@@ -8,7 +8,6 @@ compares, so prefix KV serve that request alone; the region's state keeps them f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from relaygr_stream.wire.features import FeatureSchema
 class DlrmHSTU(nn.Module):
     """A `RankingModel`. Weights are uninitialised until `load_weights`; `place` moves and converts them."""
 
-    architecture: Final = "dlrm-hstu"
     layout: KVLayout
     version: str
     note: str
@@ -86,7 +84,7 @@ class DlrmHSTU(nn.Module):
         self.stack.fused = fused_stack(self.config.stack, device, dtype, kernels)
         self.head.to(device=device)
         self.layout = self.config.layout(dtype)
-        self.version = version_of(self.architecture, self._digest, dtype, self.features)
+        self.version = version_of(self.config.architecture, self._digest, dtype, self.features)
         return self
 
     def warm_up(self, most: int) -> None:

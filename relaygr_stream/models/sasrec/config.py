@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import torch
@@ -25,6 +25,8 @@ class SasRecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     items: rows of the item table; row 0 stands for no item. hidden: width between W_up and W_down. norm_eps: of every
     LayerNorm. own_output: whether candidates have a table of their own.
     """
+
+    architecture: ClassVar[str] = "sasrec"
 
     form: Form
     layers: Layers

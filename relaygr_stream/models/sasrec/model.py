@@ -112,7 +112,6 @@ class SasRecLayer(nn.Module):
 class SasRec(nn.Module):
     """A `RankingModel`. Weights are uninitialised until `load_weights`; `place` moves and converts them."""
 
-    architecture: Final = "sasrec"
     incremental: bool = True  # a state grows, and K and V that it has no use for any more stay as they were
     kernels: Final = "torch"
     layout: KVLayout
@@ -159,7 +158,7 @@ class SasRec(nn.Module):
         if self.embedding.table is not None:
             self.embedding.table.place(device, dtype)
         self.layout = self.config.layout(dtype)
-        self.version = version_of(self.architecture, self._digest, dtype)
+        self.version = version_of(self.config.architecture, self._digest, dtype)
         return self
 
     @torch.no_grad()

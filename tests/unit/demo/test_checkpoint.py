@@ -6,14 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from relaygr_lab.demo.run import _shape
 from relaygr_lab.processes import known_items
 
 from examples.demo.requests import fresh_requests, offline_quality
-from relaygr_stream.models.loading import checkpoint_folder, load_checkpoint
+from relaygr_stream.models.importer.sasrec import SasRecChoices, model_of
+from relaygr_stream.models.loading import checkpoint_folder, load_checkpoint, save_checkpoint
 from relaygr_stream.settings.load import load_settings
+from relaygr_stream.settings.worker import Model
+from tests.unit.models.naive_sasrec import RECBOLE, state_dict
 
 SETTINGS = load_settings(["demo"]).settings
 FOLDER = checkpoint_folder(SETTINGS.model.checkpoint)
+
+
+def test_the_demo_names_the_model_that_it_shows(tmp_path: Path) -> None:
+    assert _shape(SETTINGS.model) == "HSTU, 4 layers, D 128, checkpoint demo"
+    save_checkpoint(model_of(tmp_path, state_dict(RECBOLE), SasRecChoices(RECBOLE.heads)).model, tmp_path)
+    assert _shape(Model(checkpoint=str(tmp_path))).startswith("SASREC, 2 layers, D 12, checkpoint ")
 
 
 def test_it_is_small_and_says_what_it_is() -> None:

@@ -16,6 +16,8 @@ from relaygr_stream.bus.away import Away
 from relaygr_stream.cli.explain_table import as_json, summary
 from relaygr_stream.cli.main import main
 from relaygr_stream.fleet import OwnerDirectory
+from relaygr_stream.models.importer.sasrec import SasRecChoices, model_of
+from relaygr_stream.models.loading import save_checkpoint
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.trigger import explain, service
@@ -24,6 +26,7 @@ from relaygr_stream.trigger.explain import explain_live, running_policy
 from relaygr_stream.trigger.sent import NEW_SHARE
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.topic_files import lane_of
+from tests.unit.models.naive_sasrec import Shape, state_dict
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import WIDE_BOUNDS, peer_on, trigger_on
 from tests.waiting import until
@@ -71,6 +74,16 @@ def test_what_has_no_room_is_admitted_and_the_numbers_show_it(log: Path) -> None
     assert {row["reason"] for row in crowded} == {"admitted"}
     assert max(row["wait_ms"] for row in crowded) > 0
     assert any(row["outstanding_bytes"] + row["nbytes"] > row["budget_bytes"] for row in crowded)
+
+
+def test_prefix_kv_of_one_size_for_any_history_have_their_bytes(log: Path, tmp_path: Path) -> None:
+    shape = Shape("gsasrec", items=200)
+    model = model_of(tmp_path, state_dict(shape), SasRecChoices(shape.heads)).model
+    save_checkpoint(model, tmp_path / "model")
+    found = rows(
+        run("--events", str(log), "--requests", "20", "--set", f"model.checkpoint={tmp_path / 'model'}", "--json")
+    )
+    assert {row["nbytes"] for row in found} == {model.layout.nbytes(1)}
 
 
 def test_the_table_shows_what_was_compared_and_sums_up(log: Path) -> None:
