@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -53,6 +54,7 @@ class Scene:
         )
         self.children: dict[str, Child] = {}
         self.statuses: dict[str, WorkerStatus] = {}  # the newest of each worker, of whatever group
+        self.on_status: Callable[[WorkerStatus], None] = lambda _: None
         self.answers: list[tuple[str, str, str]] = []  # scenario, worker, model version
         self._folder = folder
         self._epoch = now_ms()
@@ -77,7 +79,9 @@ class Scene:
         return bool(stated and status is not None and status.lanes)
 
     def on_statuses(self, records: list[Record]) -> None:
-        self.statuses.update((status.name, status) for status in worker_statuses(records))
+        for status in worker_statuses(records):
+            self.statuses[status.name] = status
+            self.on_status(status)
 
     async def ask(self, relay: RelayClient, scenario: str) -> None:
         """One request after the other, each of which must be answered with scores."""
@@ -142,6 +146,38 @@ async def test_a_worker_moves_there_and_back_under_load_and_stays_where_the_othe
         assert os.getpgid(mover.pid) and scene.statuses["mover"].pid == pid, "one process"
         versions = {(scenario, version) for scenario, _, version in scene.answers}
         assert len(versions) == 2, "each scenario is scored by its own model alone"
+
+
+@pytest.mark.stack
+async def test_a_worker_that_dies_at_a_step_of_its_move_serves_there_once_it_is_back_and_nothing_is_lost(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    """While it drains, once it has left, and once it serves there; it is started again as `relaygr up` does it."""
+    async with scene_on(embedded_settings, tmp_path) as scene:
+        for name, scenario in (("feeder", "feed"), ("mover", "feed"), ("searcher", "search")):
+            scene.start(name, scenario)
+        await asyncio.gather(*(child.wait_ready() for child in scene.children.values()))
+        async with RelayClient(settings=scene.settings) as relay, asyncio.TaskGroup() as group:
+            load = [group.create_task(scene.ask(relay, scenario)) for scenario in ("feed", "search")]
+            for step in (("draining", "feed"), ("stopped", "feed"), ("serving", "search")):
+                back = await scene.assign()
+                await until(partial(scene.serves, "mover", "feed", back), "in its own scenario")
+                died = asyncio.Event()
+
+                def kill_at(status: WorkerStatus, step: tuple[str, str] = step, died: asyncio.Event = died) -> None:
+                    if status.name == "mover" and (status.state, status.scenario) == step and not died.is_set():
+                        scene.children["mover"].kill()
+                        died.set()
+
+                scene.on_status = kill_at
+                there = await scene.assign(mover="search")
+                await until(died.is_set, f"{step[0]} for {step[1]}")
+                scene.start("mover", "feed")
+                await until(partial(scene.serves, "mover", "search", there), "there")
+            answered = len(scene.answers)
+            await until(lambda: {each[0] for each in scene.answers[answered:]} == {"feed", "search"}, "answers of both")
+            for each in load:
+                each.cancel()
 
 
 def given_up(scene: Scene, epoch: int) -> str:
