@@ -23,6 +23,10 @@ COUNT, NATURAL = click.IntRange(1), click.IntRange(0)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
+
+
 @click.group(name="model")
 def model_command() -> None:
     """Check, import and make models."""
@@ -124,7 +128,7 @@ def import_dlrm_hstu(checkpoint: Path, out: Path, tasks: str, **choices: Any) ->
     select_device("cpu")
     from relaygr_stream.models.importer.dlrm_hstu import Choices, describe, import_checkpoint
 
-    made = import_checkpoint(checkpoint, out, Choices(tasks=tuple(tasks.split(",")), **choices))
+    made = import_checkpoint(checkpoint, out, Choices(tasks=_names(tasks), **choices))
     click.echo(f"{out}: {describe(made)}")
 
 
@@ -241,9 +245,8 @@ def random_command(folder: Path, tasks: str, **shape: Any) -> None:
     select_device("cpu")
     from relaygr_stream.models.loading import save_random
 
-    names = tuple(name.strip() for name in tasks.split(",")) if tasks.strip() else ()
     try:
-        save_random(Model(tasks=names, **shape), folder)
+        save_random(Model(tasks=_names(tasks), **shape), folder)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from error
     click.echo(f"{folder}: an HSTU with random weights of seed {shape['seed']}")

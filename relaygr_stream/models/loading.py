@@ -80,6 +80,7 @@ CONFIGS: Final[dict[str, Callable[[dict[str, Any]], Config]]] = {
     SasRecConfig.architecture: partial(msgspec.convert, type=SasRecConfig),
 }
 FORMAT: Final = 1
+ELSEWHERE: Final = "`relaygr model import` makes one of a DlrmHSTU or SASRec that was trained elsewhere"
 #: Characters of a file's value that an error quotes.
 MOST_SHOWN: Final = 80
 
@@ -161,7 +162,9 @@ def checkpoint_folder(name: str) -> Path:
 def read_config(folder: Path) -> Config:
     """The shape of the model in `folder`. Raises ModelError as `load_checkpoint`."""
     if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder; a checkpoint is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+        raise ModelError(
+            f"{folder}: no such folder; a checkpoint is a folder with {CONFIG_FILE} and {WEIGHTS_FILE}. {ELSEWHERE}"
+        )
     file = folder / CONFIG_FILE
     try:
         fields: dict[str, Any] = msgspec.json.decode(read_text(file), type=dict[str, Any])
@@ -172,7 +175,7 @@ def read_config(folder: Path) -> Config:
     architecture = fields.pop("architecture", None)
     if not isinstance(architecture, str) or architecture not in CONFIGS:
         known = " or ".join(map(repr, CONFIGS))
-        raise ModelError(f"{file}: `architecture` must be {known}, found {shown(repr(architecture))}")
+        raise ModelError(f"{file}: `architecture` must be {known}, found {shown(repr(architecture))}. {ELSEWHERE}")
     found = fields.pop("format", None)
     if found != FORMAT or isinstance(found, bool):  # True == 1
         raise ModelError(f"{file}: `format` must be {FORMAT!r}, found {shown(repr(found))}")

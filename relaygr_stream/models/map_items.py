@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from relaygr_stream.errors import ModelError
+from relaygr_stream.models.importer.names import check_new
 from relaygr_stream.models.item_ids import ITEMS_FILE
-from relaygr_stream.models.loading import CONFIG_FILE, WEIGHTS_FILE, read_weights
+from relaygr_stream.models.loading import CONFIG_FILE, WEIGHTS_FILE, read_config, read_weights
 from relaygr_stream.models.mapped import TYPES, shard_name
 
 TableDtype = Literal["float32", "float16", "bfloat16", "int8"]
@@ -42,8 +43,8 @@ class Mapped:
 def map_items(source: Path, out: Path, dtype: TableDtype, shard_bytes: int) -> Mapped:
     """Write the checkpoint `source` to `out`, a new folder. Raises ModelError for one that is none, or has no finite
     values in `dtype`."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out}: is there already and not an empty folder; name another one")
+    check_new(out)
+    read_config(source)
     weights = read_weights(source / WEIGHTS_FILE)
     if ITEM_TABLE not in weights or weights[ITEM_TABLE].ndim != 2:
         raise ModelError(f"{source / WEIGHTS_FILE}: has no table `{ITEM_TABLE}`; is it in shards already?")
@@ -55,6 +56,9 @@ def map_items(source: Path, out: Path, dtype: TableDtype, shard_bytes: int) -> M
             if (source / name).is_file():
                 shutil.copyfile(source / name, out / name)
         save_file({name: value.contiguous() for name, value in weights.items()}, out / WEIGHTS_FILE)
+    except ModelError:
+        shutil.rmtree(out)  # or the next try is refused
+        raise
     except OSError as error:
         raise ModelError(f"{out}: cannot be written: {error.strerror or error}") from error
     return done
@@ -79,7 +83,7 @@ def _write_shard(file: IO[bytes], rows: torch.Tensor, dtype: torch.dtype, done: 
         stored, scale = quantised(plain) if dtype == torch.int8 else (plain.to(dtype), None)
         back = stored.float() if scale is None else stored.float() * scale[:, None]
         if not bool(torch.isfinite(back).all()):
-            raise ModelError(f"the item table has values that are not finite in {dtype}")
+            raise ModelError(f"the item table has values that are not finite in {dtype}: name another --dtype")
         wrong, most = (back - plain).abs().amax(1), plain.abs().amax(1)
         done.error = max(done.error, float(wrong.max()))
         done.share = max(done.share, float((wrong / most.clamp(min=1e-30)).max()))

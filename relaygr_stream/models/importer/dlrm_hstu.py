@@ -26,7 +26,7 @@ from relaygr_stream.models.importer.names import (
     write,
 )
 from relaygr_stream.models.importer.sources import read_tensors
-from relaygr_stream.models.loading import shown, wanted_weights
+from relaygr_stream.models.loading import check_tasks, shown, wanted_weights
 
 #: A weight that every such model has: what stands before it in a checkpoint stands before all.
 ANCHOR: Final = "_hstu_transducer._positional_encoder._position_embeddings_weight"
@@ -93,8 +93,7 @@ class Imported:
 def import_checkpoint(source: Path, out: Path, choices: Choices) -> Imported:
     """Read the checkpoint `source` and write the folder `out`. Raises ModelError for one that does not fit."""
     check_new(out)
-    if len(set(choices.tasks)) != len(choices.tasks):
-        raise ModelError(f"--tasks {','.join(choices.tasks)}: a name stands there twice")
+    check_tasks(choices.tasks)
     made = model_of(source, read_tensors(source), choices)
     if max(actions := made.model.config.action_weights) > LARGEST_ACTION:
         raise ModelError(f"{source}: action weights {list(actions)}: an action on the wire is 0…{LARGEST_ACTION}")

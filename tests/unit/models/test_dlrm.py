@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from relaygr_stream import settings
 from relaygr_stream.cli.main import main
-from relaygr_stream.errors import InputError, ModelError
+from relaygr_stream.errors import ConfigError, InputError, ModelError
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.check.probe import Probe, RequestBounds
 from relaygr_stream.models.check.run import check_model
@@ -259,7 +259,7 @@ def test_an_action_beyond_the_wire_and_a_task_named_twice_are_refused(tmp_path: 
     torch.save(tensors() | {name: torch.tensor([1, 2, 4, 256])}, tmp_path / "wide.pt")
     with pytest.raises(ModelError, match="an action on the wire is 0…255"):
         import_checkpoint(tmp_path / "wide.pt", tmp_path / "out", CHOICES)
-    with pytest.raises(ModelError, match="a name stands there twice"):
+    with pytest.raises(ConfigError, match="a name stands there twice"):
         import_checkpoint(tmp_path / "wide.pt", tmp_path / "out", Choices(heads=3, tasks=("a", "a")))
 
 

@@ -139,6 +139,9 @@ def test_a_half_type_that_does_not_hold_the_table_is_refused(tmp_path: Path) -> 
         load_any_checkpoint(tmp_path / "mapped").place(CPU, torch.float16)
     with pytest.raises(ModelError, match=r"not finite in torch\.float16"):
         map_items(tmp_path / "plain", tmp_path / "half", "float16", 1 << 20)
+    map_items(tmp_path / "plain", tmp_path / "half", "bfloat16", 1 << 20)  # what failed left nothing
+    with pytest.raises(ModelError, match=r"model\.safetensors: no such folder.*`relaygr model import` makes one"):
+        map_items(tmp_path / "plain" / "model.safetensors", tmp_path / "other", "float32", 1 << 20)
 
 
 def _cut(file: Path) -> None:
