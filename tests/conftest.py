@@ -23,6 +23,7 @@ from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
 from tests import needs, properties
+from tests.forks import forking
 from tests.longrun import LongRun
 
 # The time of an example depends on the machine, so none is limited. A run judges a change by the same examples as the
@@ -179,12 +180,21 @@ def _logs_as_at_the_start() -> None:
     structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
 
 
-@pytest.fixture(autouse=True)
-def _any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _any_terminal() -> Iterator[None]:
     """What is printed does not depend on where the tests run."""
-    for name in TERMINAL_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in TERMINAL_VARIABLES:
+            patch.delenv(name, raising=False)
+        patch.setenv("TERM", "xterm")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks(_any_terminal: None) -> Iterator[None]:
+    """Workers and triggers share their imports."""
+    with forking():
+        yield
 
 
 @pytest.fixture(autouse=True)

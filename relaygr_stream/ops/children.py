@@ -12,10 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final, Protocol
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -42,6 +42,42 @@ MAX_BODY: Final = 4 << 20
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
+class Process(Protocol):
+    """A process that was started: these as those of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...  # noqa: D102
+    def poll(self) -> int | None: ...  # noqa: D102
+    def wait(self, timeout: float | None = None) -> int: ...  # noqa: D102
+    def send_signal(self, number: int, /) -> None: ...  # noqa: D102
+    def kill(self) -> None: ...  # noqa: D102
+
+
+def popen(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Process:
+    """Run a command in a session of its own: Ctrl-C on the terminal reaches only the parent, which stops its children.
+
+    log: takes what it prints. Raises OSError where the system starts no process.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        env=environ,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=end_with_parent,  # noqa: PLW1509
+    )
+
+
+#: How a `Child` begins; the tests fork instead.
+start_process: Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Process] = popen
+
+
+def environment() -> dict[str, str]:
+    """Of children. The settings passed on already include the environment's, which would override them there."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+
+
 class Child:
     """One `relaygr` process, with its log in `folder`. module: what runs instead of the `relaygr` command."""
 
@@ -50,16 +86,7 @@ class Child:
         self.log = folder / f"{name}.log"
         self._port_file = folder / f"{name}.port"
         with private_file(self.log) as log:
-            self._process = subprocess.Popen(
-                relaygr_command(arguments, self._port_file, module),
-                stdin=subprocess.DEVNULL,
-                # The settings passed on already include the environment's, which would override them here.
-                env={name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C on the terminal reaches only the parent, which stops its children
-                preexec_fn=end_with_parent,  # noqa: PLW1509
-            )
+            self._process = start_process(relaygr_command(arguments, self._port_file, module), environment(), log)
 
     @property
     def pid(self) -> int:
