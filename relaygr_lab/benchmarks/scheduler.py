@@ -235,8 +235,8 @@ class Device:
         cell.most = max(cell.delays)
         cell.over = float(np.mean(np.array(cell.delays) > BOUND_MS))
         cell.signals = int(more["signals"])
-        ended = more["flight_finished"] + more["flight_late"] + more["flight_starved"]
-        cell.late = (more["flight_late"] + more["flight_starved"]) / ended if ended else 0.0
+        ended = more["job_finished"] + more["job_late"] + more["job_starved"]
+        cell.late = (more["job_late"] + more["job_starved"]) / ended if ended else 0.0
         cell.tokens_per_ms = more["tokens"] / more["pre_infer_ms"] if more["pre_infer_ms"] else 0.0
         return cell
 

@@ -19,12 +19,12 @@ from relaygr_stream.models.api import Tokens
 class PrefillCounters:
     """Running totals of jobs for admitted requests, by how they ended; joined: a ranking came before that."""
 
-    flight_finished: int = 0  # before their ranking was expected
-    flight_late: int = 0  # after that
-    flight_starved: int = 0  # the life window, the ranking or the lane ended first
-    flight_cancelled: int = 0  # its client cancelled the only request that it was for
-    flight_failed: int = 0
-    flight_joined: int = 0
+    job_finished: int = 0  # before their ranking was expected
+    job_late: int = 0  # after that
+    job_starved: int = 0  # the life window, the ranking or the lane ended first
+    job_cancelled: int = 0  # its client cancelled the only request that it was for
+    job_failed: int = 0
+    job_joined: int = 0
 
 
 class PrefillJobs:
@@ -76,7 +76,7 @@ class PrefillJobs:
         job = self._by_entry[entry]
         if job.pre_infer and not job.joined:
             job.joined = True
-            self.counters.flight_joined += 1
+            self.counters.job_joined += 1
         job.waiters.append(ranking)
         self._queue.add(ranking, job)
 
@@ -167,15 +167,15 @@ class PrefillJobs:
 
     def _count(self, job: PrefillJob, completed: bool, cancelled: bool, now: float) -> None:
         if job.error is not None:
-            self.counters.flight_failed += 1
+            self.counters.job_failed += 1
         elif cancelled:
-            self.counters.flight_cancelled += 1
+            self.counters.job_cancelled += 1
         elif not completed:
-            self.counters.flight_starved += 1
+            self.counters.job_starved += 1
         elif now > job.due:
-            self.counters.flight_late += 1
+            self.counters.job_late += 1
         else:
-            self.counters.flight_finished += 1
+            self.counters.job_finished += 1
 
 
 def _placed(job: PrefillJob, task: PrefillTask, completed: bool, now: float) -> Placed:

@@ -136,7 +136,7 @@ class WorkerMetrics:
         #: What each of a snapshot's totals counts: a counter, its label's value, and its units a unit of the total.
         self._counted: dict[str, tuple[Counter, str | None, float]] = {
             **{f"signal_{result}": (self.signals, result, 1.0) for result in SIGNAL_RESULTS},
-            **{f"flight_{result}": (self.jobs, result, 1.0) for result in JOB_RESULTS},
+            **{f"job_{result}": (self.jobs, result, 1.0) for result in JOB_RESULTS},
             **{f"{work}_ms": (self.device_seconds, work, 1e-3) for work in WORK},
             "unknown_items": (self.unknown_items, None, 1.0),
         }

@@ -1,4 +1,4 @@
-"""A dead letter that does not fit is buried as a digest; one that cannot be delivered holds up no lane, and is told."""
+"""A dead letter that does not fit is sent as a digest; one that cannot be delivered holds up no lane, and is told."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_message_is_kept_only_where_the_setting_says_so(embedded_setting
         for keep_values in (False, True):
             letters = DeadLetters(producer, topics.dead_letter, done, gauge(), Background(), keep_values=keep_values)
             letters.send(secret, ERROR)
-            await until(lambda: letters.waiting == 0, "buried")  # noqa: B023
+            await until(lambda: letters.waiting == 0, "dead-lettered")  # noqa: B023
         await until(lambda: len(found) == 2, "read")
     digest, whole = letters_of(found)
     assert (digest.value, whole.value) == (b"", secret.value)
@@ -100,7 +100,7 @@ async def test_what_does_not_fit_is_there_as_a_digest(kafka_settings: Kafka) -> 
         letters = DeadLetters(producer, topics.dead_letter, done, gauge(), Background(), keep_values=True)
         for one in (large, fitting, long_key, many):
             letters.send(one, ERROR)
-        await until(lambda: len(found) == 4 and letters.waiting == 0, "buried")
+        await until(lambda: len(found) == 4 and letters.waiting == 0, "dead-lettered")
     assert len(done) == 4
     by_digest = {letter.digest.split(" sha256")[0]: letter for letter in letters_of(found)}
     assert by_digest.keys() == {"", f"value {3 * MIB} bytes", "value 1 bytes"}

@@ -19,7 +19,7 @@ from relaygr_stream.wire.records import HEADER_REPLAYS, Record
 from relaygr_stream.wire.topic_files import TopicSet, lane_of, load_topics
 
 
-async def bury(kafka: Kafka, record: Record, reason: str = "malformed") -> None:
+async def dead_letter(kafka: Kafka, record: Record, reason: str = "malformed") -> None:
     """As a trigger or a worker does."""
     topic = load_topics(kafka).dead_letter.name
     headers = dead_letter_headers(record, DecodeError(reason, "for the test"))
@@ -36,8 +36,8 @@ async def letters(kafka_settings: Kafka) -> TopicSet:
     """Two letters: one from `ranking` with a key and a header, one from `retrieval` without a key."""
     await apply_topics(kafka_settings)
     topics = load_topics(kafka_settings)
-    await bury(kafka_settings, Record(topics.ranking.name, 0, 7, 0, b"user-1", b"\xc1bad", (("trace", b"t1"),)))
-    await bury(kafka_settings, Record(topics.retrieval.name, 2, 9, 0, None, b"worse", ()), reason="invalid")
+    await dead_letter(kafka_settings, Record(topics.ranking.name, 0, 7, 0, b"user-1", b"\xc1bad", (("trace", b"t1"),)))
+    await dead_letter(kafka_settings, Record(topics.retrieval.name, 2, 9, 0, None, b"worse", ()), reason="invalid")
     return topics
 
 
@@ -87,7 +87,7 @@ async def test_replay_goes_home_once(kafka_settings: Kafka, letters: TopicSet) -
     assert (retrieval.key, retrieval.value, retrieval.lane) == (None, b"worse", 2)
 
     # It fails again, as it must: what came back stays, and so does what was sent.
-    await bury(kafka_settings, ranking)
+    await dead_letter(kafka_settings, ranking)
     code, out = await call(kafka_settings, "replay", "--all")
     assert (code, out.splitlines()[-1]) == (0, "2 replayed before, 1 came back")
     assert len(await there(kafka_settings, letters.ranking.name)) == 1
@@ -99,6 +99,6 @@ async def test_nothing_is_replayed_by_accident_or_silently_refused(kafka_setting
     code, out = await call(kafka_settings, "replay")
     assert code == 2
     assert "--all" in out
-    await bury(kafka_settings, Record("somebody.elses", 0, 1, 0, b"k", b"v", ()))
+    await dead_letter(kafka_settings, Record("somebody.elses", 0, 1, 0, b"k", b"v", ()))
     code, out = await call(kafka_settings, "replay", "--from", "somebody.elses")
     assert (code, out.splitlines()[-1]) == (0, "1 no origin")

@@ -53,7 +53,7 @@ class Copy:
 
 @dataclass
 class Ledger:
-    """What was sent, answered, buried and committed.
+    """What was sent, answered, dead-lettered and committed.
 
     model_version: of the model whose full inference is the truth. pinned_bytes: most that a worker may have pinned.
     absences: from when to when (Unix time) a broker was dead or out of everybody's reach. An answer that its worker
@@ -137,7 +137,7 @@ class Ledger:
 
     @property
     def lost(self) -> list[str]:
-        """Requests without an end, and copies on `ranking` that nobody answered or buried, committed or not."""
+        """Requests without an end, and copies on `ranking` that nobody answered or dead-lettered, committed or not."""
         return [*self._endless, *self._unanswered(self.rankings)]
 
     @property
@@ -147,7 +147,7 @@ class Ledger:
 
     @property
     def skipped(self) -> list[str]:
-        """Ranking records below the committed offset that nobody answered or buried: promised, and not done."""
+        """Ranking records below the committed offset that nobody answered or dead-lettered: promised, and not done."""
         return self.skipped_on(self.committed)
 
     def skipped_on(self, lanes: Collection[tuple[str, int]]) -> list[str]:
@@ -222,7 +222,7 @@ class Ledger:
 
     def _burials(self) -> Iterator[str]:
         yield from _named("bad messages without their dead letter", [
-            f"{reason} at {place}, buried as {self.letters.get(place, 'nothing')}"
+            f"{reason} at {place}, dead-lettered as {self.letters.get(place, 'nothing')}"
             for place, reason in self.bad.items() if reason not in self.letters.get(place, ())
         ])  # fmt: skip
         yield from _named("good messages among the dead letters", [

@@ -51,7 +51,7 @@ def status(*, hbm: int = 10, pinned: int = 10, budget: int = 100, deviation: flo
 
 
 def healthy() -> Ledger:
-    """Requests answered, one of them by a typed error, one message buried, everything committed."""
+    """Requests answered, one of them by a typed error, one message dead-lettered, everything committed."""
     ledger = Ledger("m1", pinned_bytes=100)
     for at, item in enumerate(ledger.sending(ITEMS)):
         request = item.request.request_id

@@ -111,8 +111,8 @@ class Witness:
 
     async def rest(self) -> None:
         """Once no request is under way, and while the workers still live: wait until nothing is pinned, every lane is
-        committed to its end, every answer is read here and every bad message is buried, or REST_S is over; the ledger
-        then has what is left. Behind a bad cable this process may read an answer seconds after the client has it."""
+        committed to its end, every answer is read here, every bad message has its dead letter, or REST_S is over; then
+        the ledger has what is left. Behind a bad cable this process may read an answer seconds after the client."""
         if self._comparing is not None:
             await self._comparing
         deadline = time.monotonic() + REST_S

@@ -57,8 +57,8 @@ class Bus:
     def __init__(self, settings: Settings, producer: Producer) -> None:
         self.topics = load_topics(settings.kafka)
         self.deserved: dict[Origin, str] = {}  # reason, of those that belong to the dead letters
-        # A set: where all stand still for longer than a session, lanes move, and records are read and buried again.
-        self.buried: set[tuple[Origin, str]] = set()
+        # A set: after a pause longer than a session lanes move, and records are read and dead-lettered again.
+        self.dead_lettered: set[tuple[Origin, str]] = set()
         self.expected: set[bytes] = set()  # correlation ids of those that can be answered
         self.answers: Counter[bytes] = Counter()
         self._producer = producer
@@ -73,7 +73,7 @@ class Bus:
             headers = dict(reversed(record.headers))
             where = headers[HEADER_ORIGIN_TOPIC].decode()
             origin = where, int(headers[HEADER_ORIGIN_PARTITION]), int(headers[HEADER_ORIGIN_OFFSET])
-            self.buried.add((origin, headers[HEADER_REASON].decode()))
+            self.dead_lettered.add((origin, headers[HEADER_REASON].decode()))
 
     def on_scores(self, records: list[Record]) -> None:
         for record in records:
@@ -117,12 +117,12 @@ class Bus:
         """Wait until everything was dealt with. Raises AssertionError naming what was not."""
         due = set(self.deserved.items())
         await until(
-            lambda: {origin for origin, _ in self.buried} >= self.deserved.keys(),
+            lambda: {origin for origin, _ in self.dead_lettered} >= self.deserved.keys(),
             "dead letters are missing",
             PATIENCE_S,
         )
         await until(lambda: self.expected <= self.answers.keys(), "answers are missing", PATIENCE_S)
-        assert self.buried == due, f"{self.buried - due} buried, {due - self.buried} not"
+        assert self.dead_lettered == due, f"{self.dead_lettered - due} dead-lettered, {due - self.dead_lettered} not"
         assert self.answers.keys() == self.expected, "answered what could not be"
         for topic in (self.topics.ranking, self.topics.pre_infer):
             for _ in range(int(PATIENCE_S / COMMIT_S)):

@@ -323,7 +323,7 @@ class _Client:
 
 
 def _dead_letters(rng: random.Random) -> None:
-    """What is buried can be listed, shown and judged: as JSON that any program reads, and harmless to a terminal."""
+    """Dead letters can be listed, shown and judged: as JSON that any program reads, and harmless to a terminal."""
     mutator = Mutator(rng)
     kinds: list[type[Any]] = [RequestEvent, PreInferSignal, RankingRequest]
     kind = rng.choice(kinds)
@@ -332,9 +332,9 @@ def _dead_letters(rng: random.Random) -> None:
     headers: Any = tuple(mutator.headers(route(rng, REPLIES)))
     bad = Record(rng.choice([TOPICS.ranking.name, "\x1b[2J"]), 3, 17, when, mutator.key(), value, headers)
     error = DecodeError("invalid", rng.choice(["no map", "\x1b[2J", "\ud800", "é" * 999]))
-    buried: Any = tuple(dead_letter_headers(bad, error)) if rng.random() < 0.8 else headers
-    buried = tuple(mutator.headers(list(buried))) if rng.random() < 0.5 else buried
-    for letter in letters_of([Record("d", 0, 5, when, bad.key, value, buried)]):
+    letter_headers: Any = tuple(dead_letter_headers(bad, error)) if rng.random() < 0.8 else headers
+    letter_headers = tuple(mutator.headers(list(letter_headers))) if rng.random() < 0.5 else letter_headers
+    for letter in letters_of([Record("d", 0, 5, when, bad.key, value, letter_headers)]):
         line = as_json(letter, value=True)
         json.loads(line, parse_constant=_no_constant)
         holds(_printable(line), f"control characters in {line!r}")

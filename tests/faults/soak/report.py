@@ -64,7 +64,7 @@ def summary(seed: int, seconds: float, events: list[Event], calm: tuple[float, f
         "compared": len(ledger.deviations),
         "worst_deviation": max(ledger.deviations.values(), default=0.0),
         "bad_messages": len(ledger.bad),
-        "buried": len(ledger.letters),
+        "dead-lettered": len(ledger.letters),
         "hedges": dict(stage.clients.hedges()),
         "answers_dropped": dict(stage.clients.dropped()),
         "faults": len(events),

@@ -86,9 +86,9 @@ def test_a_cancel_ends_the_pin_and_the_job_at_once() -> None:
         assert w.scheduler.pins.lane_bytes(2) == 0
         assert w.cache.pinned_bytes == w.scheduler.pins.lane_bytes(1) == 3 * GRANULE_BYTES
         assert w.scheduler.backlog == 1
-        assert ended(w) == {"flight_cancelled": 1}
+        assert ended(w) == {"job_cancelled": 1}
         w.settle()
-        assert ended(w) == {"flight_cancelled": 1, "flight_finished": 1}
+        assert ended(w) == {"job_cancelled": 1, "job_finished": 1}
 
 
 def test_a_job_that_another_request_needs_goes_on() -> None:
@@ -100,7 +100,7 @@ def test_a_job_that_another_request_needs_goes_on() -> None:
         w.handle(Cancel("gone"))
         w.handle(Cancel("also gone"))
         w.settle()
-        assert ended(w) == {"flight_finished": 2, "flight_joined": 1}
+        assert ended(w) == {"job_finished": 2, "job_joined": 1}
         assert w.outcome("waits for it") == "joined"
         w.rank("needs it", 1, 150)
         w.settle()
@@ -122,7 +122,7 @@ def test_a_job_is_due_when_the_first_of_its_requests_is() -> None:
         w.rank("soon", 1, 150)
         w.settle()
         assert w.outcome("soon") == "hbm", "user 1 was served before user 2"
-        assert ended(w)["flight_finished"] == 2
+        assert ended(w)["job_finished"] == 2
 
 
 def test_a_signal_behind_its_cancel_pins_nothing() -> None:
@@ -226,7 +226,7 @@ def test_pins_never_exceed_the_room_whatever_signals_come(
 
 def ended(w: World) -> dict[str, int]:
     """Jobs for admitted requests by how they ended."""
-    return {name: round(total) for name, total in w.scheduler.totals().items() if name.startswith("flight_") and total}
+    return {name: round(total) for name, total in w.scheduler.totals().items() if name.startswith("job_") and total}
 
 
 def test_in_time_late_and_unwanted_pre_inference_are_told_apart() -> None:
@@ -234,19 +234,19 @@ def test_in_time_late_and_unwanted_pre_inference_are_told_apart() -> None:
     with world(clock=stopped) as w:
         w.signal("in time", 1, 60)
         w.settle()
-        assert ended(w) == {"flight_finished": 1}
+        assert ended(w) == {"job_finished": 1}
         w.signal("late", 2, 60)
         w.now += 0.2
         w.settle()
-        assert ended(w) == {"flight_finished": 1, "flight_late": 1}
+        assert ended(w) == {"job_finished": 1, "job_late": 1}
         w.signal("unwanted", 3, 60)
         w.handle(LanesLost(frozenset([3])))
         w.settle()
-        assert ended(w) == {"flight_finished": 1, "flight_late": 1, "flight_starved": 1}
+        assert ended(w) == {"job_finished": 1, "job_late": 1, "job_starved": 1}
         w.signal("joined", 0, 60)
         w.rank("joined", 0, 60)
         w.settle()
-        assert ended(w) == {"flight_finished": 2, "flight_late": 1, "flight_starved": 1, "flight_joined": 1}
+        assert ended(w) == {"job_finished": 2, "job_late": 1, "job_starved": 1, "job_joined": 1}
 
 
 def expired(w: World) -> None:
@@ -271,7 +271,7 @@ def test_a_job_nobody_wants_holds_no_memory_while_the_device_is_busy(end: Callab
         w.step()
         assert len(w.scheduler.rankings)
         assert w.cache.find("u1", history(1, 150))[0] is None
-        assert ended(w) == {"flight_starved": 1}
+        assert ended(w) == {"job_starved": 1}
 
 
 def test_a_ranking_waits_for_the_slice_that_runs_however_many_signals_came() -> None:

@@ -34,7 +34,7 @@ def removed(turns: Turns, most: int = 8) -> list[str]:
     return names
 
 
-def test_rankings_by_deadline_in_batches_up_to_the_next_flight() -> None:
+def test_rankings_by_deadline_in_batches_up_to_the_next_job() -> None:
     queue = WorkQueue()
     waiter = ranking("waiter", 3.0)
     joined = job(9.0, waiter)
@@ -66,7 +66,7 @@ def test_answered_rankings_are_passed_over() -> None:
     assert queue.in_time.first() is second
 
 
-def test_a_flight_is_urgent_only_while_someone_waits() -> None:
+def test_a_job_is_urgent_only_while_someone_waits() -> None:
     queue = WorkQueue()
     waiter = ranking("a", 1.0)
     shared = job(5.0, waiter)

@@ -32,7 +32,7 @@ def test_every_total_of_the_engine_is_exported_or_only_stated() -> None:
 def test_totals_are_brought_up_to_and_levels_are_set() -> None:
     registry, first = CollectorRegistry(), snapshot()
     metrics = WorkerMetrics(registry)
-    totals = first.totals | {"signal_hbm": 3.0, "flight_late": 2.0, "ranking_ms": 1500.0, "unknown_items": 4.0}
+    totals = first.totals | {"signal_hbm": 3.0, "job_late": 2.0, "ranking_ms": 1500.0, "unknown_items": 4.0}
     now = msgspec.structs.replace(first, totals=totals, hbm_used=7, queue_ms=250.0, pins_expired=5)
     for _ in range(2):  # the same totals count once
         metrics.export(now)

@@ -110,7 +110,7 @@ async def test_a_cancel_releases_in_its_order_and_a_broken_one_is_buried(embedde
         assert w.total("signals") == 2  # computed, cancelled
         assert w.total("records_skipped") == 0
         assert (await peer.reply(await peer.rank("r", "u", 100))).outcome == "hbm"
-        await until(lambda: len(peer.dead) == 1, "buried")
+        await until(lambda: len(peer.dead) == 1, "dead-lettered")
     assert await committed(embedded_settings, peer.topics.ranking.name) == before + 3
 
 

@@ -136,7 +136,7 @@ async def test_a_worker_that_cannot_bury_any_more_reads_no_more_until_it_can(
             lambda: waiting("relaygr_dead_letters_waiting") == 0 and owned(w) == 8, "dead-lettered, and the lanes back"
         )
         assert (await peer.reply(await peer.rank("fine", "u", 20))).status == "ok"
-        await until(lambda: len(peer.dead) >= 3, "those that were read again buried again")
+        await until(lambda: len(peer.dead) >= 3, "those that were read again dead-lettered again")
 
 
 @pytest.mark.parametrize("name", ["ranking", "pre_infer", "retrieval"])
