@@ -18,7 +18,7 @@ from relaygr_lab.simulate.groups import Day
 from relaygr_lab.tides.days import EVEN, Arm, Hits, followed, move_in_turns, play
 from relaygr_lab.tides.fleet import TidalFleet
 from relaygr_lab.tides.traffic import FEED, day_of, rates_of
-from relaygr_lab.verdicts import above_0, some
+from relaygr_lab.verdicts import NotValid, above_0, some
 
 from relaygr_stream.ops.brokers.distribution import BRIEF_RELAY
 from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
@@ -51,7 +51,7 @@ async def ways(day: Day, factor: float, split: Mapping[str, int], arms: Sequence
     kind, found = broker_at_hand(), dict[str, float]()
     seconds = factor * day.seconds
     print(f"real processes: a day of {seconds:.0f} s, times {factor:g} × a device's, {DEVICES} workers; broker: {kind}")
-    missed = []
+    missed, disturbed = [], dict[str, str]()
     with tempfile.TemporaryDirectory() as name:
         async with local_broker(kind, folder=Path(name), node=BRIEF_RELAY) as broker:
             settings = Settings(kafka=broker.kafka_settings(Kafka(replication=1)))
@@ -60,6 +60,8 @@ async def ways(day: Day, factor: float, split: Mapping[str, int], arms: Sequence
             for arm in arms:
                 fleet = await play(arm, settings, Path(name), day, factor, split if arm == "fixed" else EVEN)
                 found[arm] = report(arm, fleet)
+                if fleet.disturbed:
+                    disturbed[arm] = fleet.disturbed
                 if fleet.load.lost:
                     missed += [f"{arm}: {fleet.load.lost} rankings lost", *fleet.load.unanswered[:10]]
     for name, least in (("oracle", OF_ORACLE), ("fixed", OF_FIXED), ("mixed", 1.0)):
@@ -69,6 +71,8 @@ async def ways(day: Day, factor: float, split: Mapping[str, int], arms: Sequence
         print(f"moving over {name}: {ratio:.3f}, aim {least:g}")
         if ratio < least:
             missed.append(f"moving over {name} is {ratio:.3f}, aim {least:g}")
+    if disturbed:
+        raise NotValid("; ".join(f"{arm}: {what}" for arm, what in disturbed.items()))
     return missed
 
 
@@ -116,6 +120,8 @@ async def moves_in_a_row(moves: int, factor: float, load: float = MOVES_LOAD) ->
     print(f"  from each move's arrival to the next move {_told(together)}; without: {_causes(after.misses)}")
     least = min(after.since, key=lambda each: each.ratio)
     print(f"  the least of these {_told(least)}")
+    if fleet.disturbed:
+        raise NotValid(fleet.disturbed)
     missed = [f"{len(lost)} rankings lost", *lost[:10]] if lost else []
     if together.ratio - SURE * together.error < OF_HITS:
         missed.append(f"hits after moves are {_told(together)} of those before, aim {OF_HITS:g} for sure")

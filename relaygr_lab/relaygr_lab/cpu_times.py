@@ -49,6 +49,12 @@ class CpuTimes:
         return max(0.0, (self.work_s - before.work_s) - (self.ours_s - before.ours_s)) / seconds
 
 
+def disturbance(before: CpuTimes | None, after: CpuTimes | None) -> str:
+    """That processes which are not ours took processor time between the two, in words; "": too little to count."""
+    others = after.others_since(before) if before and after else 0.0
+    return f"other processes used {others:.1f} of {os.cpu_count()} cores meanwhile" if others > OTHERS_CORES else ""
+
+
 def _ours() -> int:
     """Clock ticks of this process and every descendant that still runs."""
     parents, ticks = {}, {}

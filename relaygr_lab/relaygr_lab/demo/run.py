@@ -8,7 +8,6 @@ compares latencies, scores and hit rates at the client.
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from typing import Final, Literal
 import msgspec
 from rich.console import Console
 
-from relaygr_lab.cpu_times import OTHERS_CORES, CpuTimes
+from relaygr_lab.cpu_times import CpuTimes, disturbance
 from relaygr_lab.demo.live import LiveState, LiveView
 from relaygr_lab.demo.plot import save_plot
 from relaygr_lab.demo.report import PREPARED_WORDS, DemoResult, render_table, verdict
@@ -140,7 +139,7 @@ async def _play(
     full: dict[str, Result] = {}
     newest: dict[str, Result] = {}
     codes: dict[str, int] = {}
-    disturbed: list[str] = []
+    disturbed = ""
     try:
         console.print("starting a trigger and two workers (loading torch takes some seconds) …")
         await asyncio.gather(*(child.wait_ready() for child in children))
@@ -166,25 +165,19 @@ async def _play(
                 await _phase(client, settings, measured, live, full, mode="full")
                 live.enter(f"full inference, the newest {NEWEST} behaviours only{turn}")
                 await _phase(client, settings, shortened, live, newest, mode="full")
-            disturbed = _disturbed(before, CpuTimes.now()) if options.broker else []
+            disturbed = disturbance(before, CpuTimes.now()) if options.broker else ""
             live.enter("audits")
             await _audited(live)
             await signals.catch_up()
     finally:
         codes = await stop_all(children)
     result = _result(options, settings, broker, seen, relay, full, newest, codes)
-    return replace(result, notes=(*disturbed, *result.notes))
+    return replace(result, notes=(*([remark(disturbed)] if disturbed else []), *result.notes))
 
 
-def _disturbed(before: CpuTimes | None, after: CpuTimes | None) -> list[str]:
-    """A remark if processes that are not the demo's took processor time between the two."""
-    others = after.others_since(before) if before and after else 0.0
-    if others <= OTHERS_CORES:
-        return []
-    return [
-        f"! disturbed: other processes used {others:.1f} of {os.cpu_count()} cores meanwhile, so latencies and their "
-        f"ratios say little; run it again on a quiet machine"
-    ]
+def remark(disturbed: str) -> str:
+    """What a demo says of it (cpu_times.disturbance)."""
+    return f"! disturbed: {disturbed}, so latencies and their ratios say little; run it again on a quiet machine"
 
 
 async def _audited(live: LiveState) -> None:

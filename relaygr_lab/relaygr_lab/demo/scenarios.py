@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from relaygr_lab.demo.plot import check_can_draw
+from relaygr_lab.demo.run import remark
 from relaygr_lab.demo.timeline import as_share, by_time, mark, two_panels
 from relaygr_lab.drawing import BLUE, ORANGE
 from relaygr_lab.processes import cluster
@@ -61,6 +62,8 @@ async def run_scenarios_demo(broker: BrokerKind | None, settings: Settings, out:
     console.print(f"{len(fleet.planned)} moves, {len(fleet.verified)} verified; {fleet.load.lost} rankings lost")
     for each in fleet.load.unanswered[:10] if fleet.load.lost else ():
         console.print(f"no answer: {each}")
+    if broker is not None and fleet.disturbed:
+        console.print(remark(fleet.disturbed))
     draw(fleet, began_s).savefig(out, format="png")
     console.print(f"picture: {out}")
     return 1 if fleet.load.lost else 0

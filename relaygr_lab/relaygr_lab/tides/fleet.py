@@ -19,6 +19,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from relaygr_lab.bench.dilation import Fleet
+from relaygr_lab.cpu_times import CpuTimes, disturbance
 from relaygr_lab.emulate.process import MODULE
 from relaygr_lab.processes import check_running, wait_until
 from relaygr_lab.simulate.groups import Day, Mover
@@ -75,6 +76,7 @@ class TidalFleet:
         self.planned: list[tuple[float, Move]] = []  # what the planner began, and when it said so
         self.verified: list[float] = []  # when of these
         self.moves: list[Moved] = []  # those that `move` made
+        self.disturbed = ""  # by what, while the load ran
         self._name, self._folder = name, folder
         self.settings = self._settings_on(settings)
         self._children: dict[str, Child] = {}
@@ -125,7 +127,9 @@ class TidalFleet:
 
     async def run(self, seconds: float, stop: asyncio.Event | None = None) -> None:
         """Send the day's requests for so long, or until stopped. Raises RelayError where a process ends."""
+        before = CpuTimes.now()
         await self.load.run(self.settings, seconds, stop)
+        self.disturbed = disturbance(before, CpuTimes.now())
         check_running(list(self._children.values()))
 
     async def move(self, worker: str, target: str) -> Moved:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from relaygr_lab.bench.interference import disturbance_of
 from relaygr_lab.bench.modes import RELAY
-from relaygr_lab.cpu_times import CpuTimes
+from relaygr_lab.cpu_times import CpuTimes, disturbance
 
 from tests.unit.bench.reports import probe
 from tests.waiting import until_blocking
@@ -41,6 +41,13 @@ def test_others_are_what_is_left() -> None:
     before, after = CpuTimes(10.0, 100.0, 50.0), CpuTimes(20.0, 115.0, 60.0)
     assert after.others_since(before) == pytest.approx(0.5)
     assert CpuTimes(20.0, 105.0, 60.0).others_since(before) == 0.0  # ticks are counted coarsely
+
+
+def test_what_others_used_is_said_where_it_disturbs() -> None:
+    before = CpuTimes(10.0, 100.0, 50.0)
+    assert disturbance(before, CpuTimes(20.0, 115.0, 60.0)).startswith("other processes used 0.5 of ")
+    assert disturbance(before, CpuTimes(20.0, 111.0, 60.0)) == ""
+    assert disturbance(None, before) == disturbance(before, None) == "", "unknown on this system"
 
 
 @pytest.mark.parametrize(
