@@ -25,7 +25,10 @@ from pathlib import Path
 from relaygr_stream.ops.children import Child
 from tests.forks import forking
 with forking():
-    print(Child("trigger", ["trigger", "--bootstrap", sys.argv[1]], Path(sys.argv[2])).pid, flush=True)
+    child = Child("trigger", ["trigger", "--bootstrap", sys.argv[1]], Path(sys.argv[2]))
+    while not child.healthy():
+        time.sleep(0.05)
+    print(child.pid, flush=True)
     time.sleep(600)
 """
 
@@ -80,6 +83,7 @@ def test_forks_end_with_the_parent(silent: str, tmp_path: Path) -> None:
         fork = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     until_blocking(lambda: not fork.is_running(), "ended")
+    assert '"signal":"SIGTERM"' in (log := (tmp_path / "trigger.log").read_text(encoding="utf-8")), log
 
 
 async def test_a_killed_fork_has_the_signals_code(silent: str, tmp_path: Path) -> None:
