@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import time
-from collections import Counter as Count
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter
@@ -52,26 +50,11 @@ class HandoverMetrics:
             registry=registry,
         )
         self.seconds = Counter(
-            "relaygr_handover_seconds", "Time with sessions, waits included", ["way"], registry=registry
+            "relaygr_handover_seconds", "Time of sessions, waits included", ["way"], registry=registry
         )
         self.failed = Counter(
             "relaygr_handover_failed", "Sessions that were refused or broke off", ["way"], registry=registry
         )
-        self._sessions: Count[str] = Count()
-        self._since: dict[str, float] = {}
-
-    @contextmanager
-    def session(self, way: str) -> Iterator[None]:
-        """While there is a session. Time with several counts once, so that bytes / seconds is the worker's speed."""
-        if not self._sessions[way]:
-            self._since[way] = time.monotonic()
-        self._sessions[way] += 1
-        try:
-            yield
-        finally:
-            self._sessions[way] -= 1
-            if not self._sessions[way]:
-                self.seconds.labels(way).inc(time.monotonic() - self._since[way])
 
 
 class Desk:

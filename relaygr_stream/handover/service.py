@@ -12,7 +12,7 @@ import math
 import random
 import socket
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final, Protocol
 
@@ -39,18 +39,15 @@ from relaygr_stream.wire.messages import WorkerStatus
 log = structlog.get_logger(__name__)
 limited = LogLimiter().limited
 
-#: Sessions with one worker at once, of a part of the lanes each: one's questions and answers take no time of the
-#: wire while another's copy is under way, and processors that are idle encrypt.
-STREAMS: Final = 2
 #: Sessions served at once; each holds one copy. More workers gain lanes at once only when a whole fleet
 #: starts, and then there is nothing to fetch. A refused worker asks again.
-MAX_SESSIONS: Final = 64
+MAX_SESSIONS: Final = 32
 #: Connections whose other end is not authenticated yet; each has TLS buffers of half a MiB.
 MAX_STRANGERS: Final = 64
 #: With MAX_STRANGERS connections of as many addresses, none younger than this is closed: TLS takes about ten
 #: milliseconds, more on a loaded machine.
 GRACE_S: Final = 0.25
-#: Sessions fetched at once, each with one copy in transit. That many of silent workers block the others for PROVE_S.
+#: Sessions fetched at once, each with one copy in transit. That many silent workers block the others for PROVE_S.
 MAX_ASKED: Final = 32
 #: How long a session waits for the other worker's status, which may be on its way: a few worker.status_interval_ms.
 HEARD_S: Final = 1.5
@@ -106,7 +103,7 @@ class HandoverService:
         self._background = Background()
         self._sessions = 0  # sessions served now, with authenticated workers
         self._asking: asyncio.Task[None] | None = None
-        self._asked_now: Counter[str] = Counter()  # sessions that fetch now, by worker
+        self._asked_now: set[str] = set()  # workers from whom a session fetches now
         self._wanted: dict[int, float] = {}  # gained lane → time until which workers are asked for it
         self._asked: defaultdict[tuple[str, int], set[int]] = defaultdict(set)  # name, incarnation → lanes asked for
         self._not_before: dict[str, float] = {}  # worker of a failed session → time to ask it again
@@ -150,15 +147,14 @@ class HandoverService:
     async def _ask_peers(self) -> None:
         """Fetch all wanted lanes from all workers concurrently, until ASK_FOR_S has passed and all sessions ended."""
         async with asyncio.TaskGroup() as sessions:
-            while self._wanted or self._asked_now.total():
+            while self._wanted or self._asked_now:
                 now = time.monotonic()
                 unknown = max(self._wanted, default=0) >= self._counted.lanes  # lanes were just added
                 for peer in () if unknown else self._next_peers(now):
-                    lanes = sorted(self._wanted.keys() - self._asked[peer.name, peer.incarnation])
-                    free = min(STREAMS - self._asked_now[peer.name], MAX_ASKED - self._asked_now.total(), len(lanes))
-                    for first in range(free):
-                        self._asked_now[peer.name] += 1
-                        sessions.create_task(self._take_from(peer, frozenset(lanes[first::free])))
+                    lanes = frozenset(self._wanted) - self._asked[peer.name, peer.incarnation]
+                    if lanes and len(self._asked_now) < MAX_ASKED:
+                        self._asked_now.add(peer.name)
+                        sessions.create_task(self._take_from(peer, lanes))
                 self._wanted = {lane: until for lane, until in self._wanted.items() if until > now}
                 await asyncio.sleep(LOOK_S)
         self._asked.clear()
@@ -166,7 +162,7 @@ class HandoverService:
 
     def _next_peers(self, now: float) -> list[WorkerStatus]:
         """Workers to ask, shuffled: with more than MAX_ASKED workers, none is always the last."""
-        peers = [peer for peer in self._reachable() if self._asked_now[peer.name] < STREAMS]
+        peers = [peer for peer in self._reachable() if peer.name not in self._asked_now]
         random.shuffle(peers)
         return [peer for peer in peers if self._not_before.get(peer.name, 0.0) <= now]
 
@@ -184,12 +180,11 @@ class HandoverService:
         try:
             assert self._credentials is not None
             self._taker.identity = msgspec.structs.replace(self._identity, lanes=self._counted.lanes)
-            with self._metrics.session("taken"):
-                channel = await connect(peer.handover, peer.name, self._credentials, self._networks)
-                try:
-                    await self._taker.take(channel, lanes, self._owned, progress)
-                finally:
-                    await channel.close()
+            channel = await connect(peer.handover, peer.name, self._credentials, self._networks)
+            try:
+                await self._taker.take(channel, lanes, self._owned, progress)
+            finally:
+                await channel.close()
         except (PeerError, DeviceError) as error:
             asked -= lanes
             self._not_before[peer.name] = time.monotonic() + RETRY_S
@@ -202,7 +197,7 @@ class HandoverService:
             self._metrics.failed.labels("taken").inc()
             limited(log.error, "defect")("hand-over failed by a defect", peer=peer.name, exc_info=error)
         finally:
-            self._asked_now[peer.name] -= 1
+            self._asked_now.discard(peer.name)
             self._report("taken", progress, time.monotonic() - start)
 
     # ---- lost lanes ----
@@ -272,14 +267,14 @@ class HandoverService:
         self._sessions += 1
         start = time.monotonic()
         try:
-            with self._metrics.session("given"):
-                await self._giver.serve(channel, progress)
+            await self._giver.serve(channel, progress)
         finally:
             self._sessions -= 1
             self._report("given", progress, time.monotonic() - start)
         await channel.close()
 
     def _report(self, way: str, progress: SessionProgress, seconds: float) -> None:
+        self._metrics.seconds.labels(way).inc(seconds)
         write = log.info if progress.entries else log.debug
         write(
             f"prefix KV {way}",

@@ -24,7 +24,7 @@ T = TypeVar("T")
 #: encryption.
 SLICE_BYTES: Final = 128 * 1024
 #: Copies under way at once, of all sessions that a worker serves and fetches.
-MAX_COPIES: Final = 96
+MAX_COPIES: Final = 64
 #: Time limit of TLS's closing exchange.
 SHUTDOWN_S: Final = 1.0
 
