@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from relaygr_stream.cache.tier_file import SlotState
 from relaygr_stream.client import RelayClient
 from relaygr_stream.ops.erase import erase_from_fleet
-from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.settings.schema import Client, Kafka
 from tests.e2e.fleet import Fleet, traffic
 from tests.waiting import until
 
@@ -34,8 +35,10 @@ class Restarted(Fleet):
         return {status.lane for status in self.statuses[name].lanes}
 
     async def asked(self, user: str) -> str:
-        """The outcome of a ranking of the user that was not announced."""
-        async with RelayClient(settings=self.settings) as client:
+        """The outcome of a ranking of the user that was not announced. No hedges: a copy would leave an entry with
+        another worker, too."""
+        unhedged = msgspec.structs.replace(self.settings, client=Client(hedge_ms=0.0))
+        async with RelayClient(settings=unhedged) as client:
             return (await client.request(user, PREFIX, candidates=2).rank([1, 2], timeout=30)).outcome
 
     async def written(self, entries: int) -> None:
