@@ -8,9 +8,9 @@ The last table runs the real `relaygr trigger` on Apache Kafka where KAFKA_HOME 
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
-import sys
 import time
 
 import numpy as np
@@ -143,7 +143,12 @@ def regimes() -> None:
 def main() -> list[str]:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # topics made a moment ago have no leaders yet
     parts = {"costs": costs, "decision": decision, "rate": rate, "regimes": regimes}
-    for name in sys.argv[1:] or parts:
+    parser = argparse.ArgumentParser(description="The trigger: its costs, decisions, events a second, and choice.")
+    parser.add_argument("parts", metavar="PART", nargs="*", help=f"{', '.join(parts)}; all by default")
+    chosen = parser.parse_args().parts
+    if unknown := [name for name in chosen if name not in parts]:
+        parser.error(f"unknown part {unknown[0]!r}: one of {', '.join(parts)}")
+    for name in chosen or parts:
         parts[name]()
     return missed
 
