@@ -55,8 +55,9 @@ class MemberClaim:
 def assign_lanes(lanes: int, claims: Mapping[str, MemberClaim]) -> dict[str, frozenset[int]]:
     """Assign the lanes 0…lanes−1 to the members (the keys of `claims`).
 
-    Each lane has exactly one owner. A draining member gets no lanes, unless all members drain. A lane moves only if its
-    owner left, or if its new owner then has less, against its share, than the former one had. So without loads no
+    Each lane has exactly one owner, and where there are enough each member has a lane, however slow it was measured. A
+    draining member gets no lanes, unless all members drain. A lane moves only if its owner left, if its new owner then
+    has less, against its share, than the former one had, or if its new owner would have none. So without loads no
     move lessens the largest ratio of lanes to share, and with equal shares at most ⌈lanes/n⌉ lanes move when one of n
     members joins or leaves. Of those that can move, a member gets its warm ones; then owners give up what they got
     last. Of two claims to a lane, the later generation counts. A lane that was added goes to the owner of the lane
@@ -77,6 +78,7 @@ def assign_lanes(lanes: int, claims: Mapping[str, MemberClaim]) -> dict[str, fro
     scales.place((lane, member) for member in held for lane in warm[member])
     scales.place_rest()
     scales.even_out(warm, *((START, STOP) if loads else (ROUNDING, ROUNDING)))
+    scales.leave_none_without()
     return {member: frozenset(owned) for member, owned in held.items()}
 
 
@@ -175,21 +177,37 @@ class _Scales:
             moved.add(lane)
             slack = stop
 
+    def leave_none_without(self) -> None:
+        """Give each member without a lane the lightest of the fullest: without work it could never show that it is
+        faster than was measured."""
+        for member in [member for member, owned in self._held.items() if not owned]:
+            givers = [giver for giver, owned in self._held.items() if len(owned) > 1]
+            if not givers:
+                return
+            fullest = max(givers, key=lambda giver: (self._with(giver, 0.0), giver))
+            self._give(min(reversed(self._held[fullest]), key=self._weights.__getitem__), member)
+
     def _next(self, warm: Mapping[str, Sequence[int]], slack: float, moved: Container[int]) -> tuple[int, str] | None:
         """The lane to move now, and to whom."""
         taker = min(self._held, key=lambda member: (self._with(member, self._mean), member))
         for lane in warm[taker]:
             giver = self.owner[lane]
-            spare = self._load[giver] - self._weights[lane] / 2 >= self._fair[giver]
+            spare = self._load[giver] - self._weights[lane] / 2 >= self._fair[giver] and self._can_give(giver)
             if spare and lane not in moved and self._weights[lane] < self._room(giver, taker, slack):
                 return lane, taker
         for giver in sorted(self._held, key=lambda member: (self._with(member, 0.0), member), reverse=True):
             if (room := self._room(giver, taker, slack)) <= 0.0:
                 break
+            if not self._can_give(giver):
+                continue
             for lane in reversed(self._held[giver]):
                 if self._weights[lane] < room and lane not in moved:
                     return lane, taker
         return None
+
+    def _can_give(self, giver: str) -> bool:
+        """Not its only lane, where there is one for each member."""
+        return len(self._held[giver]) > 1 or len(self._weights) < len(self._held)
 
     def _room(self, giver: str, taker: str, slack: float) -> float:
         """The taker stays `slack` below the giver with a lane lighter than this."""
