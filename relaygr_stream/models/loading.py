@@ -89,7 +89,7 @@ def save_checkpoint(model: BuiltIn, folder: str | Path) -> None:
     """Write the model to `folder`, which is created if absent.
 
     Weights are written in their present type, so save the model before `place` converts it to half precision. Raises
-    ModelError for one whose item table stays in its files.
+    ModelError for one whose item table stays in its files, OSError.
     """
     if model.embedding.table is not None:
         raise ModelError("a model with a mapped item table is not written: copy its folder")
@@ -98,10 +98,18 @@ def save_checkpoint(model: BuiltIn, folder: str | Path) -> None:
     weights = {name: value.cpu().contiguous() for name, value in model.state_dict().items()}
     header = {"architecture": model.config.architecture, "format": FORMAT}
     text = msgspec.json.format(msgspec.json.encode(header | model.config.fields()), indent=2)
-    save_file(weights, path / (WEIGHTS_FILE + ".tmp"))
+    save_weights(weights, path / (WEIGHTS_FILE + ".tmp"))
     (path / (CONFIG_FILE + ".tmp")).write_bytes(text + b"\n")
     for name in (WEIGHTS_FILE, CONFIG_FILE):  # an interrupted save leaves no incomplete file under these names
         (path / (name + ".tmp")).replace(path / name)
+
+
+def save_weights(weights: dict[str, torch.Tensor], file: Path) -> None:
+    """Write a file of safetensors, whose own error of a full disk is an OSError here, as other files' are."""
+    try:
+        save_file(weights, file)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def load_checkpoint(folder: str | Path) -> HSTUModel:

@@ -10,12 +10,11 @@ from typing import IO, Final, Literal
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.importer.names import check_new
+from relaygr_stream.models.importer.names import check_new, writing
 from relaygr_stream.models.item_ids import ITEMS_FILE
-from relaygr_stream.models.loading import CONFIG_FILE, WEIGHTS_FILE, read_config, read_weights
+from relaygr_stream.models.loading import CONFIG_FILE, WEIGHTS_FILE, read_config, read_weights, save_weights
 from relaygr_stream.models.mapped import TYPES, shard_name
 
 TableDtype = Literal["float32", "float16", "bfloat16", "int8"]
@@ -49,18 +48,12 @@ def map_items(source: Path, out: Path, dtype: TableDtype, shard_bytes: int) -> M
     if ITEM_TABLE not in weights or weights[ITEM_TABLE].ndim != 2:
         raise ModelError(f"{source / WEIGHTS_FILE}: has no table `{ITEM_TABLE}`; is it in shards already?")
     table, wanted = weights.pop(ITEM_TABLE), getattr(torch, dtype)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
         done = _write_shards(table, out, wanted, shard_bytes)
         for name in (CONFIG_FILE, ITEMS_FILE):
             if (source / name).is_file():
                 shutil.copyfile(source / name, out / name)
-        save_file({name: value.contiguous() for name, value in weights.items()}, out / WEIGHTS_FILE)
-    except ModelError:
-        shutil.rmtree(out)  # or the next try is refused
-        raise
-    except OSError as error:
-        raise ModelError(f"{out}: cannot be written: {error.strerror or error}") from error
+        save_weights({name: value.contiguous() for name, value in weights.items()}, out / WEIGHTS_FILE)
     return done
 
 

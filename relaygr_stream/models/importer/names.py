@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +18,10 @@ WRAPPERS: Final = {
     "module", "_orig_mod", "_dmp_wrapped_module", "_dpp_wrapped_module", "_fsdp_wrapped_module", "_forward_module",
     "_checkpoint_wrapped_module",
 }  # fmt: skip
+
+
+#: Longest number of a layer: more layers than 9,999 have no configuration.
+MOST_DIGITS: Final = 4
 
 
 def without_wrappers(source: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -74,7 +80,7 @@ def size_of(
 def layers_in(found: Iterable[str], begin: str) -> int:
     """How many layers there are, by the largest number behind `begin`: one that is missing is missed by its name."""
     numbers = (name.removeprefix(begin).partition(".")[0] for name in found if name.startswith(begin))
-    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return 1 + max((int(each) for each in numbers if each.isdecimal() and len(each) <= MOST_DIGITS), default=0)
 
 
 def by_own_names(
@@ -95,9 +101,23 @@ def check_new(out: Path) -> None:
         raise ModelError(f"{out}: is there already and not an empty folder; name another one")
 
 
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Make the folder `out` for what is written within; what fails leaves none, or the next try would be refused.
+
+    Raises ModelError for an OSError.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        shutil.rmtree(out, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ModelError(f"{out}: cannot be written: {error.strerror or error}") from error
+        raise
+
+
 def write(model: BuiltIn, out: Path) -> None:
     """Write the folder `out`. Raises ModelError."""
-    try:
+    with writing(out):
         save_checkpoint(model, out)
-    except OSError as error:
-        raise ModelError(f"{out}: cannot be written: {error.strerror or error}") from error

@@ -240,6 +240,7 @@ def test_a_distributed_checkpoint_that_lost_a_file_is_refused_by_name(tmp_path: 
         ({"_item_embedding_mlp.3.bias": torch.full((12,), torch.nan)}, CHOICES, r"mlp\.3\.bias` contains"),
         ({"_item_embedding_mlp.3.bias": torch.ones(11)}, CHOICES, r"`_item_embedding_mlp\.3\.bias` has shape \(11,\)"),
         ({f"{LAYERS}7._uvqk_beta": torch.ones(96)}, CHOICES, rf"`{LAYERS}2\._input_norm_weight` is missing"),
+        ({f"{LAYERS}{'9' * 5000}._uvqk_beta": torch.ones(96)}, CHOICES, "is a part that is not served"),
         ({USERS: torch.ones(0, 12)}, CHOICES, rf"`{USERS}` has shape \(0, 12\), expected at least 1"),
         ({USERS: torch.ones(12)}, CHOICES, rf"`{USERS}` has shape \(12,\), expected 2 dimensions"),
         ({USERS: torch.eye(12).to_sparse()}, CHOICES, rf"`{USERS}` is torch.sparse_coo, expected a dense tensor"),

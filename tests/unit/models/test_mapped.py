@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,19 @@ def test_a_table_on_a_device_keeps_its_hot_rows(tmp_path: Path) -> None:
         model._ends = None
     assert torch.equal(scores(served), scores(plain)) and torch.equal(scores(served), scores(plain))
     assert table._hot.found
+
+
+@pytest.mark.parametrize("room", [1000, 20_000])  # no shard fits in, or all and not the other weights
+def test_a_disk_that_gets_full_is_told_of_and_nothing_stays(tmp_path: Path, room: int) -> None:
+    save_checkpoint(small_model(), tmp_path / "plain")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(ModelError, match="full: cannot be written"):
+            map_items(tmp_path / "plain", tmp_path / "full", "float32", 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "full").exists()
 
 
 def test_a_half_type_that_does_not_hold_the_table_is_refused(tmp_path: Path) -> None:
