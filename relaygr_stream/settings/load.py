@@ -63,6 +63,7 @@ _INJECTED: Final = (
 
 #: Removed settings, which release 0.1 accepts with a warning and without effect, and why.
 REMOVED: Final[Mapping[str, str]] = {
+    "relay.averaging": "load is averaged over a second",
     "trigger.load_burst_ms": "pre-inference takes what device time rankings leave",
     "trigger.risk_share": "every request is pre-inferred within the bounds on its length, age and memory",
     "worker.dram_int8_deviation": "copies in DRAM are exact",
