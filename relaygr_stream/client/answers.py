@@ -319,7 +319,7 @@ class ReplyRoute:
             self._awaited_since.pop(self._other, None)
         silent_s = self._waiting_s(self._current)
         silent = silent_s > SWITCH_AFTER_S and self._waiting_s(self._other) < silent_s
-        if self._led(self._other) and (silent or not self._led(self._current)):
+        if (silent or not self._led(self._current)) and self._led(self._other):
             self._current, self._other = self._other, self._current
         return self._use(self._current)
 
