@@ -86,6 +86,8 @@ async def connected(
         await stack.enter_async_context(producer)
         background.start(periodically(SILENT_S, sender.probe, "ask the brokers that are away"))
         counts = PartitionCounts(topics, producer, route, serves=False)
+        await counts.ask_now()
+        await sender.connect({topics.retrieval.name: topics.lanes, topics.ranking.name: topics.lanes})
         background.start(counts.run())
         if beside is not None:
             await stack.enter_async_context(beside(producer, background))
@@ -203,8 +205,12 @@ class Connection:
             async with asyncio.timeout(timeout_ms / 1000):
                 return await exchange.run()
         except TimeoutError:
+            if call.reply.done() and not call.reply.cancelled():  # a busy loop has both at once
+                return call.reply.result()
             if call.fallback is not None:  # the other copies are not answered in time
                 return call.fallback
+            if (error := exchange.why_unsent(timeout_ms)) is not None:
+                raise error from None
             if (trouble := self._replies.trouble) is not None:
                 raise BrokerError(f"no answer within {timeout_ms:g} ms: {trouble}") from None
             raise DeadlineExceeded(f"no answer within {timeout_ms:g} ms") from None

@@ -21,7 +21,7 @@ from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import STUCK_S, Sender, Settled, Waits
-from relaygr_stream.errors import BrokerError
+from relaygr_stream.errors import BrokerError, DeadlineExceeded, RelayError
 from relaygr_stream.fleet import OwnerDirectory, better_of_two, draw_sample
 from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.codec import encode
@@ -256,6 +256,7 @@ class Exchange:
         self._tried: list[int] = []
         self._reached: set[int] = set()  # lanes whose broker has acknowledged a copy
         self._sending: list[asyncio.Task[None]] = []
+        self._errors: list[BrokerError] = []  # of copies that no broker has
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> ScoreReply:
@@ -272,6 +273,13 @@ class Exchange:
             for sending in self._sending:
                 sending.cancel()
 
+    def why_unsent(self, timeout_ms: float) -> RelayError | None:
+        """Why no copy has left until its time was over; None: one has, or is on its way to a broker."""
+        if sum(sending.done() for sending in self._sending) > len(self._errors):
+            return None
+        late = DeadlineExceeded(f"not sent within {timeout_ms:g} ms: this process, or its producer, is behind")
+        return self._errors[-1] if self._errors else late
+
     def _attempt(self, lane: int) -> None:
         copy = self._call.new_copy(len(self._tried))
         self._tried.append(lane)
@@ -282,7 +290,9 @@ class Exchange:
         """The send of a copy has completed; after an error, try another lane at once if there is one."""
         if error is None:
             self._reached.add(lane)
-        elif not self._call.reply.done():
+            return
+        self._errors.append(error)
+        if not self._call.reply.done():
             if self._hedge_s:
                 self._hedge("unsent")
             self._call.on_copy_failed(copy, error)

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -68,6 +68,13 @@ class Sender:
     def trouble(self) -> str | None:
         """As `Producer.trouble`."""
         return self._producer.trouble
+
+    async def connect(self, partitions: Mapping[str, int]) -> None:
+        """Connect to the brokers that lead these topics' partitions, as far as they answer within SILENT_S. Else first
+        messages would wait for it, which counts as the brokers' silence. partitions: how many each topic has."""
+        every = ((topic, partition) for topic, count in partitions.items() for partition in range(count))
+        brokers = {self._producer.broker_of(*each) for each in every} - {None, NO_LEADER}
+        await asyncio.gather(*(self._producer.answers(broker, SILENT_S) for broker in brokers if broker is not None))
 
     def waiting_s(self, topic: str, partition: int) -> float:
         """The age in seconds of the oldest send that the partition's broker has not acknowledged; 0: there is none;

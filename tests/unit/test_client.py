@@ -13,12 +13,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from aiokafka import TopicPartition
 from opentelemetry.sdk.trace import TracerProvider
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import Ranking, RelayClient
 from relaygr_stream.client import messages as client_messages
+from relaygr_stream.client.exchange import Exchange
+from relaygr_stream.client.sender import Sender
 from relaygr_stream.errors import (
     BrokerUnavailable,
     ConfigError,
@@ -36,6 +39,7 @@ from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, RequestEvent, ScoreReply, Timings
 from relaygr_stream.wire.records import HEADER_CORRELATION
 from relaygr_stream.wire.topic_files import lane_of, load_topics
+from tests.bus import insides
 from tests.unit.client_peers import (
     PATIENCE_S,
     TASKS,
@@ -165,7 +169,6 @@ async def test_records_of_a_reply_partition_that_are_no_answers_are_dropped(embe
 
 async def test_without_an_answer_the_deadline_is_typed_and_a_late_answer_is_dropped(kafka_settings: Kafka) -> None:
     async with responder_on(kafka_settings) as peer, client_on(kafka_settings, timeout_ms=300) as relay:
-        await relay.rank(request(0), timeout=PATIENCE_S)  # a client's first send connects, and reads metadata
         peer.hold = True
         with pytest.raises(DeadlineExceeded, match="no answer within 300 ms"):
             await relay.rank(request(1))
@@ -178,6 +181,52 @@ async def test_without_an_answer_the_deadline_is_typed_and_a_late_answer_is_drop
         peer.release()
         await until(lambda: count(relay, "answers_dropped", reason="late") == 2)
         assert count(relay, "rankings", outcome="DeadlineExceeded") == 3
+
+
+async def test_a_client_that_is_open_is_connected_to_the_brokers_of_its_lanes(
+    kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first requests wait for metadata and connections, and take that for the brokers' silence."""
+    connected, answers = set[int](), Producer.answers
+
+    async def noted(producer: Producer, broker: int, within_s: float) -> bool:
+        connected.update([broker] if await answers(producer, broker, within_s) else [])
+        return True
+
+    monkeypatch.setattr(Producer, "answers", noted)
+    async with responder_on(kafka_settings), client_on(kafka_settings, "just-opened"):
+        cluster, topics = insides.producer("just-opened").client.cluster, load_topics(kafka_settings)
+        lanes = [TopicPartition(topics.ranking.name, lane) for lane in range(topics.lanes)]
+        assert connected == {cluster.leader_for_partition(lane) for lane in lanes}
+
+
+async def test_what_comes_with_the_deadline_on_a_busy_loop_is_told(
+    embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(_: Exchange) -> None:
+        time.sleep(0.1)
+
+    def away(*_: object, **__: object) -> None:
+        raise BrokerUnavailable("broker 3 is away")
+
+    async with responder_on(embedded_settings), client_on(embedded_settings) as relay:
+        with monkeypatch.context() as broken:
+            broken.setattr(Exchange, "_rearm", busy)
+            broken.setattr(Sender, "check", away)
+            with pytest.raises(BrokerUnavailable, match="broker 3 is away"):
+                await relay.rank(request(0), timeout=0.05)
+
+
+async def test_a_ranking_that_never_left_says_so(embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    async with responder_on(embedded_settings), client_on(embedded_settings) as relay:
+        with monkeypatch.context() as busy:
+            busy.setattr(Producer, "send", never)
+            with pytest.raises(DeadlineExceeded, match="not sent within 100 ms"):
+                await relay.rank(request(0), timeout=0.1)
+        assert (await relay.rank(request(1), timeout=PATIENCE_S)).outcome == "hbm"
 
 
 async def test_the_first_of_two_answers_counts(embedded_settings: Kafka) -> None:

@@ -189,6 +189,19 @@ async def test_a_copy_that_no_broker_has_says_nothing_of_its_reply_partition() -
     assert sender.named == [5, 7, 7]
 
 
+async def test_why_a_copy_did_not_leave_is_known_when_the_call_has_ended_before() -> None:
+    """A busy loop may have the deadline first."""
+    made, route = request(), ReplyRoute("scores", [5])
+    copies = Copies(Unacknowledged(), route, "ranking", made, Outgoing(b"u", encode(made)))  # type: ignore[arg-type]
+    call = Call(b"c", made.request_id, asyncio.get_running_loop().create_future())
+    exchange = Exchange(call, 1, copies, Hedges(OwnerDirectory(1e3), 50.0), 0, ClientMetrics(CollectorRegistry()))
+    run = asyncio.create_task(exchange.run())
+    await asyncio.sleep(0)
+    run.cancel()
+    await asyncio.wait({run})
+    assert isinstance(exchange.why_unsent(50.0), BrokerUnavailable)
+
+
 @settings(max_examples=examples(40))
 @given(
     st.integers(0, 2),

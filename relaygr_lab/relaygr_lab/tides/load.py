@@ -22,9 +22,11 @@ from relaygr_stream.workload.driver import OnResult, Result, drive
 #: An answer that comes after its client has stopped waiting, within so many seconds, was late and not lost.
 LATE_S: Final = 5.0
 DROPPED: Final = "relaygr_client_answers_dropped_total"
+#: A ranking with one of these errors had its answer: a worker refused it, or its client.
+REFUSED: Final = ("Overloaded", "BrokerUnavailable")
 #: What DeadlineExceeded says where a worker has answered so, and where the client was too late to send: what has
 #: another reason counts as lost.
-NOT_LOST: Final = ("the deadline passed", "the timeout is", "sent ")
+NOT_LOST: Final = ("the deadline passed", "the timeout is", "sent ", "not sent ")
 #: Longest wait until a worker of each scenario serves.
 SERVES_S: Final = 90.0
 LOOK_S: Final = 0.05
@@ -114,7 +116,7 @@ class DayLoad:
     def _on_result(self, name: str) -> OnResult:
         def note(result: Result) -> None:
             scored = result.error is None
-            refused = result.error == "Overloaded" or result.detail.startswith(NOT_LOST)
+            refused = result.error in REFUSED or result.detail.startswith(NOT_LOST)
             latency_ms = result.latency_ms if scored else math.nan
             at_s = self.start_s + result.item.rank_at
             sample = Sample(at_s, result.outcome in HITS, latency_ms, refused=refused)

@@ -55,6 +55,8 @@ def test_what_is_refused_is_not_lost_and_neither_is_within_the_slo() -> None:
         ("Overloaded", "it cannot be done in time", False),
         ("DeadlineExceeded", "the deadline passed after 190 ms on the worker", False),
         ("DeadlineExceeded", "sent 300 ms late, after its timeout", False),
+        ("DeadlineExceeded", "not sent within 200 ms: this process is behind", False),
+        ("BrokerUnavailable", "broker 1 has acknowledged nothing for 2.4 s", False),
         ("DeadlineExceeded", "no answer within 200 ms", True),
         ("WorkerFailed", "a defect", True),
     ],
