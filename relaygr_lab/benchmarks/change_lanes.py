@@ -3,6 +3,9 @@
 The workers begin with as many lanes each, since no load is known. When one has been busier than fair for long enough it
 asks for another assignment, and lanes move by what was measured. One fleet, one load: users of Zipf's law who return.
 An emulated device's K and V have no bytes to hand over: users whose lanes move are inferred in full once.
+
+How many rankings a second follows from how many messages this machine takes to its broker and back: on a slower one
+every time of the load and of the devices is longer by one factor.
 """
 
 from __future__ import annotations
@@ -16,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import msgspec
+from relaygr_lab.bench.broker_warm_up import SECONDS, compile_broker
 from relaygr_lab.emulate.process import FACTORY, MODULE
 from relaygr_lab.rollouts import ChangingFleet, Sample, Traffic
 from relaygr_lab.simulate.costs import DeviceCosts
-from relaygr_lab.verdicts import above_0, some
+from relaygr_lab.verdicts import NotValid, above_0, some
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
-from relaygr_stream.settings.schema import Kafka, Relay, Settings
+from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import lane_of, load_topics
@@ -41,6 +44,11 @@ TOKENS: Final = 300
 #: Hits alone take 57 % of the devices' time.
 RATE: Final = 120.0
 USERS, SKEW = 800, 0.8
+#: Messages to the broker and back, four at a time, in the time of a ranking: so the whole fleet's processes leave half
+#: of the processors idle.
+ROUND_TRIPS: Final = 20.0
+#: A machine that is slower by more than this is too slow: the fleet's own intervals do not become longer with the rest.
+MOST_SLOWED: Final = 4.0
 #: Lanes that moved have been read for so long before it is judged: most of their users have been there once.
 SETTLE_S: Final = 20.0
 WINDOW_S: Final = 45.0
@@ -67,7 +75,8 @@ class Seen:
 class LaneWatch:
     """Who owns which lane, by the workers' statuses, and what moved when."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
         self.owners: dict[int, str] = {}
         self.moves: list[tuple[float, int]] = []
         self._busy: list[tuple[float, str, float]] = []
@@ -92,10 +101,10 @@ class LaneWatch:
         return {name: sum(shares) / max(1, len(shares)) for name, shares in stated.items()}
 
     def seen(self, samples: Sequence[Sample], end_s: float) -> Seen:
-        """The WINDOW_S that end then, with the lanes of now."""
-        begin_s = end_s - WINDOW_S
+        """The window that ends then, with the lanes of now."""
+        begin_s = end_s - self._window_s
         those = [sample for sample in samples if begin_s <= sample.at_s < end_s]
-        some(those, f"rankings in the last {WINDOW_S:g} s")
+        some(those, f"rankings in the last {self._window_s:.0f} s")
         loads = Counter(self.owners[lane_of(f"user-{sample.user}", LANES)] for sample in those)
         fair = len(those) / sum(SPEEDS.values())
         latencies = [sample.latency_ms for sample in those if not sample.lost]
@@ -133,9 +142,19 @@ def report(numbers: Seen, measured: Seen, moved: Sequence[int], lost: int, ranki
     return missed
 
 
-async def play(fleet: ChangingFleet, averaging: float) -> list[str]:
+async def slowed_by(kafka: Kafka) -> float:
+    """The factor of all times of load and devices with which this machine carries them. Raises NotValid if too slow."""
+    trips = await compile_broker(kafka, print) / SECONDS
+    slowed = max(1.0, ROUND_TRIPS * RATE / trips)
+    print(f"{trips:.0f} messages a second to the broker and back: times {slowed:.2f} ×, {RATE / slowed:.0f} rankings/s")
+    if slowed > MOST_SLOWED:
+        raise NotValid(f"this machine is too slow, or too busy, for {RATE / MOST_SLOWED:g} rankings a second")
+    return slowed
+
+
+async def play(fleet: ChangingFleet, averaging: float, slowed: float) -> list[str]:
     """Watch both assignments under the fleet's load."""
-    watch, topics = LaneWatch(), load_topics(fleet.settings.kafka)
+    watch, topics = LaneWatch(WINDOW_S * slowed), load_topics(fleet.settings.kafka)
     began_s = time.monotonic()
     async with TopicTail(fleet.settings.kafka, topics.worker_status.name, [0], "latest", watch.take):
         last_s = began_s + PATIENCE * averaging * ASK_S
@@ -152,7 +171,7 @@ async def play(fleet: ChangingFleet, averaging: float) -> list[str]:
         if not (watch.moves and by_number):
             return [f"lanes: none moved within {last_s - began_s:.0f} s"]
         print(f"lanes move {watch.moves[0][0] - began_s:.0f} s after the load began", flush=True)
-        await until(lambda: time.monotonic() > watch.moves[-1][0] + SETTLE_S + WINDOW_S)
+        await until(lambda: time.monotonic() > watch.moves[-1][0] + (SETTLE_S + WINDOW_S) * slowed)
         measured = watch.seen(fleet.samples, time.monotonic())
         since = [sample for sample in fleet.samples if sample.at_s >= began_s]
         lost = sum(sample.lost for sample in since)
@@ -163,26 +182,31 @@ async def lanes(*, quick: bool) -> list[str]:
     """Play, print the table, and return the targets missed."""
     averaging = 0.3 if quick else 1.0
     kind = broker_at_hand()
-    traffic = Traffic(users=USERS, rate=RATE, tokens=TOKENS, skew=SKEW)
     print(
-        f"lanes by load: {LANES} lanes, {USERS} users of Zipf's law {SKEW:g}, {RATE:g} rankings a second, emulated "
-        f"devices of speeds {' '.join(f'{each:g}' for each in SPEEDS.values())}; loads averaged over "
-        f"{averaging * ASK_S:.0f} s; broker: {kind}"
-    )
-    settings = Settings(
-        kafka=Kafka(partitions=LANES, replication=1, prefix="lanes."),
-        relay=Relay(slo_ms=traffic.timeout_s * 1e3, max_prefix_tokens=512, max_suffix_tokens=16, max_candidates=64),
-        worker=Worker(hbm_bytes=4 << 30, dram_bytes=0, audit_share=0.0),
-        model=Model(factory=FACTORY, checkpoint=str(COSTS)),
+        f"lanes by load: {LANES} lanes, {USERS} users of Zipf's law {SKEW:g}, emulated devices of speeds "
+        f"{' '.join(f'{each:g}' for each in SPEEDS.values())}; loads averaged over {averaging * ASK_S:.0f} s; "
+        f"broker: {kind}"
     )
     with tempfile.TemporaryDirectory() as name:
-        options = []
-        for speed in SPEEDS.values():
-            file = Path(name) / f"speed-{speed:g}.toml"
-            file.write_text(DeviceCosts.read(COSTS).dilated(SLOWED / speed).as_toml(), encoding="utf-8")
-            options.append(("--averaging", f"{averaging:g}", "--set", f"model.checkpoint={file}"))
         async with local_broker(kind, folder=Path(name)) as broker:
-            settings = msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka))
+            kafka = broker.kafka_settings(Kafka(partitions=LANES, replication=1, prefix="lanes."))
+            slowed = await slowed_by(kafka)
+            traffic = Traffic(users=USERS, rate=RATE / slowed, tokens=TOKENS, skew=SKEW)
+            settings = Settings(
+                kafka=kafka,
+                relay=Relay(
+                    slo_ms=traffic.timeout_s * 1e3, max_prefix_tokens=512, max_suffix_tokens=16, max_candidates=64
+                ),
+                worker=Worker(hbm_bytes=4 << 30, dram_bytes=0, audit_share=0.0),
+                model=Model(factory=FACTORY, checkpoint=str(COSTS)),
+                client=Client(hedge_ms=0.0),  # on a busy machine all devices would soon compute in full for all users
+            )
+            options = []
+            for speed in SPEEDS.values():
+                file = Path(name) / f"speed-{speed:g}.toml"
+                costs = DeviceCosts.read(COSTS).dilated(slowed * SLOWED / speed)
+                file.write_text(costs.as_toml(), encoding="utf-8")
+                options.append(("--averaging", f"{averaging:g}", "--set", f"model.checkpoint={file}"))
             fleet = ChangingFleet(settings, Path(name), traffic, MODULE, print, options)
             async with fleet.serving():
-                return await play(fleet, averaging)
+                return await play(fleet, averaging, slowed)

@@ -52,6 +52,19 @@ def bad_share_bounds(requests: int, bad: int) -> tuple[float, float]:
     return low, high
 
 
+def ratio_bounds(requests: int, bad: int, other_requests: int, other_bad: int) -> tuple[float, float]:
+    """An interval, at 95 % or more, of the true share of bad requests over that of the others; inf where it has no end.
+
+    Of all bad ones, those of the first are a binomial: its share s bounds the ratio s / (1 - s) · other_requests /
+    requests (exact for rare bad ones, wider than needed for others). Raises ValueError without requests.
+    """
+    if not (requests and other_requests):
+        raise ValueError(f"a ratio of shares of {requests} and {other_requests} requests")
+    odds = [share / (1 - share) if share < 1 else math.inf for share in bad_share_bounds(bad + other_bad, bad)]
+    low, high = (each * other_requests / requests for each in odds)
+    return low, high
+
+
 def binomial_at_most(count: int, requests: int, share: float) -> float:
     """P(X ≤ count) of a binomial."""
     if share <= 0.0:

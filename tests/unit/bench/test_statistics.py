@@ -5,7 +5,14 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from relaygr_lab.bench.statistics import allowed_bad, bad_share_bounds, fewest_samples, passes, samples_for
+from relaygr_lab.bench.statistics import (
+    allowed_bad,
+    bad_share_bounds,
+    fewest_samples,
+    passes,
+    ratio_bounds,
+    samples_for,
+)
 
 from relaygr_stream.workload.quantiles import quantile
 from tests.properties import examples
@@ -41,18 +48,41 @@ def test_bounds_enclose_the_observed_share(case: tuple[int, int]) -> None:
     assert 0 <= low <= bad / requests <= high <= 1
 
 
+def chance_of(bad: int, requests: int, share: float) -> float:
+    """Of a binomial."""
+    log_p = math.lgamma(requests + 1) - math.lgamma(bad + 1) - math.lgamma(requests - bad + 1)
+    return math.exp(log_p + bad * math.log(share) + (requests - bad) * math.log1p(-share))
+
+
 @settings(max_examples=examples(25))
 @given(st.integers(20, 100), st.floats(0.001, 0.2))
 def test_bounds_cover_the_truth_as_often_as_they_say(requests: int, share: float) -> None:
     covered = 0.0
     for bad in range(requests + 1):
-        log_p = math.lgamma(requests + 1) - math.lgamma(bad + 1) - math.lgamma(requests - bad + 1)
-        chance = math.exp(log_p + bad * math.log(share) + (requests - bad) * math.log1p(-share))
-        if chance < 1e-9:
-            continue
-        low, high = bad_share_bounds(requests, bad)
-        covered += chance * (low <= share <= high)
+        if (chance := chance_of(bad, requests, share)) >= 1e-9:
+            low, high = bad_share_bounds(requests, bad)
+            covered += chance * (low <= share <= high)
     assert covered >= 0.95 - 1e-6
+
+
+@settings(max_examples=examples(10))
+@given(st.integers(20, 40), st.integers(20, 40), st.floats(0.02, 0.5), st.floats(0.02, 0.5))
+def test_bounds_of_a_ratio_cover_the_truth_as_often_as_they_say(ours: int, theirs: int, p: float, q: float) -> None:
+    covered, left = 0.0, 1.0
+    for bad in range(ours + 1):
+        for others in range(theirs + 1):
+            if (chance := chance_of(bad, ours, p) * chance_of(others, theirs, q)) >= 1e-5:
+                low, high = ratio_bounds(ours, bad, theirs, others)
+                covered += chance * (low <= p / q <= high)
+                left -= chance
+    assert covered + left >= 0.95 - 1e-6
+
+
+def test_bounds_of_a_ratio() -> None:
+    assert ratio_bounds(95, 9, 76, 17) == pytest.approx((0.17, 1.01), abs=0.01)
+    assert ratio_bounds(100, 0, 100, 0) == (0.0, math.inf)
+    with pytest.raises(ValueError, match="0 and 5 requests"):
+        ratio_bounds(0, 0, 5, 1)
 
 
 def test_without_requests_nothing_is_known() -> None:
