@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.host import is_memory
+from relaygr_stream.errors import CapacityError
 
 #: Extents begin at pages of this size (memory.ALIGNMENT); those of a processor may be larger.
 PAGE: Final = 4096
@@ -207,7 +208,7 @@ class TierFile:
         self._fd = -1
 
     def drop(self, why: str) -> None:
-        """Drop all that it holds from an earlier process."""
+        """Drop all that it holds from an earlier process. Raises CapacityError where its room was taken meanwhile."""
         self.holds, self.dropped = False, why
         self._make_anew()
 
@@ -278,11 +279,26 @@ class TierFile:
         """Drop all that there is, and write the header last."""
         self._map[:PAGE] = bytes(PAGE)
         os.ftruncate(self._fd, 0)  # what was there is gone from the disk, too; no view has been read yet
-        os.posix_fallocate(self._fd, 0, self.shape.file_bytes)
+        allocate(self.path, self._fd, self.shape.file_bytes)
         self._nonce = os.urandom(16)
         fields = self._header(self._nonce)
         self._map[HEADER_AT : HEADER_AT + len(fields)] = fields
         self._map[:HEADER_AT] = MAGIC + _header_checksum(fields)
+
+
+def allocate(path: Path, fd: int, nbytes: int) -> None:
+    """Give a file every block of so many bytes: a write to a mapping that finds none ends the process.
+
+    Raises CapacityError where there is no room; the file is empty then, since a part of it would only fill the disk.
+    """
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        os.ftruncate(fd, 0)
+        raise CapacityError(
+            f"`worker.dram_path`: {path} cannot have its {nbytes} bytes: {error.strerror}; make room there, or lower "
+            f"worker.dram_bytes"
+        ) from error
 
 
 def _header_checksum(fields: bytes) -> bytes:

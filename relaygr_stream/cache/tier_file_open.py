@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from relaygr_stream.cache.host import check_host, is_memory
-from relaygr_stream.cache.tier_file import FileShape, TierFile
-from relaygr_stream.errors import CapacityError, ConfigError
+from relaygr_stream.cache.tier_file import FileShape, TierFile, allocate
+from relaygr_stream.errors import ConfigError
 
 #: A killed process of 64 GiB takes seconds to end, and its lock with it.
 LOCK_S: Final = 5.0
@@ -66,7 +66,7 @@ def _locked(fd: int, lock_s: float) -> bool:
 
 
 def _allocate(path: Path, fd: int, shape: FileShape) -> str:
-    """Give the file its size and every block of it: a write to a mapping that finds no block ends the process.
+    """Give the file its size and every block of it.
 
     Returns why nothing that it held may be taken; "": its size and mode are right.
     """
@@ -82,12 +82,5 @@ def _allocate(path: Path, fd: int, shape: FileShape) -> str:
     missing = max(0, shape.file_bytes - found.st_blocks * 512)
     if is_memory(found.st_dev):
         check_host(missing, missing, "worker.dram_bytes, in memory by worker.dram_path,")
-    try:
-        os.posix_fallocate(fd, 0, shape.file_bytes)
-    except OSError as error:
-        os.ftruncate(fd, 0)  # a file that is allocated in part would only fill the disk
-        raise CapacityError(
-            f"`worker.dram_path`: {path} cannot have its {shape.file_bytes} bytes: {error.strerror}; make room there, "
-            f"or lower worker.dram_bytes"
-        ) from error
+    allocate(path, fd, shape.file_bytes)
     return dropped

@@ -345,13 +345,15 @@ def test_what_is_no_file_of_this_user_is_refused(tmp_path: Path) -> None:
             open_tier_file(tmp_path / "theirs", SHAPE)
 
 
-def test_a_file_that_finds_no_room_is_refused_and_leaves_none_taken(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a full disk: both refuse the blocks when the file is opened."""
+@pytest.mark.parametrize("opened_before", [False, True], ids=["at the start", "after what it held was dropped"])
+def test_a_file_that_finds_no_room_is_refused_and_leaves_none_taken(tmp_path: Path, opened_before: bool) -> None:
+    """A limit on the size of files stands for a full disk: both refuse the blocks."""
+    file = open_tier_file(tmp_path / "f", SHAPE) if opened_before else None
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10 * PAGE, before[1]))
     try:
         with pytest.raises(CapacityError, match=r"lower worker\.dram_bytes"):
-            open_tier_file(tmp_path / "f", SHAPE)
+            file.drop("its erasures are not known") if file else open_tier_file(tmp_path / "f", SHAPE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert (tmp_path / "f").stat().st_blocks == 0
