@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from relaygr_lab.bench.broker_warm_up import SECONDS, compile_broker
+from relaygr_lab.cpu_times import CpuTimes, disturbance
 from relaygr_lab.emulate.process import FACTORY, MODULE
 from relaygr_lab.rollouts import ChangingFleet, Sample, Traffic
 from relaygr_lab.simulate.costs import DeviceCosts
@@ -209,4 +210,9 @@ async def lanes(*, quick: bool) -> list[str]:
                 options.append(("--averaging", f"{averaging:g}", "--set", f"model.checkpoint={file}"))
             fleet = ChangingFleet(settings, Path(name), traffic, MODULE, print, options)
             async with fleet.serving():
-                return await play(fleet, averaging, slowed)
+                before = CpuTimes.now()
+                missed = await play(fleet, averaging, slowed)
+                disturbed = disturbance(before, CpuTimes.now())
+    if disturbed:
+        raise NotValid(f"lanes: {disturbed}")
+    return missed

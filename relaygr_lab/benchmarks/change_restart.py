@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from handover import history_of
 from relaygr_lab.bench.statistics import ratio_bounds
+from relaygr_lab.cpu_times import CpuTimes, disturbance
 from relaygr_lab.processes import wait_until
 from relaygr_lab.verdicts import NotValid, some
 
@@ -205,6 +206,7 @@ async def restarts(parent: str | None, *, quick: bool) -> list[str]:
         folder = Path(name)
         async with local_broker(kind, folder=folder) as broker:
             for event in events:
+                before = CpuTimes.now()
                 runs = {False: Run(), True: Run()}
                 for number in range(2 * repeats):
                     file = bool(number % 2)
@@ -216,9 +218,14 @@ async def restarts(parent: str | None, *, quick: bool) -> list[str]:
                         f"{run.missed:>8} {run.hits:>8.0%} {run.failed:>7}"
                     )
                 try:
-                    missed += verdict(event, runs[True], runs[False])
+                    found = verdict(event, runs[True], runs[False])
                 except NotValid as error:
                     unsure.append(str(error))
+                    found = []
+                if disturbed := disturbance(before, CpuTimes.now()):
+                    unsure.append(f"{event}: {disturbed}")
+                else:
+                    missed += found
     if unsure:
         raise NotValid("; ".join([*unsure, *(f"missed: {each}" for each in missed)]))
     return missed

@@ -2,9 +2,9 @@
 
 Prefix KV go from one worker's DRAM tier to another's, in turns with the same bytes by the same TLS over one plain
 socket between the same two processes, whose connection is open and whose bytes nobody has offered; then in turns with
-pauses, while the giver ranks. Both workers run their cache
-on their own device thread, with a model of random weights; what is in the cache is filled in, not computed. No broker
-takes part.
+pauses, while the giver ranks. Beside the speeds stands each side's processor time: where a plain socket keeps both of
+two cores busy, hand-over is slower by as much as it takes more of it. Both workers run their cache on their own device
+thread, with a model of random weights; what is in the cache is filled in, not computed. No broker takes part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from statistics import median
 from types import SimpleNamespace
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -213,19 +213,23 @@ def _receive_plainly(pipe: Connection, into: np.ndarray, context: ssl.SSLContext
 
 
 async def _take(taker: LoneWorker, address: str) -> float:
-    """Seconds of a session that takes all users' prefix KV; they are dropped again."""
+    """Seconds of a session that takes all users' prefix KV."""
     lanes, metrics = range(LANES), taker.metrics
     seconds, entries = taker.taken(metrics.seconds), taker.taken(metrics.entries)
     taker.known = {GIVER: _serving(GIVER, address)}
     taker.service.lanes_changed(lanes, ())
     while taker.taken(metrics.seconds) == seconds:  # noqa: ASYNC110  # a counter tells nobody
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.02)
     if (taken := taker.taken(metrics.entries) - entries) != USERS:
         raise NotValid(f"{taken:.0f} of {USERS} users' prefix KV were taken in one session")
-    taker.service.lanes_changed((), lanes)
+    return taker.taken(metrics.seconds) - seconds
+
+
+async def _drop(taker: LoneWorker) -> None:
+    """Drop what it took."""
+    taker.service.lanes_changed((), range(LANES))
     users = {f"user-{user}" for user in range(USERS)}
     await taker.thread.ask(EraseUser(Erase(id="0" * 16, user=bytes(MARK_BYTES), sent_ms=0), users, users))
-    return taker.taken(metrics.seconds) - seconds
 
 
 async def wire(*, quick: bool) -> list[str]:
@@ -246,39 +250,65 @@ async def wire(*, quick: bool) -> list[str]:
     return missed
 
 
+class Taken(NamedTuple):
+    """One way, once: seconds, and the processors' seconds of both sides."""
+
+    wall_s: float
+    giver_s: float
+    taker_s: float
+
+    @property
+    def cpu_s(self) -> float:
+        """Of both."""
+        return self.giver_s + self.taker_s
+
+    def shown(self, mib: float) -> str:
+        """MiB/s, and µs of giver and taker for a MiB."""
+        return f"{mib / self.wall_s:>8.0f} {1e6 * self.giver_s / mib:>6.0f} {1e6 * self.taker_s / mib:>6.0f}"
+
+
 async def _speed(taker: LoneWorker, pipe: Connection, address: str, repeats: int) -> list[str]:
     context = make_credentials(SETTINGS.handover, TAKER, "127.0.0.1").context(ssl.Purpose.SERVER_AUTH)
     mib, into = USERS * COPY_MIB, np.zeros(USERS * COPY_MIB * MIB, np.uint8)
-    await _take(taker, address)
-    await asyncio.to_thread(_receive_plainly, pipe, into, context)  # both memories have their pages now
-    print(f"\nhand-over of {USERS} users' prefix KV, {COPY_MIB} MiB each: MiB/s, and µs of both processors a MiB")
-    print("the plain socket's speed is that before and after")
-    print(f"{'hand-over':>16} {'plain socket':>16} {'share':>8}")
 
-    async def measured(take: Awaitable[float]) -> tuple[float, float]:
-        at = await _cpu(pipe)
-        return await take, 1e6 * (await _cpu(pipe) - at) / mib
+    async def measured(take: Awaitable[float]) -> Taken:
+        giver_s, taker_s = await _cpu_s(pipe), time.process_time()
+        wall_s = await take
+        return Taken(wall_s, await _cpu_s(pipe) - giver_s, time.process_time() - taker_s)
 
-    def plainly() -> Awaitable[tuple[float, float]]:
-        return measured(asyncio.to_thread(_receive_plainly, pipe, into, context))
+    async def plainly() -> Taken:
+        return await measured(asyncio.to_thread(_receive_plainly, pipe, into, context))
 
-    shares, before = [], await plainly()
+    async def handed_over() -> Taken:
+        taken = await measured(_take(taker, address))
+        await _drop(taker)
+        return taken
+
+    await handed_over()
+    await plainly()  # both memories have their pages now
+    print(f"\nhand-over of {USERS} users' prefix KV, {COPY_MIB} MiB each: MiB/s, and µs of the processors for a MiB")
+    print("the plain socket's speed and time are the means of those before and after")
+    print("hand-over  giver  taker   socket  giver  taker   speed  by time")
+    speeds, times, before = [], [], await plainly()
     for _ in range(repeats):
-        ours, after = await measured(_take(taker, address)), await plainly()
-        plain = (before[0] + after[0]) / 2
-        shares.append(plain / ours[0])
-        print(f"{mib / ours[0]:>8.0f} {ours[1]:>7.0f} {mib / plain:>8.0f} {after[1]:>7.0f} {shares[-1]:>8.2f}")
+        ours, after = await handed_over(), await plainly()
+        plain = Taken(*((one + other) / 2 for one, other in zip(before, after, strict=True)))
+        speeds.append(plain.wall_s / ours.wall_s)
+        times.append(plain.cpu_s / ours.cpu_s)
+        print(f" {ours.shown(mib)} {plain.shown(mib)} {speeds[-1]:>7.2f} {times[-1]:>8.2f}", flush=True)
         before = after
-    print(f"median {median(shares):.2f}, {min(shares):.2f} to {max(shares):.2f}")
-    if (share := median(shares)) < LEAST_OF_FLOOR:
+    for what, each in (("speed", speeds), ("bytes for a second of the processors", times)):
+        print(f"{what}: {median(each):.2f} of the plain socket's, {min(each):.2f} to {max(each):.2f}")
+    if (share := median(speeds)) < LEAST_OF_FLOOR:
         return [f"hand-over: {share:.2f} of a plain socket's speed, at least {LEAST_OF_FLOOR}"]
     return []
 
 
-async def _cpu(pipe: Connection) -> float:
+async def _cpu_s(pipe: Connection) -> float:
+    """The giver's."""
     pipe.send(0.0)
     there: float = await asyncio.to_thread(pipe.recv)
-    return there + time.process_time()
+    return there
 
 
 async def _felt(taker: LoneWorker, pipe: Connection, address: str, seconds: float) -> list[str]:
@@ -290,6 +320,7 @@ async def _felt(taker: LoneWorker, pipe: Connection, address: str, seconds: floa
     while (start := time.monotonic()) < until:
         await _take(taker, address)
         sessions.append((start, time.monotonic()))
+        await _drop(taker)
         await asyncio.sleep(time.monotonic() - start)
     ranked: list[tuple[float, float]] = await asyncio.to_thread(pipe.recv)
     some(sessions, "sessions of hand-over")

@@ -56,12 +56,13 @@ def disturbance(before: CpuTimes | None, after: CpuTimes | None) -> str:
 
 
 def _ours() -> int:
-    """Clock ticks of this process and every descendant that still runs."""
+    """Clock ticks of this process and every descendant, of those that ended once their parents know."""
     parents, ticks = {}, {}
     for entry in PROC.iterdir():
         if entry.name.isdigit():
             try:
-                parents[int(entry.name)], ticks[int(entry.name)] = _stat(entry)
+                parents[int(entry.name)], own, ended = _stat(entry)
+                ticks[int(entry.name)] = own + ended
             except OSError:
                 continue  # it ended meanwhile
     family = {os.getpid()}
@@ -81,7 +82,8 @@ def process_s(pid: int) -> float:
         return 0.0
 
 
-def _stat(process: Path) -> tuple[int, int]:
-    """The parent's id, and clock ticks."""
+def _stat(process: Path) -> tuple[int, int, int]:
+    """The parent's id, and clock ticks: its own, and those of its children that ended."""
     fields = (process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    return int(fields[1]), int(fields[11]) + int(fields[12])  # behind the name: state, ppid, …, utime and stime
+    utime, stime, cutime, cstime = map(int, fields[11:15])  # behind the name: state, ppid, …
+    return int(fields[1]), utime + stime, cutime + cstime

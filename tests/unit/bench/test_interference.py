@@ -22,7 +22,7 @@ def ours_s() -> float:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
-def test_a_child_is_ours_and_its_work_is_counted() -> None:
+def test_a_child_is_ours_and_its_work_is_counted_also_when_it_has_ended() -> None:
     before = ours_s()
     child = subprocess.Popen([sys.executable, "-c", BURN])
     try:
@@ -30,6 +30,7 @@ def test_a_child_is_ours_and_its_work_is_counted() -> None:
     finally:
         child.kill()
         child.wait()
+    assert ours_s() - before > 0.3
 
 
 def test_busy_is_the_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,22 @@ async def test_a_proven_taker_that_sends_nonsense_is_hung_up_on(frames: bytes) -
         assert old.total("bytes", way="given") == 0
 
 
+async def test_a_taker_that_reads_nothing_of_its_copy_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "ANSWER_S", 0.5)
+    ended = asyncio.Event()
+
+    async def give(channel: RawChannel) -> None:
+        with pytest.raises(PeerError, match=r"accepted nothing for 0\.5 s"):
+            await channel.send_copy(memoryview(bytes(64 << 20)), CopyPace(lambda: False), lambda _: None)
+        ended.set()
+
+    async with peers() as (old, _), giver(give, "old") as address:
+        channel = await connect(address, "old", credentials("new"), NETWORKS)
+        await channel.send(Ask(old.identity, tuple(ALL)))
+        await ended.wait()
+        channel.abort()
+
+
 # ---- hostile givers ----
 
 
