@@ -23,7 +23,7 @@ from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
 from tests import needs, properties
-from tests.forks import forking
+from tests.forks import SELDOM_MS, forking
 from tests.longrun import LongRun
 
 # The time of an example depends on the machine, so none is limited. A run judges a change by the same examples as the
@@ -205,8 +205,7 @@ def _time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _embedded_broker_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each consumer asks it 80 times a second, and a test has a dozen: that was most of what such tests took."""
-    monkeypatch.setattr(embedded, "EMBEDDED_FETCH_WAIT_MS", 50)
+    monkeypatch.setattr(embedded, "EMBEDDED_FETCH_WAIT_MS", SELDOM_MS)
 
 
 @pytest.fixture(scope="session")

@@ -35,13 +35,17 @@ IMPORTS: Final = (
     "relaygr_stream.trigger.service",
     "uvloop",
 )
-#: pytest changes it with each test; nothing reads it as it is imported.
-NOT_READ: Final = frozenset({"PYTEST_CURRENT_TEST"})
+#: Names of variables that nothing reads as it is imported: a fork takes their values of its own.
+READ_LATER: Final = ("OTEL_", "PYTEST_", "TESTS_")
+#: Longest wait of a fetch at the embedded broker. Each consumer would ask it 80 times a second, and a test has a dozen:
+#: that was most of what such tests took.
+SELDOM_MS: Final = 50
 #: Importing takes seconds, and a fork milliseconds: a server that is silent for longer hangs.
 FORK_TIMEOUT_S: Final = children.START_TIMEOUT_S
 #: What a message has at most, in bytes; a command line has a thousand. `ps` shows as many of them.
 MAX_MESSAGE: Final = 1 << 15
 SHOWN: Final = 2000
+ENDED: Final = "the process that forks workers has ended, and its forks with it"
 PR_SET_NAME: Final = 15  # <linux/prctl.h>
 
 State = tuple[Mapping[str, str], str, frozenset[int]]
@@ -57,12 +61,12 @@ def forking() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    forks = _Forks()
+    forks, before = _Forks(), children.start_process
     children.start_process = forks.start
     try:
         yield
     finally:
-        children.start_process = children.popen
+        children.start_process = before
         forks.close()
 
 
@@ -83,7 +87,8 @@ class _Forks:
         if self._server.poll() is not None:  # it said why, or somebody killed it
             return children.popen(command, environment, log)
         link, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        message = json.dumps([str(Path.cwd()), *command]).encode()
+        own = {name: value for name, value in environment.items() if name.startswith(READ_LATER)}
+        message = json.dumps([own, str(Path.cwd()), list(command)]).encode()
         with far:
             socket.send_fds(self._control, [message], [log.fileno(), far.fileno()])
         return _Forked(link)
@@ -102,7 +107,12 @@ class _Forks:
     def close(self) -> None:
         self._theirs.close()
         self._control.close()  # on which it ends, and its forks get SIGTERM
-        if self._server is not None:
+        if self._server is None:
+            return
+        try:
+            self._server.wait(FORK_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # it hangs
+            self._server.kill()
             self._server.wait()
 
 
@@ -151,6 +161,8 @@ class _Forked:
         with self._lock:
             if self._code is not None:
                 return False
+            if self._link.fileno() < 0:
+                raise RelayError(ENDED)
             waiting.register(self._link, select.POLLIN)
         if not waiting.poll(None if timeout_s is None else timeout_s * 1e3):
             return False
@@ -158,7 +170,8 @@ class _Forked:
             if self._code is None:
                 said = self._link.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
                 if not said:
-                    raise RelayError("the process that forks workers has ended, and its forks with it")
+                    self._link.close()
+                    raise RelayError(ENDED)
                 if self._pid:
                     self._code = int(said)
                     self._link.close()
@@ -169,7 +182,7 @@ class _Forked:
 
 def _state(environment: Mapping[str, str]) -> State:
     """What a process takes over from its parent, and reads as it begins."""
-    names = {name: value for name, value in environment.items() if name not in NOT_READ}
+    names = {name: value for name, value in environment.items() if not name.startswith(READ_LATER)}
     return names, os.readlink("/proc/thread-self/ns/net"), frozenset(os.sched_getaffinity(0))  # noqa: PTH115
 
 
@@ -204,7 +217,9 @@ def _serve(control: socket.socket) -> list[str]:
                 if other.data:
                     os.close(other.fd)
             selector.close()
-            folder, *command = (str(each) for each in json.loads(message))
+            read: tuple[dict[str, str], str, list[str]] = json.loads(message)
+            own, folder, command = read
+            os.environ.update(own)
             _become(command, folder, log)
             return command
 
@@ -237,6 +252,7 @@ def _import() -> None:
     for name in IMPORTS:
         import_module(name)
     del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+    setattr(import_module("relaygr_stream.bus.embedded"), "EMBEDDED_FETCH_WAIT_MS", SELDOM_MS)  # noqa: B010
     if not (first := os.fork()):  # OpenBLAS ends its threads before a fork
         os._exit(0)
     os.waitpid(first, 0)

@@ -1,4 +1,4 @@
-"""model.factory = "tests.e2e.gated:gated": a tiny model that waits, and one that takes its process along."""
+"""A tiny model that waits, and one that takes its process along."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,6 +16,8 @@ from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.settings.worker import Model
 
+#: Settings of a worker that has it.
+SETTINGS: Final = (f"model.path={Path(__file__).parents[2]}", "model.factory=tests.e2e.gated:gated")
 #: While the file that this variable of the environment names exists, scoring waits.
 GATE = "TESTS_GATE"
 #: A candidate, or an item of a history, that kills the process which scores or prefills it.

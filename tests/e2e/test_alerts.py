@@ -287,28 +287,20 @@ def test_every_arm_of_a_rule_has_a_case() -> None:
 
 
 @pytest.mark.stack
-def test_a_rule_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
-    """Each arm of it, too."""
+def test_a_rule_fires_when_it_should_and_names_the_fleet_that_suffers(tmp_path: Path) -> None:
+    """Each arm of it, too. Two fleets, of which one is well, are scraped by one Prometheus, and are told apart by the
+    label `fleet` alone; one fleet needs no such label."""
 
     def tests(alert: str, case: Case) -> list[dict[str, Any]]:
-        fires = [checked(alert, arm, {"{}": 1}) for arm in (case.fires, *case.also)]
-        return [*fires, checked(alert, case.rests, {})]
-
-    assert_hold(tests, tmp_path)
-
-
-@pytest.mark.stack
-def test_of_two_fleets_a_rule_names_the_one_that_suffers(tmp_path: Path) -> None:
-    """Both are scraped by one Prometheus, and are told apart by the label `fleet` alone."""
-
-    def tests(alert: str, case: Case) -> list[dict[str, Any]]:
-        one = [
+        arms = (case.fires, *case.also)
+        alone = [checked(alert, arm, {"{}": 1}) for arm in arms if arm in (case.fires, NOTHING)]
+        beside = [
             checked(alert, of_fleet("a", arm) | of_fleet("b", case.rests), {'{fleet="a"}': 1})
-            for arm in (case.fires, *case.also)
+            for arm in arms
             if arm != NOTHING or case.fires == NOTHING
         ]
         both = of_fleet("a", case.fires) | of_fleet("b", case.fires)
-        return [*one, checked(alert, both, {'{fleet="a"}': 1, '{fleet="b"}': 1})]
+        return [*alone, *beside, checked(alert, both, {'{fleet="a"}': 1, '{fleet="b"}': 1})]
 
     assert_hold(tests, tmp_path)
 

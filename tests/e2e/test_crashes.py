@@ -25,7 +25,7 @@ from relaygr_stream.wire.records import (
     Record,
 )
 from tests.e2e.fleet import Fleet
-from tests.e2e.gated import POISON
+from tests.e2e.gated import POISON, SETTINGS
 from tests.unit.worker.services import history
 from tests.waiting import until
 
@@ -34,7 +34,7 @@ LIMIT = 3
 
 @pytest.mark.timeout(400)
 async def test_a_request_that_ends_each_worker_is_answered_failed_after_so_many(
-    kafka_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kafka_settings: Kafka, tmp_path: Path
 ) -> None:
     replies: dict[bytes, list[ScoreReply]] = {}
     dead: list[Record] = []
@@ -55,7 +55,6 @@ async def test_a_request_that_ends_each_worker_is_answered_failed_after_so_many(
             )
         )
 
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     async with Fleet(kafka_settings, tmp_path) as fleet:
         topics = fleet.topics
         async with (
@@ -69,9 +68,7 @@ async def test_a_request_that_ends_each_worker_is_answered_failed_after_so_many(
                 await producer.send_and_wait(topics.ranking.name, ranking(name, candidate), key=b"u", headers=headers)
 
             def start(number: int) -> None:
-                fleet.start(
-                    "worker", f"w{number}", "worker.max_timeout_ms=3600000", "model.factory=tests.e2e.gated:gated"
-                )
+                fleet.start("worker", f"w{number}", "worker.max_timeout_ms=3600000", *SETTINGS)
 
             start(0)
             await fleet.ready("w0")
@@ -96,7 +93,7 @@ async def test_a_request_that_ends_each_worker_is_answered_failed_after_so_many(
 @pytest.mark.parametrize("delegated", [False, True])
 @pytest.mark.timeout(400)
 async def test_a_signal_that_ends_each_worker_is_buried_after_so_many(
-    kafka_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delegated: bool
+    kafka_settings: Kafka, tmp_path: Path, delegated: bool
 ) -> None:
     dead: list[Record] = []
     user = history("u", 20)
@@ -109,7 +106,6 @@ async def test_a_signal_that_ends_each_worker_is_buried_after_so_many(
         delegate="w9" if delegated else msgspec.UNSET,
     )
     after = msgspec.structs.replace(signal, request_id="after", prefix=user)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     async with Fleet(kafka_settings, tmp_path) as fleet:
         topics = fleet.topics
         topic = (topics.ranking if delegated else topics.pre_infer).name
@@ -119,9 +115,7 @@ async def test_a_signal_that_ends_each_worker_is_buried_after_so_many(
             Producer(kafka_settings, client_id="trigger") as producer,
         ):
             for number in range(LIMIT):
-                fleet.start(
-                    "worker", f"w{number}", "model.factory=tests.e2e.gated:gated", "relay.life_window_ms=3600000"
-                )
+                fleet.start("worker", f"w{number}", "relay.life_window_ms=3600000", *SETTINGS)
                 if number == 0:
                     await fleet.ready("w0")
                     await fleet.lanes_settled("w0")
@@ -130,7 +124,7 @@ async def test_a_signal_that_ends_each_worker_is_buried_after_so_many(
                 child = fleet.children[f"w{number}"]
                 await until(lambda: child.exit_code is not None, f"w{number} ended by the poison", 120)  # noqa: B023
                 assert child.exit_code == 9
-            fleet.start("worker", "last", "model.factory=tests.e2e.gated:gated")
+            fleet.start("worker", "last", *SETTINGS)
             await until(lambda: dead, "the dead letter", 120)
             (letter,) = (dict(record.headers) for record in dead)
             assert (letter[HEADER_REASON], letter[HEADER_ORIGIN_TOPIC]) == (b"crashed", topic.encode())

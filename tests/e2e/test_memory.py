@@ -17,8 +17,8 @@ from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import decode, encode
 from relaygr_stream.wire.messages import RankingRequest, ScoreReply
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
+from tests.e2e import gated
 from tests.e2e.fleet import MIB, Fleet
-from tests.e2e.gated import GATE, POISON
 from tests.waiting import until
 
 REQUESTS = 150
@@ -41,9 +41,8 @@ async def test_requests_that_wait_take_no_more_memory_than_allowed(
         answers.update(decode(ScoreReply, record.value).status for record in records)
 
     gate = tmp_path / "gate"
-    monkeypatch.setenv(GATE, str(gate))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    history = Behaviours.of(np.arange(TOKENS) % POISON, np.zeros(TOKENS, int), np.arange(TOKENS) * 1000)
+    monkeypatch.setenv(gated.GATE, str(gate))
+    history = Behaviours.of(np.arange(TOKENS) % gated.POISON, np.zeros(TOKENS, int), np.arange(TOKENS) * 1000)
     value = encode(
         RankingRequest(
             request_id="r", user_id="hog", prefix=history, candidates=pack_items([1, 2]), timeout_ms=3.6e6, mode="full"
@@ -60,7 +59,7 @@ async def test_requests_that_wait_take_no_more_memory_than_allowed(
             "worker.hbm_bytes=64MiB",
             "worker.max_timeout_ms=200000",  # longer than this test: nothing expires
             "kafka.max_poll_interval_ms=120000",  # the device stands still on purpose
-            "model.factory=tests.e2e.gated:gated",
+            *gated.SETTINGS,
         )
         await fleet.ready("w1")
         await fleet.lanes_settled("w1")

@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from relaygr_stream.errors import RelayError
 from relaygr_stream.ops.children import Child
+from tests import forks
 from tests.waiting import until, until_blocking
 
 pytestmark = [pytest.mark.stack, pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux alone")]
@@ -90,3 +92,22 @@ async def test_a_killed_fork_has_the_signals_code(silent: str, tmp_path: Path) -
     child = Child("worker", ["worker", f"--bootstrap={silent}"], tmp_path)
     os.kill(child.pid, signal.SIGKILL)
     assert await child.wait() == -signal.SIGKILL
+
+
+async def test_where_the_process_that_is_forked_hangs_it_is_said_and_all_end(
+    silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with forks.forking():
+        child = Child("worker", ["worker", f"--bootstrap={silent}"], tmp_path)
+        process = psutil.Process(child.pid)
+        server = process.parent()
+        assert server is not None
+        server.suspend()
+        monkeypatch.setattr(forks, "FORK_TIMEOUT_S", 0.2)
+        late = Child("late", ["worker", f"--bootstrap={silent}"], tmp_path)
+        with pytest.raises(RelayError, match="nothing was forked within"):
+            late.kill()
+    until_blocking(lambda: not process.is_running(), "ended")
+    for each in (child, late):
+        with pytest.raises(RelayError, match="has ended"):
+            await each.wait()
