@@ -118,13 +118,17 @@ def main() -> None:
 @main.command()
 @settings_options
 @scenario_option
-def worker(settings: Settings) -> None:
+@click.option("--reserve", is_flag=True, help="Stand by, without a model, until a planner moves it to a scenario.")
+def worker(settings: Settings, reserve: bool) -> None:
     """Run a worker, which scores ranking requests.
 
     It holds prefix KV on one device; run one worker per device.
 
     Example: relaygr worker --profile workers/cpu.toml --set worker.name=w1 --bootstrap kafka:9092
     """
+    if reserve and settings.scenario:
+        raise click.UsageError("a worker of the reserve serves no scenario yet: leave out --scenario or --reserve")
+    settings = settings.standing_by() if reserve else settings
     from relaygr_stream.models.devices import select_device
     from relaygr_stream.telemetry.process import run_process
 

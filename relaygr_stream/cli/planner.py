@@ -11,6 +11,7 @@ import click
 
 from relaygr_stream.cli.options import settings_options
 from relaygr_stream.errors import RelayError
+from relaygr_stream.settings.scenarios import RESERVE
 from relaygr_stream.settings.schema import Settings
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _table(plan: FleetPlan) -> Table:
 def _moves(plan: FleetPlan) -> str:
     if plan.move is None:
         return "no worker should move now"
-    source = plan.move.source or "the reserve"
+    source = "the reserve" if plan.move.source == RESERVE else plan.move.source
     return f"proposes to move a worker from {source} to {plan.move.target}: {plan.move.reason}"
 
 

@@ -19,6 +19,7 @@ from click.core import ParameterSource
 
 from relaygr_stream.cli.options import parse_flags, source_options
 from relaygr_stream.errors import ConfigError, RelayError
+from relaygr_stream.settings.scenarios import RESERVE
 from relaygr_stream.settings.section import MAX_PORT
 from relaygr_stream.telemetry.printable import printable
 
@@ -57,6 +58,12 @@ PACKAGED_LINE = (
     "beyond these get a worker each, by priority in turn, and a planner that moves workers runs, too. --workers: of "
     "what is of no scenario, none by default.",
 )
+@click.option(
+    "--reserve",
+    default=0,
+    type=click.IntRange(0, 256),
+    help="With --fleet: so many further workers stand by, without a model, until the planner moves them.",
+)
 @click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Devices, assigned to workers in turn: cuda:0,cuda:1.")
 @click.option(
     "--rolling",
@@ -72,6 +79,7 @@ def up_command(
     trigger: bool,
     name: str | None,
     fleet: str | None,
+    reserve: int,
     devices: str | None,
     rolling: bool,
     files: tuple[str, ...],
@@ -104,6 +112,8 @@ def up_command(
         files = (*files, fleet)
         if context.get_parameter_source("workers") is ParameterSource.DEFAULT:
             workers, trigger = 0, False
+    elif reserve:
+        raise click.UsageError("--reserve is for a fleet's scenarios: name its file by --fleet")
     elif not (workers or trigger):
         raise click.UsageError("nothing to run: --workers 0 and --no-trigger; leave out one of them")
     # Loaded here so that a mistake is reported once, of each process's own settings, too, which it loads itself.
@@ -125,11 +135,11 @@ def up_command(
         tempfile.TemporaryDirectory(prefix="relaygr-up-", ignore_cleanup_errors=True) as folder,
     ):
         processes, roles = [], Counter[str]()
-        planned = plan(host, workers, scenarios, settings, devices, trigger=trigger)
+        planned = plan(host, workers, scenarios, settings, devices, reserve, trigger=trigger)
         for process in planned:
             flags = {"kafka.bootstrap": bootstrap, **parse_flags((*assignments, *process.assignments))}
             own = load_settings(files, flags).settings
-            if process.scenario:
+            if process.scenario not in ("", RESERVE):
                 own.serving(process.scenario)
             arguments = [process.role, *shared, *process.arguments]
             processes.append(Supervised(process.name, arguments, Path(folder), settings.telemetry.host))
@@ -148,7 +158,8 @@ def up_command(
 
 @dataclass(frozen=True)
 class Planned:
-    """A process that `up` keeps. assignments: its own settings. scenario: that it serves; "": none."""
+    """A process that `up` keeps. assignments: its own settings. scenario: that it serves; "": none; RESERVE: for which
+    it stands by."""
 
     name: str
     role: str  # "trigger", "planner", "worker"
@@ -160,7 +171,8 @@ class Planned:
         """Of its command, behind its role and what all processes have."""
         own = [argument for assignment in self.assignments for argument in ("--set", assignment)]
         acts = ("--mode", "act") if self.role == "planner" else ()
-        return [*own, *acts, *(("--scenario", self.scenario) if self.scenario else ())]
+        of = ("--reserve",) if self.scenario == RESERVE else ("--scenario", self.scenario) if self.scenario else ()
+        return [*own, *acts, *of]
 
 
 def plan(
@@ -169,23 +181,26 @@ def plan(
     scenarios: Sequence[Scenario],
     settings: Settings,
     devices: str | None = None,
+    reserve: int = 0,
     *,
     trigger: bool = True,
 ) -> list[Planned]:
-    """Triggers first, then a planner where scenarios have workers to move, then workers: those of no scenario, then
-    those of each, in the order of the names.
+    """Triggers first, then a planner where there are workers to move, then workers: those of no scenario, then those of
+    each, in the order of the names, then so many in reserve.
 
     Devices and ports are given in turn. Raises ConfigError where the ports are not enough.
     """
     of = {each.name: each.min_workers for each in scenarios}
     listed = _listed(devices or "")
-    spare = max(0, len(listed) - workers - sum(of.values())) if scenarios else 0
+    spare = max(0, len(listed) - workers - sum(of.values()) - reserve) if scenarios else 0
     for _, each in zip(range(spare), cycle(sorted(scenarios, key=lambda each: -each.priority)), strict=False):
         of[each.name] += 1
     first = [("trigger", name) for name in (*([""] if trigger else []), *of)]
-    if spare and len(scenarios) > 1:
+    if reserve or (spare and len(scenarios) > 1):
         first.append(("planner", ""))
-    numbered = [(name, number) for name, count in ({"": workers} | of).items() for number in range(count)]
+    numbered = [
+        (name, number) for name, count in ({"": workers} | of | {RESERVE: reserve}).items() for number in range(count)
+    ]
     telemetry = _ports("telemetry.port", settings.telemetry.port, len(first) + len(numbered))
     handover = _ports("handover.port", settings.handover.port, len(numbered))
     found = [Planned(f"{role}-{name}" if name else role, role, tuple(telemetry.pop(0)), name) for role, name in first]

@@ -25,6 +25,7 @@ from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import TopicRow
 from relaygr_stream.bus.topics import delete_before, topic_exists, verify_topics
 from relaygr_stream.errors import BrokerError, DecodeError
+from relaygr_stream.settings.scenarios import RESERVE
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.erase import KEY_PREFIX, KIND, Erase, encode_erase
 from relaygr_stream.wire.messages import WorkerStatus, tenant_key
@@ -112,6 +113,8 @@ async def _ask(settings: Settings, user_key: str, wait_s: float, done: Erased) -
             except DecodeError:
                 done.unread += 1
                 continue
+            if isinstance(status, WorkerStatus) and status.scenario == RESERVE:
+                continue  # it stands by, and has no users
             if isinstance(status, WorkerStatus | TriggerStatus):
                 asked = _Asked(isinstance(status, TriggerStatus), status.name)
                 living[asked] = status

@@ -31,8 +31,10 @@ IN_A_FILE: Final = (
 )
 #: A scenario's name is a group's (wire/routes.py: GroupName).
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
+#: What the workers of the reserve are assigned to: they stand by for every scenario, and serve none.
+RESERVE: Final = "reserve"
 #: Keys of other records on `routes` (wire/routes.py, wire/assignments.py), and the group that `relaygr rollout` makes.
-RESERVED: Final = ("default", "assignments", "next")
+RESERVED: Final = ("default", "assignments", RESERVE, "next")
 #: Longest kafka.prefix (schema.py).
 LONGEST_PREFIX: Final = 64
 #: A model's factory, module:name; anything else is a checkpoint.
@@ -128,4 +130,6 @@ def _check_tenants(found: dict[str, dict[str, Value]]) -> None:
 
 def scenario_in_words(name: str) -> str:
     """For people; "": none."""
+    if name == RESERVE:
+        return "the reserve"
     return f"scenario {name}" if name else "no scenario"

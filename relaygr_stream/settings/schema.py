@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, structs
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings.scenarios import FACTORY, SECTION, Scenario
+from relaygr_stream.settings.scenarios import FACTORY, RESERVE, SECTION, Scenario
 from relaygr_stream.settings.section import BYTES, LABEL, Ms, Name, Port, Positive, Section, Share, SharedSecret, doc
 from relaygr_stream.settings.worker import Handover, Model, Worker
 
@@ -309,6 +309,12 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             relay=replace(self.relay, slo_ms=scenario.slo_ms),
             model=model,
         )
+
+    def standing_by(self) -> Settings:
+        """The settings of a worker of the reserve. Raises ConfigError where there are no scenarios to stand by for."""
+        if not self.scenarios:
+            raise ConfigError("a reserve is for scenarios, and there are none: give the fleet's file with --config")
+        return structs.replace(self, scenario=RESERVE, fleet=self)
 
     @property
     def longest_history(self) -> int:

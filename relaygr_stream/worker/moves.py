@@ -60,8 +60,16 @@ class ScenarioMoves:
             return self.serving
         return self._newest.workers.get(self._name, self._own)
 
-    async def until_away(self) -> None:
-        """Wait until it is to serve another scenario."""
+    async def until_away(self, stop: asyncio.Event) -> None:
+        """Wait until the process stops, or is to serve another scenario."""
+        ends = [asyncio.ensure_future(wait) for wait in (stop.wait(), self._until_called())]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in ends:
+                each.cancel()
+
+    async def _until_called(self) -> None:
         while self.target == self.serving:
             self._news.clear()
             await self._news.wait()

@@ -226,7 +226,7 @@ class WorkerProcess:
                 self._moves.arrive()
                 reporter.serve()
                 background.start(reporter.publish_now())  # triggers count no lanes of a worker that starts
-                await background.until(self._called_away())
+                await background.until(self._moves.until_away(context.stop))
                 watch.cancel()
                 if not context.stop.is_set():
                     context.doing = f"moves to {scenario_in_words(self._moves.target)}"
@@ -271,15 +271,6 @@ class WorkerProcess:
                 setting="worker.drain_ms",
             )
         return drained
-
-    async def _called_away(self) -> None:
-        """Wait until the process stops, or is to serve another scenario."""
-        ends = [asyncio.ensure_future(wait) for wait in (self._process.stop.wait(), self._moves.until_away())]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in ends:
-                each.cancel()
 
     async def _sample_ages(self) -> None:
         """Ask where our lanes end: what is read beyond is younger than that (Intake)."""

@@ -21,7 +21,7 @@ from relaygr_stream.bus.assignments import AssignmentsTail
 from relaygr_stream.bus.topics import topic_exists
 from relaygr_stream.engine.build import build, free_memory
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, RelayError, Superseded
-from relaygr_stream.settings.scenarios import scenario_in_words
+from relaygr_stream.settings.scenarios import RESERVE, scenario_in_words
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.limiter import LogLimiter
@@ -32,6 +32,7 @@ from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.handing import MakeHandover
 from relaygr_stream.worker.moves import ScenarioMoves
 from relaygr_stream.worker.process import Build, made_worker, name_of
+from relaygr_stream.worker.reserve import stand_by
 
 log = structlog.get_logger(__name__)
 limited: Final = LogLimiter().limited
@@ -94,6 +95,9 @@ def _say_defect(error: Exception) -> None:
 
 async def _live(context: ProcessContext, moves: ScenarioMoves, make_handover: MakeHandover, build: Build) -> bool:
     """One worker from its model to its end. Returns False if it was called away, and records were left."""
+    if moves.serving == RESERVE:
+        await stand_by(context, moves)
+        return True
     async with made_worker(context, make_handover, build, moves) as worker:
         return await worker.run() or context.stop.is_set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from relaygr_lab.processes import servable
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.assignments import write_assignments
+from relaygr_stream.bus.contents import read_all
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.client import RelayClient
@@ -36,9 +38,9 @@ SLO_MS = 60_000.0
 
 
 class Scene:
-    """Two scenarios with models of their own, and a third whose model is not there."""
+    """Two scenarios with models of their own, and perhaps a third whose model is not there."""
 
-    def __init__(self, kafka: Kafka, folder: Path) -> None:
+    def __init__(self, kafka: Kafka, folder: Path, *, broken: bool) -> None:
         base = msgspec.structs.replace(TEST_SETTINGS, kafka=kafka)
         smaller = msgspec.structs.replace(base, model=msgspec.structs.replace(base.model, layers=1))
         scenarios = (
@@ -48,14 +50,14 @@ class Scene:
         )
         self.settings: Settings = msgspec.structs.replace(
             servable(base, folder),
-            scenarios=scenarios,
+            scenarios=scenarios if broken else scenarios[1:],
             handover=Handover(secret="a secret of this fleet"),
             client=Client(timeout_ms=60_000),
         )
         self.children: dict[str, Child] = {}
         self.statuses: dict[str, WorkerStatus] = {}  # the newest of each worker, of whatever group
         self.on_status: Callable[[WorkerStatus], None] = lambda _: None
-        self.answers: list[tuple[str, str, str]] = []  # scenario, worker, model version
+        self.answers: list[tuple[str, str, str, float]] = []  # scenario, worker, model version, seconds
         self._folder = folder
         self._epoch = now_ms()
 
@@ -66,11 +68,19 @@ class Scene:
 
     async def assign(self, **workers: str) -> int:
         """Returns the epoch."""
-        topics, self._epoch = load_topics(self.settings.kafka), self._epoch + 1
+        topics, self._epoch = load_topics(self.settings.kafka), max(self._epoch + 1, now_ms())
         assignments = Assignments(epoch=self._epoch, sent_ms=now_ms(), planner="test", workers=workers)
         async with Producer(self.settings.kafka, client_id="planner") as producer:
             await write_assignments(producer, topics, StatusReader.of(self.settings, topics), assignments)
         return self._epoch
+
+    async def own_statuses(self) -> dict[str, WorkerStatus]:
+        """The newest of each worker on the fleet's own topic: of none but those that stand by."""
+        topic, found = load_topics(self.settings.kafka).worker_status.name, dict[str, WorkerStatus]()
+        for record in await read_all(self.settings.kafka, topic, [0]):
+            found.pop((record.key or b"").decode(), None)
+            found.update({status.name: status for status in worker_statuses([record])})
+        return found
 
     def serves(self, name: str, scenario: str, epoch: int) -> bool:
         """Whether it states that it serves there, has lanes, and obeys the epoch."""
@@ -87,17 +97,17 @@ class Scene:
         """One request after the other, each of which must be answered with scores."""
         number = 0
         while True:
-            number += 1
+            number, began_s = number + 1, time.monotonic()
             history = Behaviours.of(list(range(1, 31)), [1] * 30, list(range(30)))
             async with relay.request(f"u{number % 20}", history, candidates=3, scenario=scenario) as request:
                 ranking = await request.rank([1, 2, 3])
-            self.answers.append((scenario, ranking.worker, ranking.model_version))
+            self.answers.append((scenario, ranking.worker, ranking.model_version, time.monotonic() - began_s))
             await asyncio.sleep(0.05)  # the processor is for the workers that load
 
 
 @asynccontextmanager
-async def scene_on(kafka: Kafka, folder: Path) -> AsyncIterator[Scene]:
-    scene = Scene(kafka, folder)
+async def scene_on(kafka: Kafka, folder: Path, *, broken: bool = True) -> AsyncIterator[Scene]:
+    scene = Scene(kafka, folder, broken=broken)
     await make_groups(scene.settings, lambda _: None)
     groups = [load_topics(scene.settings.serving(each.name).kafka) for each in scene.settings.scenarios]
     tails = [TopicTail(kafka, topics.worker_status.name, [0], "latest", scene.on_statuses) for topics in groups]
@@ -144,7 +154,7 @@ async def test_a_worker_moves_there_and_back_under_load_and_stays_where_the_othe
         build = next(each for each in mover.samples() if each.name == "relaygr_build_info")
         assert build.labels["scenario"] == "search"
         assert os.getpgid(mover.pid) and scene.statuses["mover"].pid == pid, "one process"
-        versions = {(scenario, version) for scenario, _, version in scene.answers}
+        versions = {(scenario, version) for scenario, _, version, _ in scene.answers}
         assert len(versions) == 2, "each scenario is scored by its own model alone"
 
 

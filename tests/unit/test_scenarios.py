@@ -122,7 +122,10 @@ def test_a_later_file_counts_for_the_keys_that_it_has(tmp_path: Path) -> None:
         ("[scenario.'a\u00e4']\n", "[scenario.a\u00e4]"),
         ('[scenario."a\\n"]\n', "up to 24 of a–z, 0–9 and -"),
         (f"[scenario.{'a' * 25}]\n", "up to 24 of a–z, 0–9 and -"),
-        *((f"[scenario.{name}]\n", "not default, assignments or next; choose another one") for name in RESERVED),
+        *(
+            (f"[scenario.{name}]\n", "not default, assignments, reserve or next; choose another one")
+            for name in RESERVED
+        ),
         (
             f"[kafka]\nprefix = '{'p' * 60}'\n[scenario.feed]\n",
             "has more than 64 characters; shorten the name or `kafka.prefix`",
@@ -248,6 +251,18 @@ def test_devices_beyond_min_workers_get_workers_by_priority_and_a_planner_moves_
     planner = plan("h", 0, scenarios, settings, "cpu,cpu,cpu,cpu", trigger=False)[2]
     assert planner == Planned("planner", "planner", ("telemetry.port=9002",))
     assert planner.arguments == ["--set", "telemetry.port=9002", "--mode", "act"]
+    spared = plan("h", 0, scenarios, settings, "cpu,cpu,cpu,cpu,cpu", reserve=1, trigger=False)
+    assert [each.name for each in spared[3:]] == [*least, "h-feed-2", "h-reserve-0"]
+    assert spared[-1].arguments == [
+        "--set",
+        "telemetry.port=9007",
+        "--set",
+        "worker.name=h-reserve-0",
+        "--set",
+        "worker.device=cpu",
+        "--reserve",
+    ]
+    assert [each.role for each in plan("h", 0, scenarios[:1], settings, reserve=1, trigger=False)].count("planner") == 1
     alone = plan("h", 0, scenarios[:1], settings, "cpu,cpu", trigger=False)
     assert [each.role for each in alone] == ["trigger", "worker", "worker"], "a single scenario has nobody to give to"
 

@@ -17,7 +17,7 @@ from typing import Final, Literal, NamedTuple
 
 from relaygr_stream.ops.planner.plan import Damping
 from relaygr_stream.ops.planner.seen import Observation, WorkerSeen
-from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.scenarios import RESERVE, Scenario
 from relaygr_stream.wire.assignments import MAX_WORKERS
 from relaygr_stream.wire.planner_status import Move
 
@@ -139,9 +139,11 @@ def _back(moves: MovesMemory, pending: PendingMove, seen: Observation) -> str:
 
 
 def _has_arrived(pending: PendingMove, seen: Observation) -> bool:
-    """Whether its status says so, and it serves: it has lanes, or has answered."""
+    """Whether its status says so, and it serves: it has lanes, or has answered. In the reserve it does neither."""
     worker = _seen_in(seen, pending.target, pending.worker)
-    return worker is not None and worker.epoch >= pending.epoch and bool(worker.lanes or worker.answers)
+    if worker is None or worker.epoch < pending.epoch:
+        return False
+    return pending.target == RESERVE or bool(worker.lanes or worker.answers)
 
 
 def _why_given_up(pending: PendingMove, seen: Observation, damping: Damping) -> str:

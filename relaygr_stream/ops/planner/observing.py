@@ -7,12 +7,18 @@ from typing import Final
 from relaygr_stream.ops.planner.seen import GroupSeen, WorkerSeen
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.tally import KINDS, Tally, growth, lately
+from relaygr_stream.wire.messages import WorkerStatus
 
 #: Device time for prefixes and for scores, in a status's counters.
 PREFIX_MS: Final = ("pre_infer_ms", "full_ms")
 SCORE_MS: Final = "ranking_ms"
 #: The counters of signals whose prefix KV are, or become, ready here.
 READY: Final = tuple(f"signal_{result}" for result in ("computed", "extended", "hbm", "dram", "joined"))
+
+
+def observed_reserve(view: Overview) -> GroupSeen:
+    """The workers that stand by. view: of the fleet's own group."""
+    return GroupSeen(workers=tuple(_worker(status) for _, status in sorted(view.living_reserve().items())))
 
 
 def observed(view: Overview) -> GroupSeen:
@@ -30,18 +36,26 @@ def observed(view: Overview) -> GroupSeen:
         prefix_ms += sum(grown[name] for name in PREFIX_MS)
         score_ms += grown[SCORE_MS] if told else each.last.busy_share * seconds * 1e3
         prefixes += max(own.answers["ok"], sum(grown[name] for name in READY) + own.outcomes["full"])
-        given_up = each.last.given_up or None
-        workers.append(
-            WorkerSeen(
-                name=each.last.name, answers=own.all, late=max(0, own.judged - own.within_slo),
-                busy=each.last.busy_share, lanes=len(each.last.lanes), epoch=each.last.assigned or 0,
-                given_up=given_up.epoch if given_up else 0, why=given_up.reason if given_up else "",
-            )
-        )  # fmt: skip
+        late = max(0, own.judged - own.within_slo)
+        workers.append(_worker(each.last, answers=own.all, late=late, busy=each.last.busy_share))
     return GroupSeen(
         workers=tuple(workers),
         per_second=per_second,
         prefix_ms=prefix_ms / prefixes if prefixes else 0.0,
         score_ms=score_ms / scored if (scored := tally.answers["ok"]) else 0.0,
         p99_ms=tally.quantile_ms(0.99, *KINDS),
+    )
+
+
+def _worker(status: WorkerStatus, answers: int = 0, late: int = 0, busy: float = 0.0) -> WorkerSeen:
+    given_up = status.given_up or None
+    return WorkerSeen(
+        name=status.name,
+        answers=answers,
+        late=late,
+        busy=busy,
+        lanes=len(status.lanes),
+        epoch=status.assigned or 0,
+        given_up=given_up.epoch if given_up else 0,
+        why=given_up.reason if given_up else "",
     )

@@ -17,7 +17,7 @@ import msgspec
 from relaygr_stream.ops.planner.demand import ALLOWED_LATE, MOST_USE, demand_of
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation
 from relaygr_stream.ops.planner.shared import Group, shared_group
-from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.scenarios import RESERVE, Scenario
 from relaygr_stream.wire.planner_status import FleetPlan, Move, ScenarioPlan
 
 #: Fewer late answers of a worker in a window are chance.
@@ -256,7 +256,7 @@ def _move(lacking: Sequence[_Need], needs: Iterable[_Need], reserve: int) -> Mov
         name = taker.scenario.name
         why = f"{name} needs {taker.floor} workers and has {taker.workers}"
         if reserve:
-            return Move(source="", target=name, reason=f"{why}; the reserve has {reserve}")
+            return Move(source=RESERVE, target=name, reason=f"{why}; the reserve has {reserve}")
         givers = [each for each in every if each.may_give and each is not taker]
         whole = [each for each in givers if each.is_whole_without_one]
         lower = [each for each in givers if _may_be_cut(each, taker)]

@@ -21,11 +21,11 @@ from relaygr_stream.bus.topics import verified_topics, verify_topics
 from relaygr_stream.errors import BrokerError, ConfigError
 from relaygr_stream.ops.planner.acting import Acting, acting
 from relaygr_stream.ops.planner.metrics import PlannerMetrics
-from relaygr_stream.ops.planner.observing import observed
+from relaygr_stream.ops.planner.observing import observed, observed_reserve
 from relaygr_stream.ops.planner.plan import DAY, Damping, Memory, decide
 from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.ops.status.overview import LISTEN_S, Overview, listening
-from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.scenarios import RESERVE, Scenario
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext, version
@@ -60,23 +60,27 @@ def scenarios_of(settings: Settings) -> Sequence[Scenario]:
 
 
 class Planner:
-    """Observes the groups, by scenario, and decides again and again. file: gets each observation as a line of JSON."""
+    """Observes the groups, by scenario, and decides again and again. own: the fleet's own group, with those that stand
+    by. file: gets each observation as a line of JSON."""
 
     def __init__(
         self,
         scenarios: Sequence[Scenario],
         views: Mapping[str, Overview],
+        own: Overview,
         file: IO[bytes] | None,
         damping: Damping,
         acting: Acting | None,
     ) -> None:
-        self._scenarios, self._views, self._file = scenarios, views, file
+        self._scenarios, self._views, self._own, self._file = scenarios, views, own, file
         self._damping, self._acting = damping, acting
         self._memory = Memory()
 
     async def turn(self, at_s: float) -> FleetPlan:
         """Observe, decide, and act if it does. at_s: Unix time."""
-        seen = Observation(at_s=at_s, groups={name: observed(view) for name, view in self._views.items()})
+        groups = {name: observed(view) for name, view in self._views.items()}
+        groups[RESERVE] = reserve = observed_reserve(self._own)
+        seen = Observation(at_s=at_s, groups=groups, reserve=len(reserve.workers))
         if self._acting is not None:
             seen = await self._acting.follow(seen)
         if self._file is not None:
@@ -143,7 +147,8 @@ async def run_planner(context: ProcessContext, options: PlannerOptions) -> None:
     async with AsyncExitStack() as stack:
         file = None if options.record is None else stack.enter_context(options.record.open("ab"))
         await verify_topics(settings.kafka)
-        views, tails = {}, []
+        own, tail = await stack.enter_async_context(listening(settings, load_topics(settings.kafka)))
+        views, tails = {}, [tail]
         for scenario in scenarios:
             group = settings.serving(scenario.name)
             topics = await verified_topics(group.kafka)
@@ -158,7 +163,7 @@ async def run_planner(context: ProcessContext, options: PlannerOptions) -> None:
             works = await stack.enter_async_context(made)
             context.conditions.append(lambda: works.trouble)
             tails.append(works.tail)
-        planner = Planner(scenarios, views, file, options.damping, works)
+        planner = Planner(scenarios, views, own, file, options.damping, works)
         await _wait(context, LISTEN_S)
         said: tuple[str, str] | None = None
         while not context.stop.is_set():

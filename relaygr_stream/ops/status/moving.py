@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from relaygr_stream.fleet import DROP_AFTER_S
 from relaygr_stream.ops.status.overview import Overview
-from relaygr_stream.settings.scenarios import scenario_in_words
+from relaygr_stream.settings.scenarios import RESERVE, scenario_in_words
 from relaygr_stream.wire.messages import WorkerStatus
 
 
@@ -16,13 +16,15 @@ def moves(view: Overview) -> Iterator[str]:
     if newest is None:
         return
     views = [("", view), *((scenario, of) for scenario, _, of in view.scenarios)]
-    living = {name: (at, status) for at, of in views for name, status in of.living_workers().items()}
+    living = {name: (RESERVE, status) for name, status in view.living_reserve().items()}
+    living |= {name: (at, status) for at, of in views for name, status in of.living_workers().items()}
     leaving = {name: at for at, of in views for name, seen in of.workers.items() if seen.last.state == "draining"}
     for name, target in sorted(newest.workers.items()):
         at, status = living.get(name, (target, None))
         to = scenario_in_words(target)
         if status is not None and at != target:
-            yield f"{name} {_why(status, newest.epoch, to)}; it serves {scenario_in_words(at)}"
+            where = "it stands by" if at == RESERVE else f"it serves {scenario_in_words(at)}"
+            yield f"{name} {_why(status, newest.epoch, to)}; {where}"
         elif status is None and name in leaving:
             yield f"{name} moves to {to}: it leaves {scenario_in_words(leaving[name])}"
         elif status is None and view.now_ms() - newest.epoch < DROP_AFTER_S * 1e3:

@@ -16,6 +16,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.fleet import DROP_AFTER_S
+from relaygr_stream.settings.scenarios import RESERVE
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.assignments import Assignments
@@ -90,6 +91,7 @@ class Overview:
     clock: Clock = time.monotonic
     follower: Follower | None = None
     workers: dict[str, Seen[WorkerStatus]] = field(default_factory=dict)
+    reserve: dict[str, Seen[WorkerStatus]] = field(default_factory=dict)  # workers that stand by
     triggers: dict[str, Seen[TriggerStatus]] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
     routes: Routes | None = None
@@ -121,6 +123,7 @@ class Overview:
         if self.clock() - self._dropped_s > DROP_AFTER_S:
             self._dropped_s = self.clock()
             _drop_silent(self.workers, self._dropped_s)
+            _drop_silent(self.reserve, self._dropped_s)
             _drop_silent(self.triggers, self._dropped_s)
 
     def _apply(self, record: Record) -> None:
@@ -138,9 +141,12 @@ class Overview:
             return
         found = self.reader.read(record, fresh=self.live)
         if isinstance(found, Tombstone):
-            known = self.workers.get(found.name)
-            if known is not None and self.reader.removes(found, known.last):
-                del self.workers[found.name]
+            for known in (self.workers, self.reserve):
+                seen = known.get(found.name)
+                if seen is not None and self.reader.removes(found, seen.last):
+                    del known[found.name]
+        elif found is not None and found.scenario == RESERVE:
+            _put(self.reserve, found, received_s, record.timestamp_ms, self.reader.most_names)
         elif found is not None:
             _put(self.workers, found, received_s, record.timestamp_ms, self.reader.most_names)
             self._follow(found, written_s)
@@ -157,6 +163,7 @@ class Overview:
         """What is known now, for another thread to read: nothing changes it any more."""
         kept = copy(self)
         kept.workers = {name: copy(seen) for name, seen in self.workers.items()}
+        kept.reserve = {name: copy(seen) for name, seen in self.reserve.items()}
         kept.triggers = {name: copy(seen) for name, seen in self.triggers.items()}
         kept.refused = dict(self.refused)
         kept.scenarios = [each._replace(view=each.view.snapshot()) for each in self.scenarios]
@@ -171,6 +178,11 @@ class Overview:
         """The newest statuses of live workers, by name."""
         now = self.clock()
         return {name: seen.last for name, seen in self.workers.items() if seen.is_alive(now, self.silence_ms)}
+
+    def living_reserve(self) -> dict[str, WorkerStatus]:
+        """The newest statuses of live workers that stand by, by name."""
+        now = self.clock()
+        return {name: seen.last for name, seen in self.reserve.items() if seen.is_alive(now, self.silence_ms)}
 
     def living_triggers(self) -> dict[str, TriggerStatus]:
         """The newest statuses of live triggers, by name."""

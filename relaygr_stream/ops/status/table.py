@@ -32,6 +32,7 @@ def render(view: Overview) -> RenderableType:
     parts: list[RenderableType] = [head, lines, ""]
     parts += [_groups(view.routes), ""] if view.routes else []
     parts += [_scenarios(view), ""] if view.scenarios else []
+    parts += [f"in reserve: {printable(', '.join(sorted(reserve)))}", ""] if (reserve := view.living_reserve()) else []
     parts += [_triggers(view), ""] if triggers else []
     parts += [_rankings(view), "", _workers(view)] if workers else []
     return Group(*parts)
@@ -53,6 +54,7 @@ def as_json(view: Overview) -> str:
             "triggers": [msgspec.to_builtins(status) for _, status in sorted(view.living_triggers().items())],
             "rankings": _figures(*lately(view.workers[name] for name in view.living_workers())),
             "workers": workers,
+            "reserve": [msgspec.to_builtins(status) for _, status in sorted(view.living_reserve().items())],
             "routes": msgspec.to_builtins(view.routes),
             "scenarios": [
                 {"scenario": name, "group": group, **msgspec.json.decode(as_json(of))}

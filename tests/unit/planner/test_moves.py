@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relaygr_stream.ops.planner.moves import ABSENT_S, EndedMove, MovesMemory, begun, followed
 from relaygr_stream.ops.planner.plan import DAY
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation, WorkerSeen
-from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.scenarios import RESERVE, Scenario
 from relaygr_stream.wire.planner_status import Move
 
 SCENARIOS = (Scenario(name="feed", min_workers=1), Scenario(name="search", min_workers=1))
@@ -23,7 +23,8 @@ PERIOD_S = 10.0
 
 
 def seen(at_s: float = 0.0, **groups: list[WorkerSeen]) -> Observation:
-    return Observation(at_s=at_s, groups={name: GroupSeen(workers=tuple(groups.get(name, ()))) for name in NAMES})
+    here = {name: GroupSeen(workers=tuple(groups.get(name, ()))) for name in (*NAMES, RESERVE)}
+    return Observation(at_s=at_s, groups=here)
 
 
 def worker(name: str, **given: object) -> WorkerSeen:
@@ -46,6 +47,20 @@ def test_the_least_busy_worker_is_assigned_under_the_next_epoch() -> None:
         {"b": "search"},
     )
     assert moves.busy(0.0, DAY)
+
+
+def test_the_last_of_the_reserve_moves_and_goes_back_without_lanes() -> None:
+    moves = begun(MovesMemory(epoch=10), seen(reserve=[worker("r", lanes=0)]), Move(source=RESERVE, target="feed"), [])
+    assert moves.assigned == {"r": "feed"}
+    gave_up = seen(20.0, reserve=[worker("r", lanes=0, given_up=11, why="no model")])
+    moves, ended = followed(moves, gave_up, DAY)
+    assert (ended is not None and ended.reason, moves.assigned) == ("no model", {"r": RESERVE})
+    back, ended = followed(moves, seen(30.0, reserve=[worker("r", lanes=0, epoch=12)]), DAY)
+    assert (back.pending, ended) == (None, None)
+    away, ended = followed(back, seen(40.0, feed=[worker("r", epoch=11)]), DAY)
+    assert away.pending is not None and ended is None
+    _, ended = followed(away, seen(50.0, reserve=[worker("r", lanes=0, epoch=12)]), DAY)
+    assert ended is not None and ended.result == "verified"
 
 
 def test_a_second_move_waits() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relaygr_stream.ops.planner.demand import demand_of, utilisation
 from relaygr_stream.ops.planner.plan import DAY, Memory, decide
 from relaygr_stream.ops.planner.seen import Observation
-from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.scenarios import RESERVE, Scenario
 from tests.unit.planner.worlds import FEED, SEARCH, World, group, rate_for
 
 MINUTE = 60.0
@@ -76,7 +76,7 @@ def test_a_group_below_its_floor_takes_from_the_reserve() -> None:
     world = World([FEED, SEARCH], {"feed": 1, "search": 1}, constant(feed=1.8, search=0.5), reserve=1)  # type: ignore[arg-type]
     world.run(HOUR)
     (at, move), *others = world.moves
-    assert (move.source, move.target, others) == ("", "feed", [])
+    assert (move.source, move.target, others) == (RESERVE, "feed", [])
     assert at == max(DAY.patience_s, DAY.settle_s)  # the planner's start counts as a change
     assert "needs 2 workers and has 1" in move.reason
 

@@ -10,7 +10,7 @@ import msgspec
 from relaygr_stream.ops.planner.demand import demand_of
 from relaygr_stream.ops.planner.plan import Memory, decide
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation, WorkerSeen
-from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.scenarios import RESERVE, Scenario
 from relaygr_stream.wire.planner_status import FleetPlan, Move
 
 FEED = Scenario(name="feed", slo_ms=50.0, lead_ms=150.0)
@@ -69,10 +69,10 @@ class World:
         if plan.move is not None:
             self.moves.append((self.now, plan.move))
             self.workers[plan.move.target] += 1
-            if plan.move.source:
-                self.workers[plan.move.source] -= 1
-            else:
+            if plan.move.source == RESERVE:
                 self.reserve -= 1
+            else:
+                self.workers[plan.move.source] -= 1
         self.now += PERIOD_S
         return plan
 

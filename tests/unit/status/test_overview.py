@@ -13,6 +13,7 @@ from relaygr_stream.ops.status.moving import moves
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import OfScenario, Overview
 from relaygr_stream.ops.status.table import as_json, render
+from relaygr_stream.settings.scenarios import RESERVE
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.assignments import Assignments
@@ -108,6 +109,20 @@ def test_a_fleet_as_it_should_be_is_not_odd_and_reads_well_at_80_columns() -> No
     (shown,) = [line.split() for line in lines if line.startswith("trigger-some-host-12345")]
     assert shown == ["trigger-some-host-12345", "relaygr.trigger", "4", "75%", "4", "0"]
     assert render_plain(render(view), 200).count("\n") == len(lines)
+
+
+def test_who_stands_by_is_shown_and_is_no_worker_of_this_group() -> None:
+    spare = worker("spare", range(0), state="starting", scenario=RESERVE)
+    view = overview(worker("w1"), trigger(), spare)
+    text = render_plain(render(view), 80)
+    assert "1 trigger(s), 1 worker(s)" in text and "nothing is odd" in text and "in reserve: spare" in text
+    assert [each["name"] for each in json.loads(as_json(view))["reserve"]] == ["spare"]
+    moved = Assignments(epoch=1, sent_ms=1, planner="p", workers={"spare": "feed"})
+    view.assignments = moved
+    assert list(moves(view)) == ["spare is to move to scenario feed; it stands by"]
+    gone = (HEADER_INCARNATION, str(spare.incarnation).encode())
+    view.on_records([Record("s", 0, 0, 1, b"spare", None, (gone,))])
+    assert not view.living_reserve()
 
 
 def test_hits_are_those_since_we_look_on() -> None:

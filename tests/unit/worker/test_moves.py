@@ -100,7 +100,7 @@ def test_a_scenario_that_it_has_no_settings_of_is_given_up_before_it_leaves() ->
 
 async def test_it_waits_until_it_is_called_away() -> None:
     made = moves()
-    waiting = asyncio.create_task(made.until_away())
+    waiting = asyncio.create_task(made.until_away(asyncio.Event()))
     for still in (assigned(1), assigned(2, w="feed"), assigned(3, w="ads")):
         made.take(still)
         await asyncio.sleep(0)
