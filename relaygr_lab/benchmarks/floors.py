@@ -32,8 +32,11 @@ from relaygr_stream.models.native.objects import CPUINFO, FOLDER, instructions
 Work = Callable[[], object]
 
 PEAKS: Final = Path(__file__).with_name("peaks.c")
-#: The folders of a dtype's kernels, and the loops of peaks.c that run what stands in them.
-KERNELS: Final = {torch.float32: ("avx512",), torch.bfloat16: ("bfloat16", "avx512_bf16")}
+#: Instructions and dtype → the folders of the kernels, and the loops of peaks.c that run what stands in them.
+KERNELS: Final[dict[str, dict[torch.dtype, tuple[str, ...]]]] = {
+    "avx512f": {torch.float32: ("avx512", "float32"), torch.bfloat16: ("avx512", "bfloat16", "avx512_bf16")},
+    "avx2": {torch.float32: ("avx2", "float32"), torch.bfloat16: ("avx2", "avx2_bf16")},
+}
 SILU: Final = ("scores", "activations", "conversions")
 #: Rounds of a loop in registers: a millisecond or two.
 ROUNDS: Final = 200_000
@@ -190,13 +193,13 @@ class Machine:
     def loops(self, dtype: torch.dtype) -> ctypes.CDLL | None:
         """peaks.c with the SiLU and the conversions of a dtype; None where there is none."""
         if dtype not in self._loops:
-            self._loops[dtype] = _compiled(KERNELS.get(dtype, ())) if self.device.type == "cpu" else None
+            self._loops[dtype] = _compiled(dtype) if self.device.type == "cpu" else None
         return self._loops[dtype]
 
     def _registers(self, dtype: torch.dtype) -> dict[str, tuple[Work, float]]:
         """Loops in registers on every thread, and what they count; "operations" is missing where there is none."""
         loops = self.loops(dtype)
-        if loops is None or dtype not in KERNELS:
+        if loops is None or dtype not in KERNELS["avx2"]:
             return {}
         found: dict[str, tuple[Work, float]] = {}
         threads = torch.get_num_threads()
@@ -237,11 +240,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _compiled(kernels: Sequence[str]) -> ctypes.CDLL | None:
-    """peaks.c for this processor, with the kernels in these folders if it has AVX-512; None without a compiler."""
+def _compiled(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """peaks.c for this processor, with its kernels for the dtype if there are any; None without a compiler."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    wide = "avx512f" in instructions(CPUINFO) and kernels
-    include = ["-DKERNELS", *(f"-I{FOLDER / name}" for name in (".", *kernels))] if wide else []
+    has = instructions(CPUINFO)
+    kernels = next((folders.get(dtype, ()) for name, folders in KERNELS.items() if name in has), ())
+    include = ["-DKERNELS", *(f"-I{FOLDER / name}" for name in (".", *kernels))] if kernels else []
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "peaks.so"
         command = [

@@ -36,7 +36,8 @@ int64_t float32_operations(int64_t rounds) {
     return rounds * SUMS * (BYTES / 4) * 2;
 }
 
-/* As above with pairs of bfloat16 (vdpbf16ps); 0 where the processor has no such instruction, or AMX beside it. */
+/* As above with pairs of bfloat16 (vdpbf16ps); of float32 where the processor has no such instruction, which then
+ * multiplies bfloat16, too; 0 where it has AMX beside it. */
 int64_t bfloat16_operations(int64_t rounds) {
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
     __m512 sums[SUMS], factor = _mm512_set1_ps(1.0001f), other = _mm512_set1_ps(0.5f);
@@ -48,30 +49,38 @@ int64_t bfloat16_operations(int64_t rounds) {
     }
     for (int i = 0; i < SUMS; i++) UNKNOWN(sums[i]);
     return rounds * SUMS * 32 * 2;
-#else
+#elif defined(__AMX_BF16__)
     (void)rounds;
     return 0;
+#else
+    return float32_operations(rounds);
 #endif
 }
 
 #ifdef KERNELS
 enum { AT_ONCE = 8 /* vectors: enough to hide latencies, few enough for the registers */ };
 
+#ifdef __AVX512F__
+#define UNKNOWN_VECTOR(x) UNKNOWN(x)
+#else
+#define UNKNOWN_VECTOR(x) __asm__ volatile("" : "+x"((x).low), "+x"((x).high))
+#endif
+
 /* `rounds` times AT_ONCE lanes' scores of products; returns the scores. */
 int64_t scores(int64_t rounds) {
     Silu silu_of;
     make_silu(&silu_of, 0.125f);
-    __m512 product = _mm512_set1_ps(1.5f);
+    vec product = v_all(1.5f);
     for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 8
         for (int i = 0; i < AT_ONCE; i++) {
-            __m512 s[LANE];
+            vec s[LANE];
             for (int of = 0; of < LANE; of++) {
-                UNKNOWN(product);
+                UNKNOWN_VECTOR(product);
                 s[of] = score_of(product, &silu_of);
             }
-            __m512i done = joined(s);
-            UNKNOWN(done);
+            vec done = joined(s);
+            UNKNOWN_VECTOR(done);
         }
     return rounds * AT_ONCE * LANE * TILE;
 }
@@ -79,11 +88,11 @@ int64_t scores(int64_t rounds) {
 /* The same with SiLU and rounding of a layer's elements. */
 int64_t activations(int64_t rounds) {
     num to[TILE];
-    __m512 x = _mm512_set1_ps(1.5f);
+    vec x = v_all(1.5f);
     for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 8
         for (int i = 0; i < AT_ONCE; i++) {
-            UNKNOWN(x);
+            UNKNOWN_VECTOR(x);
             store(to, silu(x));
             __asm__ volatile("" : : "r"(to) : "memory");
         }
@@ -93,11 +102,11 @@ int64_t activations(int64_t rounds) {
 /* The same with rounding alone. */
 int64_t conversions(int64_t rounds) {
     num to[TILE];
-    __m512 x = _mm512_set1_ps(1.5f);
+    vec x = v_all(1.5f);
     for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 8
         for (int i = 0; i < AT_ONCE; i++) {
-            UNKNOWN(x);
+            UNKNOWN_VECTOR(x);
             store(to, x);
             __asm__ volatile("" : : "r"(to) : "memory");
         }

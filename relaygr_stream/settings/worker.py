@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from relaygr_stream.settings.section import BYTES, Ms, Name, Port, Positive, Section, Share, SharedSecret, doc
 
-Kernels = Literal["auto", "torch", "triton", "amx", "avx512_bf16", "avx512"]
+Kernels = Literal["auto", "torch", "triton", "amx", "avx512_bf16", "avx512", "avx2"]
 
 
 class Worker(Section, frozen=True, kw_only=True):

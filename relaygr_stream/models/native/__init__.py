@@ -1,1 +1,1 @@
-"""The HSTU layers in C for CPUs with AMX or AVX-512, where they are faster than torch. The wheel has them."""
+"""The HSTU layers in C for CPUs with AVX2, AVX-512 or AMX, where they are faster than torch. The wheel has them."""

@@ -41,7 +41,7 @@ static inline int64_t gap_bucket(int64_t gap) {
 }
 
 static void add_row(num *x, const num *row, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += TILE) store(x + d, _mm512_add_ps(load(x + d), load(row + d)));
+    for (int64_t d = 0; d < dim; d += TILE) store(x + d, v_add(load(x + d), load(row + d)));
 }
 
 /* The item table is larger than the caches, so the next item's row is prefetched. Returns whether the item is unknown. */

@@ -9,24 +9,24 @@ typedef struct {
 } Head;
 
 static void logits_of(const Head *h, const num *x, float *logits) {
-    __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-    for (int64_t d = 0; d < h->dim; d += TILE) sum = _mm512_add_ps(sum, load(x + d));
-    __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / h->dim);
+    vec sum = v_zero(), squares = v_zero();
+    for (int64_t d = 0; d < h->dim; d += TILE) sum = v_add(sum, load(x + d));
+    vec mean = v_all(v_sum(sum) / h->dim);
     for (int64_t d = 0; d < h->dim; d += TILE) {
-        __m512 beyond = _mm512_sub_ps(load(x + d), mean);
-        squares = _mm512_fmadd_ps(beyond, beyond, squares);
+        vec beyond = v_sub(load(x + d), mean);
+        squares = v_fma(beyond, beyond, squares);
     }
-    __m512 variance = _mm512_set1_ps(_mm512_reduce_add_ps(squares) / h->dim + h->eps);
-    __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1), _mm512_sqrt_ps(variance));
+    vec variance = v_all(v_sum(squares) / h->dim + h->eps);
+    vec inverse = v_div(v_all(1), v_sqrt(variance));
     for (int64_t task = 0; task < h->tasks; task++) {
         const float *weight = h->weight + task * h->dim;
-        sum = _mm512_setzero_ps();
+        sum = v_zero();
         for (int64_t d = 0; d < h->dim; d += TILE) {
-            __m512 normed = _mm512_mul_ps(_mm512_sub_ps(load(x + d), mean), inverse);
-            normed = _mm512_fmadd_ps(normed, _mm512_loadu_ps(h->norm_weight + d), _mm512_loadu_ps(h->norm_bias + d));
-            sum = _mm512_fmadd_ps(normed, _mm512_loadu_ps(weight + d), sum);
+            vec normed = v_mul(v_sub(load(x + d), mean), inverse);
+            normed = v_fma(normed, v_read(h->norm_weight + d), v_read(h->norm_bias + d));
+            sum = v_fma(normed, v_read(weight + d), sum);
         }
-        logits[task] = _mm512_reduce_add_ps(sum) + h->bias[task];
+        logits[task] = v_sum(sum) + h->bias[task];
     }
 }
 

@@ -1,4 +1,4 @@
-"""The layers of an HSTU stack in one call of layers.c, in float32 and bfloat16 on CPUs with AVX-512 or AMX.
+"""The layers of an HSTU stack in one call of layers.c, in float32 and bfloat16 on CPUs with AVX2, AVX-512 or AMX.
 
 oneDNN packs the weights in every product, which at 64 rows takes as long as the product itself. torch computes SiLU at
 a third of the speed of the processor's instructions, and each of a layer's ten operators costs a call and a pass over
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from relaygr_stream.settings import Kernels
 
 #: dtype → its objects (objects.py), the fastest first.
-KINDS: Final = {torch.bfloat16: ("amx", "avx512_bf16", "avx512_widened"), torch.float32: ("avx512",)}
+KINDS: Final = {
+    torch.bfloat16: ("amx", "avx512_bf16", "avx512_widened", "avx2_widened"),
+    torch.float32: ("avx512", "avx2"),
+}
 #: The width of one step, and the largest width of a head in attention.c.
 TILE_WIDTH: Final = 32
 MAX_WIDTH: Final = 128

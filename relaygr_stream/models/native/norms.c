@@ -12,42 +12,42 @@ static inline __attribute__((always_inline)) void normalize_rows(
     const num *x, const num *u, int64_t x_row, num *out, int64_t out_row, const int64_t count, int64_t width,
     const num *weight, const num *bias, float eps
 ) {
-    __m512 sum[TOGETHER], squares[TOGETHER], first[TOGETHER], mean[TOGETHER], inverse[TOGETHER];
+    vec sum[TOGETHER], squares[TOGETHER], first[TOGETHER], mean[TOGETHER], inverse[TOGETHER];
 #pragma GCC unroll 4
     for (int64_t r = 0; r < count; r++) {
-        first[r] = _mm512_broadcastss_ps(_mm512_castps512_ps128(load(x + r * x_row)));
-        sum[r] = squares[r] = _mm512_setzero_ps();
+        first[r] = v_all_first(load(x + r * x_row));
+        sum[r] = squares[r] = v_zero();
     }
     for (int64_t d = 0; d < width; d += TILE)
 #pragma GCC unroll 4
         for (int64_t r = 0; r < count; r++) {
-            __m512 beyond = _mm512_sub_ps(load(x + r * x_row + d), first[r]);
-            sum[r] = _mm512_add_ps(sum[r], beyond);
-            squares[r] = _mm512_fmadd_ps(beyond, beyond, squares[r]);
+            vec beyond = v_sub(load(x + r * x_row + d), first[r]);
+            sum[r] = v_add(sum[r], beyond);
+            squares[r] = v_fma(beyond, beyond, squares[r]);
         }
 #pragma GCC unroll 4
     for (int64_t r = 0; r < count; r++) {
-        float off = _mm512_reduce_add_ps(sum[r]) / width, of_all = _mm512_reduce_add_ps(squares[r]) / width;
-        mean[r] = _mm512_add_ps(first[r], _mm512_set1_ps(off));
+        float off = v_sum(sum[r]) / width, of_all = v_sum(squares[r]) / width;
+        mean[r] = v_add(first[r], v_all(off));
         if (BITS > 16) {
-            squares[r] = _mm512_setzero_ps();
+            squares[r] = v_zero();
             for (int64_t d = 0; d < width; d += TILE) {
-                __m512 beyond = _mm512_sub_ps(load(x + r * x_row + d), mean[r]);
-                squares[r] = _mm512_fmadd_ps(beyond, beyond, squares[r]);
+                vec beyond = v_sub(load(x + r * x_row + d), mean[r]);
+                squares[r] = v_fma(beyond, beyond, squares[r]);
             }
-            of_all = _mm512_reduce_add_ps(squares[r]) / width;
+            of_all = v_sum(squares[r]) / width;
             off = 0;
         }
-        __m512 variance = _mm512_max_ps(_mm512_set1_ps(of_all - off * off), _mm512_setzero_ps());
-        inverse[r] = _mm512_div_ps(_mm512_set1_ps(1), _mm512_sqrt_ps(_mm512_add_ps(variance, _mm512_set1_ps(eps))));
+        vec variance = v_max(v_all(of_all - off * off), v_zero());
+        inverse[r] = v_div(v_all(1), v_sqrt(v_add(variance, v_all(eps))));
     }
     for (int64_t d = 0; d < width; d += TILE) {
-        __m512 w = load(weight + d), b = load(bias + d);
+        vec w = load(weight + d), b = load(bias + d);
 #pragma GCC unroll 4
         for (int64_t r = 0; r < count; r++) {
-            __m512 one = _mm512_mul_ps(_mm512_sub_ps(load(x + r * x_row + d), mean[r]), inverse[r]);
-            one = _mm512_fmadd_ps(one, w, b);
-            store(out + r * out_row + d, u ? _mm512_mul_ps(load(u + r * x_row + d), one) : one);
+            vec one = v_mul(v_sub(load(x + r * x_row + d), mean[r]), inverse[r]);
+            one = v_fma(one, w, b);
+            store(out + r * out_row + d, u ? v_mul(load(u + r * x_row + d), one) : one);
         }
     }
 }

@@ -18,9 +18,12 @@ log = structlog.get_logger(__name__)
 
 FOLDER: Final = Path(__file__).parent
 CPUINFO: Final = Path("/proc/cpuinfo")
+_AVX2: Final = ("avx2", "fma")
 _AVX512: Final = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 #: Object → the instruction sets that it uses, by their names in CPUINFO.
 OBJECTS: Final = {
+    "avx2": _AVX2,
+    "avx2_widened": _AVX2,  # bfloat16 by vectors of float32
     "avx512": _AVX512,
     "avx512_widened": _AVX512,  # bfloat16 without instructions for it
     "avx512_bf16": (*_AVX512, "avx512_bf16"),

@@ -41,7 +41,7 @@ typedef struct {
 } Product;
 
 void multiply(const Product *p);
-/* Packs weights (depth, columns; row stride `row`; both multiples of 32) in groups of 32 columns. */
+/* Packs weights (depth, columns; row stride `row`; both multiples of 32) in groups of columns. */
 void pack_weights(const num *weights, int64_t row, int64_t depth, int64_t columns, num *packed);
 
 /* norms.c: out = LayerNorm(x) * weight + bias over `width` elements of each row. */

@@ -92,7 +92,7 @@ def test_a_relative_bias_without_times_is_refused_by_name(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kernels", ["avx512", "avx512_bf16", "amx"])
+@pytest.mark.parametrize("kernels", ["avx2", "avx512", "avx512_bf16", "amx"])
 def test_each_instruction_set_reproduces_arrays_of_its_widths(
     tmp_path: Path, kernels: Kernels, dtype: torch.dtype
 ) -> None:

@@ -95,7 +95,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def every_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor is said to have all instructions; nothing was said of missing objects yet."""
-    monkeypatch.setattr(objects, "instructions", lambda _: set(OBJECTS["amx"]))
+    monkeypatch.setattr(objects, "instructions", lambda _: {each for kind in OBJECTS.values() for each in kind})
     objects.warn_once.cache_clear()
 
 
@@ -315,6 +315,7 @@ def test_without_the_objects_torch_does_it_and_says_so_in_one_line(
 #: worker.kernels → what computes float32, and bfloat16.
 FORCED: dict[Kernels, tuple[str, str]] = {
     "torch": ("torch", "torch"),
+    "avx2": ("avx2", "avx2_widened"),
     "avx512": ("avx512", "avx512_widened"),
     "avx512_bf16": ("avx512", "avx512_bf16"),
     "amx": ("avx512", "amx"),
@@ -324,7 +325,7 @@ FORCED: dict[Kernels, tuple[str, str]] = {
 @pytest.mark.parametrize("kernels", FORCED)
 def test_the_setting_bounds_the_instructions(kernels: Kernels) -> None:
     lacking = set(OBJECTS.get(kernels, ())) - objects.instructions(objects.CPUINFO)
-    if lacking or library("avx512") is None:
+    if lacking or library("avx2") is None:
         pytest.skip(f"needs a CPU with {kernels}, and make setup with a C compiler")
     shape, dtypes = Model(layers=1, dim=32, heads=1), (torch.float32, torch.bfloat16)
     models = [load_model(shape, Relay(), device=CPU, dtype=dtype, kernels=kernels) for dtype in dtypes]
@@ -336,7 +337,8 @@ def test_the_setting_bounds_the_instructions(kernels: Kernels) -> None:
     [
         ("amx", torch.bfloat16, 32, OBJECTS["avx512_bf16"], "this processor has no amx_tile, amx_bf16; set it to"),
         ("avx512_bf16", torch.float32, 32, OBJECTS["avx512"], "this processor has no avx512_bf16; set it to"),
-        ("avx512", torch.float32, 32, (), "no avx512f, avx512bw, avx512vl, avx512dq"),
+        ("avx512", torch.float32, 32, OBJECTS["avx2"], "no avx512f, avx512bw, avx512vl, avx512dq"),
+        ("avx2", torch.float32, 32, ("avx2",), "this processor has no fma; set it to"),
         ("avx512", torch.float32, 32, OBJECTS["avx512"], "avx512.so is missing: .* without a C compiler"),
         ("avx512", torch.float32, 48, OBJECTS["avx512"], "D, dqk, dv are 48, 32, 32: multiples of 32"),
         ("avx512", torch.float16, 32, OBJECTS["avx512"], "computes in torch.float16"),
@@ -356,17 +358,17 @@ def test_instructions_that_cannot_be_used_are_refused(
 def test_an_object_that_does_not_load_leaves_the_work_to_the_next(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in ("amx", "avx512_bf16"):
+    for name in ("amx", "avx512_bf16", "avx512_widened"):
         (tmp_path / f"{name}.so").write_text("this is no object")
-    if library("avx512_widened") is None:
+    if library("avx2_widened") is None:
         pytest.skip("needs an object that loads: make setup with a C compiler")
-    shutil.copy(objects.FOLDER / "avx512_widened.so", tmp_path)
+    shutil.copy(objects.FOLDER / "avx2_widened.so", tmp_path)
     monkeypatch.setattr(objects, "FOLDER", tmp_path)
     with capture_logs() as logs:
         found = [objects.library(KINDS[torch.bfloat16]) for _ in range(2)]
-    assert Path(found[0]._name).stem == "avx512_widened"
+    assert Path(found[0]._name).stem == "avx2_widened"
     (line,) = logs
-    assert "amx.so" in line["reason"] and line["instead"] == "avx512_widened"
+    assert "amx.so" in line["reason"] and line["instead"] == "avx2_widened"
 
 
 @pytest.mark.skipif(

@@ -149,7 +149,7 @@ for kind in sys.argv[1:]:
 def test_a_process_forks_and_ends_with_helpers() -> None:
     kinds = [kind for kind in DTYPES if library(kind) is not None]
     if not kinds:
-        pytest.skip("needs a CPU with avx512 or amx, and make setup with a C compiler")
+        pytest.skip("needs a CPU with avx2, and make setup with a C compiler")
     command = [sys.executable, "-c", FORK, *kinds]
     clone = Path(__file__).parents[3]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False, timeout=WITHIN_S)

@@ -33,12 +33,12 @@ static inline void make_silu(Silu *silu_of, float scale) { make_silu_table(silu_
 static inline __m512 score_of(__m512 product, const Silu *silu_of) { return silu_of_scores(product, silu_of); }
 
 /* The scores of LANE columns as lanes: those of the first in the lower halves. */
-static inline __m512i joined(const __m512 scores[LANE]) {
+static inline vec joined(const __m512 scores[LANE]) {
     const __m512i order = _mm512_set_epi16(
         31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
         16, 0
     );
-    return _mm512_permutexvar_epi16(order, both_rounded(scores[0], scores[1]));
+    return (vec)_mm512_permutexvar_epi16(order, both_rounded(scores[0], scores[1]));
 }
 
 /* LANE rows of V, side by side in lanes; of 32 numbers in the order of `interleave`. */

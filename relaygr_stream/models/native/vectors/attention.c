@@ -12,13 +12,11 @@
 #include "parts.h"
 
 enum {
-    ROWS = 128, /* rows transposed together */
-    VECTORS = 4, /* most vectors of 16 rows in one step of scores */
-    PART = VECTORS * TILE, /* rows */
-    COLUMNS = 6, /* columns of one step of scores: with 4 vectors, 24 sums are in registers */
+    PART = VECTORS * TILE, /* most rows of one step of scores */
+    ROWS = 2 * PART,       /* rows transposed together */
+    COLUMNS = 6, /* of one step of scores */
     PANEL = 16 * COLUMNS, /* columns */
-    SUMMED = 6, /* most rows whose 64 sums are in registers */
-    WIDE = 4 /* vectors of dv in these sums */
+    SUMMED = 6 /* most rows of which VECTORS vectors of dv are summed in registers */
 };
 
 static _Thread_local struct {
@@ -40,11 +38,11 @@ static inline int64_t high_of(const Attention *a, int64_t r) {
 }
 
 /* A mask of the 16 rows from r on that see the column. */
-static inline __mmask16 seen_by(const Attention *a, int64_t column, int64_t r) {
+static inline uint32_t seen_by(const Attention *a, int64_t column, int64_t r) {
     int64_t from = column < a->causal_from ? 0 : most(0, column - a->causal + 1 - r);
     int64_t to = column >= a->recent_to ? TILE : most(0, column - a->recent + 1 - r);
     uint32_t below = to >= TILE ? 0xffff : (1u << to) - 1, skipped = from >= TILE ? 0xffff : (1u << from) - 1;
-    return (__mmask16)(below & ~skipped);
+    return below & ~skipped;
 }
 
 /* K or V of a column, by its head's first address in each stretch; zeros where there is no column. `skipped` of the
@@ -106,20 +104,20 @@ static inline __attribute__((always_inline)) void multiply_keys(
     const int64_t vectors
 ) {
     const num *third[2] = {k, k + 3 * k_row};
-    __m512 sums[COLUMNS][VECTORS];
+    vec sums[COLUMNS][VECTORS];
 #pragma GCC unroll 6
     for (int64_t c = 0; c < COLUMNS; c++)
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < vectors; i++) sums[c][i] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < vectors; i++) sums[c][i] = v_zero();
     for (int64_t d = 0; d < dqk; d += LANE, q += ROWS) {
         for (int64_t i = d; i < d + LANE; i++) /* a burst of them would keep the loads of this step waiting */
             if (i / 2 < ahead->lines) fetch(ahead->at[i % 2] + i / 2 * LINE);
-        __m512 rows[VECTORS];
+        vec rows[VECTORS];
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < vectors; i++) rows[i] = _mm512_load_ps(q + i * TILE);
+        for (int64_t i = 0; i < vectors; i++) rows[i] = v_read(q + i * TILE);
 #pragma GCC unroll 6
         for (int64_t c = 0; c < COLUMNS; c++) {
-            __m512 x = (__m512)_mm512_set1_epi32(lane_at(third[c / 3] + c % 3 * k_row + d));
+            vec x = v_all_bits(lane_at(third[c / 3] + c % 3 * k_row + d));
 #pragma GCC unroll 4
             for (int64_t i = 0; i < vectors; i++) sums[c][i] = multiply_add(x, rows[i], sums[c][i]);
         }
@@ -127,7 +125,7 @@ static inline __attribute__((always_inline)) void multiply_keys(
 #pragma GCC unroll 6
     for (int64_t c = 0; c < COLUMNS; c++)
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < vectors; i++) _mm512_store_ps(products + c * PART + i * TILE, sums[c][i]);
+        for (int64_t i = 0; i < vectors; i++) v_write(products + c * PART + i * TILE, sums[c][i]);
 }
 
 /* Products -> scores. hide: whether some rows do not see all columns. */
@@ -139,12 +137,12 @@ static inline __attribute__((always_inline)) void activate(
     for (int64_t c = 0; c < COLUMNS; c += LANE, products += LANE * PART, scores += PART)
 #pragma GCC unroll 4
         for (int64_t i = 0; i < vectors; i++) {
-            __m512 s[LANE];
+            vec s[LANE];
             for (int64_t of = 0; of < LANE; of++) {
-                s[of] = score_of(_mm512_load_ps(products + of * PART + i * TILE), &silu_of);
-                if (hide) s[of] = _mm512_maskz_mov_ps(seen_by(a, column + c + of, first + i * TILE), s[of]);
+                s[of] = score_of(v_read(products + of * PART + i * TILE), &silu_of);
+                if (hide) s[of] = v_keep(seen_by(a, column + c + of, first + i * TILE), s[of]);
             }
-            _mm512_store_si512(scores + i * TILE, joined(s));
+            v_write(scores + i * TILE, joined(s));
         }
 }
 
@@ -153,18 +151,18 @@ static inline __attribute__((always_inline)) void add_values(
     const int32_t *scores, const num *v, int64_t v_row, int64_t lanes, float *to, int64_t dv, const int64_t count,
     const int64_t wide
 ) {
-    __m512 sums[SUMMED][WIDE];
+    vec sums[SUMMED][VECTORS];
 #pragma GCC unroll 6
     for (int64_t r = 0; r < count; r++)
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < wide; i++) sums[r][i] = _mm512_load_ps(to + r * dv + i * TILE);
+        for (int64_t i = 0; i < wide; i++) sums[r][i] = v_read(to + r * dv + i * TILE);
     for (int64_t lane = 0; lane < lanes; lane++, scores += PART, v += v_row) {
-        __m512 values[WIDE];
+        vec values[VECTORS];
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < wide; i++) values[i] = _mm512_loadu_ps((const void *)(v + i * TILE * LANE));
+        for (int64_t i = 0; i < wide; i++) values[i] = v_read(v + i * TILE * LANE);
 #pragma GCC unroll 6
         for (int64_t r = 0; r < count; r++) {
-            __m512 s = (__m512)_mm512_set1_epi32(scores[r]);
+            vec s = v_all_bits(scores[r]);
 #pragma GCC unroll 4
             for (int64_t i = 0; i < wide; i++) sums[r][i] = multiply_add(s, values[i], sums[r][i]);
         }
@@ -172,7 +170,7 @@ static inline __attribute__((always_inline)) void add_values(
 #pragma GCC unroll 6
     for (int64_t r = 0; r < count; r++)
 #pragma GCC unroll 4
-        for (int64_t i = 0; i < wide; i++) _mm512_store_ps(to + r * dv + i * TILE, sums[r][i]);
+        for (int64_t i = 0; i < wide; i++) v_write(to + r * dv + i * TILE, sums[r][i]);
 }
 
 static inline __attribute__((always_inline)) void add_values_of(
@@ -189,18 +187,18 @@ static inline __attribute__((always_inline)) void add_values_of(
         for (int64_t r = 0; r < count; r++) add_values(scores + r, v, v_row, lanes, to + r * dv, dv, 1, wide);
 }
 
-/* The sums of a part's rows, as evenly as possible: 64 are nine times six and twice five. */
+/* The sums of a part's rows, as evenly as possible: 64 are nine times six and twice five, 16 six and twice five. */
 static void add_all_values(
     const int32_t *scores, const num *v, int64_t v_row, int64_t lanes, float *to, int64_t dv, int64_t rows
 ) {
     int64_t parts = (rows + SUMMED - 1) / SUMMED;
     for (int64_t row = 0, count; row < rows; row += count, parts--) {
         count = (rows - row + parts - 1) / parts;
-        for (int64_t d = 0; d < dv; d += WIDE * TILE) {
-            if (dv - d >= WIDE * TILE)
-                add_values_of(scores + row, v + d * LANE, v_row, lanes, to + row * dv + d, dv, count, WIDE);
+        for (int64_t d = 0; d < dv; d += VECTORS * TILE) {
+            if (VECTORS == 1 || dv - d >= VECTORS * TILE)
+                add_values_of(scores + row, v + d * LANE, v_row, lanes, to + row * dv + d, dv, count, VECTORS);
             else
-                add_values_of(scores + row, v + d * LANE, v_row, lanes, to + row * dv + d, dv, count, WIDE / 2);
+                add_values_of(scores + row, v + d * LANE, v_row, lanes, to + row * dv + d, dv, count, VECTORS / 2);
         }
     }
 }
@@ -252,7 +250,7 @@ static void attend_panel(const Group *g, int64_t row, int64_t rows, int64_t from
     for (int64_t column = begin; column < end; column += COLUMNS) {
         int32_t *scores = room.scores + (column - begin) / LANE * PART;
         const Ahead ahead = row ? (Ahead){.lines = 0} : look_ahead(g, column);
-        if (vectors == 1)
+        if (VECTORS == 1 || vectors == 1)
             score_step(g, row, column, all_from, all_to, scores, &ahead, 1);
         else if (vectors == 2)
             score_step(g, row, column, all_from, all_to, scores, &ahead, 2);
@@ -273,15 +271,15 @@ static void transpose_rows(const num *q, int64_t q_row, int64_t rows, int64_t dq
 
 static void write_rows(const Group *g) {
     const Attention *a = g->a;
-    const __m512 weight = _mm512_set1_ps(a->weight);
+    const vec weight = v_all(a->weight);
     for (int64_t r = 0; r < g->rows; r++) {
         num *out = a->out + g->head * a->out_head + (g->first + r) * a->out_row;
         for (int64_t d = 0; d < a->dv; d += 2 * TILE) {
             const float *from = room.sums + r * a->dv + d;
-            __m512 sums[2] = {_mm512_load_ps(from), _mm512_load_ps(from + TILE)};
+            vec sums[2] = {v_read(from), v_read(from + TILE)};
             in_order(sums);
-            store(out + d, _mm512_mul_ps(sums[0], weight));
-            store(out + d + TILE, _mm512_mul_ps(sums[1], weight));
+            store(out + d, v_mul(sums[0], weight));
+            store(out + d + TILE, v_mul(sums[1], weight));
         }
     }
 }
