@@ -57,8 +57,8 @@ def test_it():
 """
 
 
-def run_marked(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_it.py").write_text(MARKED)
+def run_marked(folder: Path, *arguments: str, file: str = "test_it.py") -> subprocess.CompletedProcess[str]:
+    (folder / file).write_text(MARKED)
     options = [f"--config-file={ROOT / 'pyproject.toml'}", "-p", "tests.conftest"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, *arguments],
@@ -91,3 +91,11 @@ def test_what_would_begin_too_late_is_counted(workers: str, tmp_path: Path) -> N
     assert "1 tests not run" in done.stdout
     assert "1 skipped" in done.stdout.splitlines()[-1]
     assert "not run" not in run_marked(tmp_path, "--begin-within", "900", "test_it.py::test_it").stdout
+
+
+def test_where_time_is_limited_the_parts_come_before_whole_fleets(tmp_path: Path) -> None:
+    for name in ("e2e", "unit"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "e2e" / "test_fleet.py").write_text(MARKED)
+    done = run_marked(tmp_path, "-m", "stack", "--begin-within", "900", "-v", file="unit/test_part.py")
+    assert done.stdout.index("test_part.py::test_it PASSED") < done.stdout.index("test_fleet.py::test_it PASSED")
