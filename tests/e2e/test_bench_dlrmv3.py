@@ -24,7 +24,7 @@ from relaygr_stream.settings.worker import Model
 from tests.e2e.fleet import TEST_SETTINGS
 from tests.unit.dlrmv3.test_loadgen import needs_loadgen
 
-pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("_few_queries"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("_few_queries")]
 
 #: The fewest queries by which LoadGen judges a P90: a tenth of those of a P99, which it judges in tests/unit/dlrmv3.
 QUERIES: Final = 44

@@ -17,7 +17,6 @@ from tests.e2e.fleet import TEST_SETTINGS
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(400)
 async def test_a_toy_run_measures_every_mode_and_writes_its_reports(embedded_settings: Kafka, tmp_path: Path) -> None:
     settings: Settings = msgspec.structs.replace(
         TEST_SETTINGS, kafka=embedded_settings, relay=msgspec.structs.replace(TEST_SETTINGS.relay, slo_ms=2000.0)

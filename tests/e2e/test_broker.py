@@ -114,7 +114,6 @@ def commands() -> list[str]:
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(400)
 def test_the_readme_can_be_followed_word_for_word(tmp_path: Path) -> None:
     """But for a fifth of the requests. Where port 9092 is taken, as here it may be, another is set in each terminal, as
     the README says."""

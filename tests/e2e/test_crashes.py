@@ -32,7 +32,6 @@ from tests.waiting import until
 LIMIT = 3
 
 
-@pytest.mark.timeout(400)
 async def test_a_request_that_ends_each_worker_is_answered_failed_after_so_many(
     kafka_settings: Kafka, tmp_path: Path
 ) -> None:
@@ -91,7 +90,6 @@ async def test_a_request_that_ends_each_worker_is_answered_failed_after_so_many(
 
 
 @pytest.mark.parametrize("delegated", [False, True])
-@pytest.mark.timeout(400)
 async def test_a_signal_that_ends_each_worker_is_buried_after_so_many(
     kafka_settings: Kafka, tmp_path: Path, delegated: bool
 ) -> None:

@@ -10,7 +10,6 @@ from examples.movielens.__main__ import main
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(600)
 def test_the_example_trains_serves_and_finds_equal_ranks_on_a_csv_of_another_origin(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,6 @@ BESIDE = 48 * MIB
 
 
 @pytest.mark.stack
-@pytest.mark.timeout(600)
 async def test_requests_that_wait_take_no_more_memory_than_allowed(
     embedded_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from relaygr_stream.models.native.objects import CPUINFO, OBJECTS, instructions
 from tests.unit.models.naive_hstu import arrays_for_kernels
 from tests.unit.models.test_conformance import REFERENCE
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.stack
 
 ROOT = Path(__file__).parents[2]
 

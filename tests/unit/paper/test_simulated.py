@@ -24,7 +24,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole
 from tests.unit.paper.test_judge import outcome
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.stack
 
 COSTS = costs_named("npu")
 SLO_MS = 50.0
