@@ -25,6 +25,7 @@ from relaygr_stream.settings.schema import Kafka
 from tests import needs, properties
 from tests.forks import SELDOM_MS, forking
 from tests.longrun import LongRun
+from tests.waiting import WITHIN_S
 
 # The time of an example depends on the machine, so none is limited. A run judges a change by the same examples as the
 # run before; `make test-long` and `make test-repeat` look for new ones (--hypothesis-profile=search).
@@ -207,8 +208,9 @@ def _forks(_any_terminal: None) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a child may need longer to close its connections than the 15 s after which it is killed."""
-    monkeypatch.setattr("relaygr_stream.ops.children.STOP_TIMEOUT_S", 60.0)
+    """On a busy machine a child may need longer to import, or to close its connections, than the 15 s after which it is
+    killed."""
+    monkeypatch.setattr("relaygr_stream.ops.children.STOP_TIMEOUT_S", WITHIN_S)
 
 
 @pytest.fixture(autouse=True)

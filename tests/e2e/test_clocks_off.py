@@ -59,7 +59,6 @@ async def replayed(folder: Path, seed: int = 1) -> tuple[int, dict[str, Any], st
     options += ["--stage-delay", "2000"]  # rankings overtake no signal
     arguments = ["replay", "--generate", *options, "--candidates", "20", "--seed", str(seed), "--json", str(report)]
     client = Child(f"client-{seed}", [*arguments, "--config", str(folder / "settings.toml")], folder)
-    await until(lambda: client.exit_code is not None, "the client's end")
     code = await client.wait()
     found = json.loads(report.read_text()) if report.exists() else {}
     return code, found, client.log.read_text()
