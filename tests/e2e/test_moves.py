@@ -93,14 +93,15 @@ class Scene:
             self.statuses[status.name] = status
             self.on_status(status)
 
-    async def ask(self, relay: RelayClient, scenario: str) -> None:
-        """One request after the other, each of which must be answered with scores."""
+    async def ask(self, relay: RelayClient, scenario: str, timeout_s: float | None = None) -> None:
+        """One request after the other, each of which must be answered with scores. timeout_s: of one; None: the
+        client's."""
         number = 0
         while True:
             number, began_s = number + 1, time.monotonic()
             history = Behaviours.of(list(range(1, 31)), [1] * 30, list(range(30)))
             async with relay.request(f"u{number % 20}", history, candidates=3, scenario=scenario) as request:
-                ranking = await request.rank([1, 2, 3])
+                ranking = await request.rank([1, 2, 3], timeout=timeout_s)
             self.answers.append((scenario, ranking.worker, ranking.model_version, time.monotonic() - began_s))
             await asyncio.sleep(0.05)  # the processor is for the workers that load
 
