@@ -81,7 +81,7 @@ class Admission:
         trusted = self.calibration.trusted and (not infer_ms or self._jobs.calibration.trusted)
         ranking.booking = Booking(
             number=next(self._numbers),
-            account=self.clients.account(task.client),
+            account=self.clients.account(task.client, task.scenario),
             nbytes=task.nbytes,
             cost_ms=cost_ms,
             expected_ms=cost_ms if trusted else 0.0,
@@ -194,7 +194,7 @@ class Admission:
     def charge(self, ranking: Ranking, ms: float, *, of: int = 1) -> None:
         """Count device time as the ranking's and as its client's. of: rankings that it was for together."""
         ranking.measured.device_ms += ms
-        ranking.booking.account.served_ms += ms / of
+        ranking.booking.account.serve(ms / of)
         if ranking in self.waiting:
             self._forecasts[ranking.late].worked(ranking)
 

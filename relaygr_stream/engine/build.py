@@ -213,16 +213,20 @@ def _delegated_bytes(worker: WorkerSettings, spare_bytes: int, longest_bytes: in
     return max(part, longest_bytes) if longest_bytes <= spare_bytes else part
 
 
-def _tenant_bytes(settings: Settings, cache: PrefixCache, context_tokens: int) -> int:
-    """Bytes that one tenant's announced requests may pin; 0: no bound. CapacityError where they hold no prefix."""
-    most = next((each.max_pinned_bytes for each in settings.scenarios if each.name == settings.scenario), 0)
+def _tenant_bytes(settings: Settings, cache: PrefixCache, context_tokens: int) -> dict[str, int]:
+    """Bytes that one tenant's announced requests may pin, by the scenario that they are charged to; 0: no bound.
+    CapacityError where they hold no prefix."""
+    alone = [each for each in settings.scenarios if each.name == settings.scenario]
     tokens = settings.relay.max_prefix_tokens
-    if most and most < (needed := cache.nbytes(context_tokens + tokens)):
-        raise CapacityError(
-            f"scenario.{settings.scenario}.max_pinned_bytes = {most} cannot hold one prefix of "
-            f"relay.max_prefix_tokens = {tokens}: it takes {needed} bytes; raise it, or lower relay.max_prefix_tokens"
-        )
-    return most
+    needed = cache.nbytes(context_tokens + tokens)
+    for each in (served := settings.sharing or dict(zip([""], alone, strict=False))).values():
+        if 0 < each.max_pinned_bytes < needed:
+            raise CapacityError(
+                f"scenario.{each.name}.max_pinned_bytes = {each.max_pinned_bytes} cannot hold one prefix of "
+                f"relay.max_prefix_tokens = {tokens}: it takes {needed} bytes; raise it, or lower "
+                f"relay.max_prefix_tokens"
+            )
+    return {charged: each.max_pinned_bytes for charged, each in served.items()}
 
 
 def _pinned_bytes(settings: Settings, cache: PrefixCache, context_tokens: int) -> int:

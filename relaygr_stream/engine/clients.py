@@ -1,7 +1,10 @@
-"""Per-client accounts: what each client has waiting, and how much device time it was given.
+"""Who is charged: what each client has waiting, and how much device time it was given.
 
     full ─► the client with the most of what is scarce loses its latest ranking
     device free ─► clients within SLACK of the least served one, by deadline
+
+Where a worker serves several scenarios, these are charged in the same way, and the clients within each: a scenario gets
+its part however few its clients are.
 
 A client is who a request says it is (RankingRequest.client_id): claimed, not proven. Under many names one client gets
 many shares, so names are bounded in number, and those beyond share one account.
@@ -9,7 +12,7 @@ many shares, so names are bounded in number, and those beyond share one account.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, Protocol
 
 from relaygr_stream.errors import CacheCorruption
@@ -26,15 +29,19 @@ Measure = Literal["waiting", "nbytes", "ms"]
 
 
 class Account:
-    """One client's account. waiting, nbytes, ms: rankings without an answer, their memory, their predicted device time.
+    """One client's account, or one scenario's. waiting, nbytes, ms: rankings without an answer, their memory, their
+    predicted device time.
 
-    served_ms: device time it was given, counted from no earlier than that of the clients it met when it came.
+    parent: the account of its scenario, or of all. served_ms: device time it was given, counted from no earlier than
+    that of the accounts it met when it came. floor_ms: of the least served of its parts that had work ready, lately.
     """
 
-    __slots__ = ("ms", "name", "nbytes", "served_ms", "waiting")
+    __slots__ = ("floor_ms", "ms", "name", "nbytes", "parent", "served_ms", "waiting")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, parent: Account | None = None) -> None:
         self.name = name
+        self.parent = parent
+        self.floor_ms = 0.0
         self.served_ms = 0.0
         self.waiting = 0
         self.nbytes = 0
@@ -43,6 +50,36 @@ class Account:
     def of(self, measure: Measure) -> float:
         """How much of a scarce thing this client holds."""
         return self.waiting if measure == "waiting" else self.nbytes if measure == "nbytes" else self.ms
+
+    def line(self) -> Iterator[Account]:
+        """Itself and all that it is a part of."""
+        found: Account | None = self
+        while found is not None:
+            yield found
+            found = found.parent
+
+    def serve(self, ms: float) -> None:
+        """It was given so much device time."""
+        for each in self.line():
+            each.served_ms += ms
+
+    def join(self) -> None:
+        """It has work ready again: it cannot claim the device time that others were given meanwhile."""
+        for each in self.line():
+            if each.parent is not None:
+                each.served_ms = max(each.served_ms, each.parent.floor_ms)
+
+    def leads(self) -> None:
+        """Nobody beside it has work ready."""
+        part, whole = self, self.parent
+        while whole is not None:
+            whole.floor_ms = max(whole.floor_ms, part.served_ms)
+            part, whole = whole, whole.parent
+
+    def in_turn(self, parts: Sequence[Account], slack_ms: float) -> list[Account]:
+        """Of these parts of it, which have work ready, those whose turn it is."""
+        self.floor_ms = least = max(self.floor_ms, min([each.served_ms for each in parts]))
+        return [each for each in parts if each.served_ms <= least + slack_ms]
 
 
 class Booked(Protocol):
@@ -62,51 +99,72 @@ class Clients:
 
     def __init__(self, slack_ms: float = float("inf")) -> None:
         self.slack_ms = slack_ms
-        self.floor_ms = 0.0  # served_ms of the least served client that had work ready, lately
-        self.nbytes = 0  # of all rankings that wait
-        self._accounts: dict[str, Account] = {}
-        self._rest = Account("")
+        self.whole = Account("all")
+        self.pre_inference = Account("pre-inference")
+        self._scenarios: dict[str, Account] = {}
+        self._ahead: dict[str, Account] = {}
+        self._accounts: dict[tuple[str, str], Account] = {}
+        self._rest: dict[str, Account] = {}  # by scenario
 
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def account(self, name: str) -> Account:
-        """The account of this client."""
-        found = self._accounts.get(name)
+    @property
+    def nbytes(self) -> int:
+        """Of all rankings that wait."""
+        return self.whole.nbytes
+
+    def account(self, name: str, scenario: str = "") -> Account:
+        """The account of this client. scenario: where the worker serves several; then all clients have one."""
+        found = self._accounts.get((scenario, name))
         if found is None:
             if len(self._accounts) >= MOST_CLIENTS:
                 self._drop_settled()
+            parent = self._scenario(self._scenarios, scenario, self.whole) if scenario else self.whole
             if len(self._accounts) >= MOST_CLIENTS:
-                return self._rest
-            found = self._accounts[name] = Account(name)
+                return self._scenario(self._rest, scenario, parent)
+            found = self._accounts[scenario, name] = Account(name, parent)
         return found
+
+    def ahead(self, scenario: str) -> Account:
+        """The account of a scenario's pre-inference, which is charged apart: it gets the time that rankings leave."""
+        return self._scenario(self._ahead, scenario, self.pre_inference)
 
     def add(self, booked: Booked) -> None:
         """Count a ranking as waiting; its account, nbytes and cost_ms stay as they are until `remove`."""
-        account = booked.account
-        account.waiting += 1
-        account.nbytes += booked.nbytes
-        account.ms += booked.cost_ms
-        self.nbytes += booked.nbytes
+        for account in booked.account.line():
+            account.waiting += 1
+            account.nbytes += booked.nbytes
+            account.ms += booked.cost_ms
 
     def remove(self, booked: Booked) -> None:
         """Stop counting a ranking that has its answer."""
-        account = booked.account
-        account.waiting -= 1
-        account.nbytes -= booked.nbytes
-        account.ms = account.ms - booked.cost_ms if account.waiting else 0.0
-        self.nbytes -= booked.nbytes
+        for account in booked.account.line():
+            account.waiting -= 1
+            account.nbytes -= booked.nbytes
+            account.ms = account.ms - booked.cost_ms if account.waiting else 0.0
 
     def heavier(self, measure: Measure, booked: Booked) -> Account | None:
-        """The client that holds most of it, if that is more than its own client would hold; else None."""
-        most = max(self._everyone(), key=lambda account: account.of(measure))
-        own = {"waiting": 1, "nbytes": booked.nbytes, "ms": booked.cost_ms}[measure]
-        return most if most.of(measure) > booked.account.of(measure) + own else None
+        """The client that holds most of it, if that is more than its own client would hold; else None.
+
+        Of another scenario, where that holds most of all, and more than its own would; else of its own.
+        """
+        own, parent = {"waiting": 1, "nbytes": booked.nbytes, "ms": booked.cost_ms}[measure], booked.account.parent
+
+        def most(accounts: Iterable[Account], mine: Account) -> Account | None:
+            found = max(accounts, key=lambda account: account.of(measure), default=mine)
+            return found if found.of(measure) > mine.of(measure) + own else None
+
+        if parent is not None and parent is not self.whole:
+            other = most(self._scenarios.values(), parent)
+            if other is not None:
+                return max(self._parts(other), key=lambda account: account.of(measure))
+        return most(self._parts(parent), booked.account)
 
     def check(self, booked: Sequence[Booked]) -> None:
         """Raise CacheCorruption where the accounts do not add up to these rankings."""
-        for account in self._everyone():
-            mine = [each.nbytes for each in booked if each.account is account]
+        for account in (*self._everyone(), *self._scenarios.values()):
+            mine = [each.nbytes for each in booked if account in each.account.line()]
             if (account.waiting, account.nbytes) != (len(mine), sum(mine)):
                 raise CacheCorruption(
                     f"client {account.name!r} is booked for {account.waiting} rankings, has {len(mine)}"
@@ -115,13 +173,22 @@ class Clients:
             raise CacheCorruption(f"{self.nbytes} bytes of rankings are booked, {len(booked)} wait")
 
     def _everyone(self) -> Iterator[Account]:
-        yield self._rest
+        yield from self._rest.values()
         yield from self._accounts.values()
+
+    def _parts(self, parent: Account | None) -> list[Account]:
+        return [account for account in self._everyone() if account.parent is parent]
+
+    @staticmethod
+    def _scenario(known: dict[str, Account], scenario: str, parent: Account) -> Account:
+        if scenario not in known:
+            known[scenario] = Account(scenario, parent)
+        return known[scenario]
 
     def _drop_settled(self) -> None:
         """Drop accounts with nothing waiting and no device time ahead of others."""
         self._accounts = {
-            name: account
-            for name, account in self._accounts.items()
-            if account.waiting or account.served_ms > self.floor_ms
+            key: account
+            for key, account in self._accounts.items()
+            if account.waiting or (account.parent is not None and account.served_ms > account.parent.floor_ms)
         }

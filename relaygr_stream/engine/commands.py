@@ -69,12 +69,18 @@ class PrefillTask(Keys, msgspec.Struct, frozen=True, eq=False):  # a frozen data
     tenant: str = ""
     nbytes: int = 0  # memory of its tokens
     origin: Any = None  # where it came from; not None: what becomes of it is told. The scheduler does not look at it
+    scenario: str = ""  # that memory and device time are charged to, where the worker serves several
+
+    @property
+    def charged(self) -> str:
+        """Whose bytes its prefix KV are: its tenant's, of this scenario."""
+        return tenant_key(self.scenario, self.tenant)
 
     def with_history(self, tokens: Tokens) -> PrefillTask:
         """The request whose prefix was read."""
         return PrefillTask(
             self.request_id, self.user_id, self.lane, tokens, self.due, self.expires, self.arrived, self.tenant,
-            self.nbytes, self.origin,
+            self.nbytes, self.origin, self.scenario,
         )  # fmt: skip
 
 
@@ -94,8 +100,8 @@ class Times(NamedTuple):
     ) -> Times:
         """Scores leave so early that they are with the client within its timeout, and within the SLO if they can be.
 
-        slo_ms: relay.slo_ms. reply_ms: an answer's way to its client. Scores that left at the deadline would come late,
-        and under overload most are ready close to it.
+        slo_ms: of its scenario. reply_ms: an answer's way to its client. Scores that left at the deadline would come
+        late, and under overload most are ready close to it.
         """
         soon_ms = min(slo_ms, timeout_ms)
         due = arrived + (soon_ms - min(reply_ms, REPLY_SHARE * soon_ms) - age_ms) / 1e3
@@ -120,12 +126,13 @@ class RankTask(Keys, msgspec.Struct, frozen=True, eq=False):
     hops: int = 0  # times it was forwarded, or 1: a hedge
     origin: Any = None  # where its answer goes; the scheduler does not look at it
     features: Values = {}  # of the candidates
+    scenario: str = ""  # as of PrefillTask
 
     def with_history(self, tokens: Tokens, suffix: Tokens) -> RankTask:
         """The request whose prefix was read."""
         return RankTask(
             self.request_id, self.user_id, self.lane, tokens, suffix, self.candidates, self.times, self.full,
-            self.tenant, self.client, self.nbytes, self.hops, self.origin, self.features,
+            self.tenant, self.client, self.nbytes, self.hops, self.origin, self.features, self.scenario,
         )  # fmt: skip
 
     @property

@@ -6,6 +6,7 @@ All times are milliseconds of device time, predicted and then corrected by how e
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Final
 
@@ -168,9 +169,16 @@ class Forecast:
 
     def _in_turn(self, account: Account, ms: float, others: dict[Account, float]) -> float:
         """How much of the others' work is done before this client has been given so many milliseconds."""
-        served = max(account.served_ms, self._clients.floor_ms)
-        until = served + ms + self._clients.slack_ms
-        return sum(min(work, max(0.0, until - other.served_ms)) for other, work in others.items())
+        if account.parent is None:
+            return 0.0
+        until = max(account.served_ms, account.parent.floor_ms) + ms + self._clients.slack_ms
+        beside, elsewhere = 0.0, defaultdict[Account, float](float)
+        for other, work in others.items():
+            if other.parent is account.parent:
+                beside += min(work, max(0.0, until - other.served_ms))
+            elif other.parent is not None:  # of another scenario
+                elsewhere[other.parent] += work
+        return beside + (self._in_turn(account.parent, ms + beside, elsewhere) if elsewhere else 0.0)
 
 
 def _key(ranking: Ranking) -> tuple[float, int]:

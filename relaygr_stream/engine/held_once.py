@@ -1,12 +1,13 @@
 """Bytes that pins hold for somebody, each entry once, however many requests pin it.
 
-Two such bounds exist: what is pinned on other workers' behalf, and what one tenant's announced requests may pin.
+Such bounds are: what is pinned on other workers' behalf, and what the announced requests of one tenant, or of one
+scenario that shares a worker, may pin.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 from relaygr_stream.cache.entry import Entry
@@ -20,6 +21,10 @@ class HeldOnce(Generic[W]):
     def __init__(self) -> None:
         self._held: dict[tuple[W, Entry], tuple[int, int]] = {}  # → pins, bytes
         self._bytes: Counter[W] = Counter()
+
+    def __iter__(self) -> Iterator[W]:
+        """For whom any are pinned."""
+        return iter(self._bytes)
 
     def bytes_of(self, whose: W) -> int:
         """Of all entries that are pinned for it."""

@@ -1,6 +1,6 @@
 """The order of the device's work: rankings that can be done when due, then pre-inference, then rankings that are late.
 
-A due time is no priority: it decides among clients that were given about as much device time (clients.py).
+A due time is no priority: it decides among those that were given about as much device time (clients.py).
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count
+from operator import itemgetter
 from typing import Final, Generic, TypeVar
 
 from relaygr_stream.cache.entry import Entry
-from relaygr_stream.engine.clients import Account, Clients
+from relaygr_stream.engine.clients import UNBOOKED, Account, Clients
 from relaygr_stream.engine.commands import PrefillTask
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
 
@@ -69,75 +70,89 @@ class TimerHeap(Generic[T]):
         return heapq.heappop(self._heap)[2]
 
 
-class Turns:
-    """Rankings that can be scored, and jobs that rankings wait for: clients in turn, and the earliest due first.
+class Turns(Generic[T]):
+    """What the device may do next: accounts in turn, and the earliest due first.
 
     over(item): it has no place here any more.
     """
 
-    def __init__(self, clients: Clients, over: Over[Ranking | PrefillJob]) -> None:
+    def __init__(self, clients: Clients, over: Over[T]) -> None:
         self._clients = clients
         self._over = over
-        self._of_client: dict[Account, TimerHeap[Ranking | PrefillJob]] = {}
+        self._of_account: dict[Account, TimerHeap[T]] = {}
 
-    def add(self, ranking: Ranking, job: PrefillJob | None = None) -> None:
-        """Add a ranking that can be scored, or the job that it waits for."""
-        account = ranking.booking.account
-        found = self._of_client.get(account)
+    def __iter__(self) -> Iterator[T]:
+        """The items that are not over, in no order."""
+        return chain.from_iterable(self._of_account.values())
+
+    def add(self, account: Account, due: float, item: T) -> None:
+        """Add an item that is charged to this account."""
+        found = self._of_account.get(account)
         if found is None:
-            found = self._of_client[account] = TimerHeap(self._over)
-            # After a pause it cannot claim the device time that others were given meanwhile.
-            account.served_ms = max(account.served_ms, self._clients.floor_ms)
-        found.add(ranking.due, ranking if job is None else job)
+            found = self._of_account[account] = TimerHeap(self._over)
+            account.join()
+        found.add(due, item)
 
-    def first(self) -> Ranking | PrefillJob | None:
+    def first(self) -> T | None:
         """What is next, left in place."""
-        heads = []
-        for account, heap in list(self._of_client.items()):
+        heads = {}
+        for account, heap in list(self._of_account.items()):
             first = heap.first()
             if first is None:
-                del self._of_client[account]
+                del self._of_account[account]
             else:
-                heads.append((first[0], account, first[1]))
+                heads[account] = first
         if not heads:
             return None
-        clients = self._clients
         if len(heads) == 1:
-            clients.floor_ms = max(clients.floor_ms, heads[0][1].served_ms)
-            return heads[0][2]
-        clients.floor_ms = least = max(clients.floor_ms, min(head[1].served_ms for head in heads))
-        in_turn = [head for head in heads if head[1].served_ms <= least + clients.slack_ms]
-        return min(in_turn, key=lambda head: head[0])[2]
+            account, (_, item) = heads.popitem()
+            account.leads()
+            return item
+        return min((heads[account] for account in self._in_turn(heads)), key=itemgetter(0))[1]
 
-    def remove(self, first: Ranking) -> None:
-        """Remove the ranking that `first` has found."""
-        self._of_client[first.booking.account].pop()
+    def remove(self, account: Account) -> None:
+        """Remove what `first` has found, of this account."""
+        self._of_account[account].pop()
+
+    def _in_turn(self, ready: Iterable[Account]) -> Iterable[Account]:
+        """Of the accounts with work ready those whose turn it is: scenarios first, and then the clients within each."""
+        parts: dict[Account | None, list[Account]] = {}
+        for account in ready:
+            parts.setdefault(account.parent, []).append(account)
+        parents, slack_ms = [each for each in parts if each is not None], self._clients.slack_ms
+        if len(parents) > 1 and (whole := parents[0].parent) is not None:
+            parents = whole.in_turn(parents, slack_ms)
+        elif parents:
+            parents[0].leads()
+        return [account for parent in parents for account in parent.in_turn(parts[parent], slack_ms)] or parts[None]
 
 
 class WorkQueue:
     """Rankings that can be done when due, with what they wait for; then pre-inference; then rankings that are late."""
 
     def __init__(self, clients: Clients | None = None) -> None:
-        clients = Clients() if clients is None else clients
-        self.in_time: Final = Turns(clients, _not_in_time)
-        self.late: Final = Turns(clients, _over)
-        self._background: TimerHeap[PrefillJob] = TimerHeap(lambda job: job.over)
+        self._clients = clients = Clients() if clients is None else clients
+        self.in_time: Final[Turns[Ranking | PrefillJob]] = Turns(clients, _not_in_time)
+        self.late: Final[Turns[Ranking | PrefillJob]] = Turns(clients, _over)
+        self._background: Turns[PrefillJob] = Turns(clients, lambda job: job.over)
 
     def add(self, ranking: Ranking, job: PrefillJob | None = None) -> None:
         """Add a ranking that can be scored, or the job that it waits for, which becomes as urgent."""
-        (self.late if ranking.late else self.in_time).add(ranking, job)
+        turns, item = self.late if ranking.late else self.in_time, ranking if job is None else job
+        turns.add(ranking.booking.account, ranking.due, item)
 
     def add_background(self, job: PrefillJob) -> None:
         """Add a job that no ranking waits for (yet); or again, if it is due earlier."""
-        self._background.add(job.due, job)
+        if job.account is UNBOOKED:
+            job.account = self._clients.ahead("" if job.signal is None else job.signal.scenario)
+        self._background.add(job.account, job.due, job)
 
     def background(self) -> PrefillJob | None:
         """The most urgent pre-inference, left in place. A job whose rankings came, and are late, has a place there."""
-        while (first := self._background.first()) is not None:
-            job = first[1]
+        while (job := self._background.first()) is not None:
             if not job.waiters:
                 return job
-            self._background.pop()
+            self._background.remove(job.account)
             job.due = math.inf
         return None
 

@@ -107,6 +107,13 @@ class PrefillJob:
     ms: float = 0.0  # device time so far
     started: float = 0.0  # when the device first worked for it
     position: int = 0  # tokens that were there before
+    account: Account = UNBOOKED  # that its time is charged to while no ranking waits for it
+
+    @property
+    def scenario(self) -> str:
+        """Of the first request that it is for."""
+        of = self.signal if self.signal is not None else next((each.task for each in self.waiters), None)
+        return "" if of is None else of.scenario
 
     @property
     def pre_infer(self) -> bool:

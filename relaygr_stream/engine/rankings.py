@@ -144,7 +144,7 @@ class Rankings:
             within_ms -= factor * score_ms(ranking)
             if within_ms < 0 and len(batch) >= ALWAYS_TOGETHER:
                 break
-            turns.remove(ranking)
+            turns.remove(ranking.booking.account)
             batch.append(ranking)
         return batch
 

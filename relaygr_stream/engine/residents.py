@@ -264,7 +264,8 @@ class Pin:
     lane: int
     nbytes: int
     since: float  # when its signal was read
-    tenant: str
+    charged: str  # as of its signal
+    scenario: str
     ranked: bool = False
     released: bool = False
 
@@ -278,7 +279,8 @@ class PinTable:
         self._ends: TimerHeap[Pin] = TimerHeap(attrgetter("released"))
         self._lane_bytes: defaultdict[int, int] = defaultdict(int)
         self.delegated: HeldOnce[int] = HeldOnce()  # on other workers' behalf, by DELEGATED_LANE
-        self.tenants: HeldOnce[str] = HeldOnce()
+        self.tenants: HeldOnce[str] = HeldOnce()  # by PrefillTask.charged
+        self._scenarios: HeldOnce[tuple[str, bool]] = HeldOnce()  # and whether on other workers' behalf
         self.unheld: list[Entry] = []  # entries whose last pin ended while they were computed; the scheduler takes them
         self.expired = 0
         self.head_start_ms = 0.0  # from a signal to its ranking, about the median of the last; 0: unknown
@@ -319,19 +321,30 @@ class PinTable:
         return nbytes if entry is None else max(nbytes, self._cache.entry_bytes(entry))
 
     def add(
-        self, request_id: str, lane: int, entry: Entry, expires: float, nbytes: int, since: float, tenant: str = ""
+        self,
+        request_id: str,
+        lane: int,
+        entry: Entry,
+        expires: float,
+        nbytes: int,
+        since: float,
+        charged: str = "",
+        scenario: str = "",
     ) -> None:
         """Hold the entry for an admitted request; a request pins once. nbytes: what it was admitted for. since: when
         its signal was read."""
         assert request_id not in self._pins
         self._cache.pin(entry)
-        pin = Pin(request_id, entry, lane, nbytes, since, tenant)
+        pin = Pin(request_id, entry, lane, nbytes, since, charged, scenario)
         self._pins[request_id] = pin
         if lane == DELEGATED_LANE:
             self.delegated.add(lane, entry, nbytes)
         else:
             self._lane_bytes[lane] += nbytes
-        self.tenants.add(tenant, entry, self.tenant_bytes(entry, nbytes))
+        held = self.tenant_bytes(entry, nbytes)
+        self.tenants.add(charged, entry, held)
+        if scenario:
+            self._scenarios.add((scenario, lane == DELEGATED_LANE), entry, held)
         self._ends.add(expires, pin)
 
     def ranked(self, request_id: str, arrived: float) -> None:
@@ -354,11 +367,30 @@ class PinTable:
             self.delegated.release(pin.lane, pin.entry)
         else:
             self._lane_bytes[pin.lane] -= pin.nbytes
-        self.tenants.release(pin.tenant, pin.entry)
+        self.tenants.release(pin.charged, pin.entry)
+        if pin.scenario:
+            self._scenarios.release((pin.scenario, pin.lane == DELEGATED_LANE), pin.entry)
         self._cache.unpin(pin.entry)
         if pin.entry.computing and not pin.entry.pins:
             self.unheld.append(pin.entry)
         return True
+
+    def scenario_bytes(self, scenario: str) -> int:
+        """Bytes that the scenario's requests have pinned."""
+        return sum(self._scenarios.bytes_of((scenario, delegated)) for delegated in (False, True))
+
+    def latest_of_heavier(self, scenario: str, nbytes: int, *, delegated: bool) -> str | None:
+        """The latest request of the scenario that has pinned most, if that is more than this one would have with nbytes
+        more; None: there is none whose pin alone keeps its entry. delegated: on other workers' behalf, or not."""
+        held = {name for name, kind in self._scenarios if kind is delegated}
+        most = max(held, key=lambda name: self._scenarios.bytes_of((name, delegated)), default=scenario)
+        own = self._scenarios.bytes_of((scenario, delegated)) + nbytes
+        if most == scenario or self._scenarios.bytes_of((most, delegated)) <= own:
+            return None
+        for pin in reversed(self._pins.values()):
+            if pin.scenario == most and (pin.lane == DELEGATED_LANE) is delegated and pin.entry.pins == 1:
+                return pin.request_id
+        return None
 
     def release_lanes(self, lanes: Iterable[int]) -> None:
         """End the pins of lanes that have another owner now: their rankings will not come here."""

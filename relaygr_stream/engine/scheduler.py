@@ -9,8 +9,9 @@ Everything here runs on one thread and takes the time as an argument.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -51,6 +52,8 @@ log = structlog.get_logger(__name__)
 
 #: Answered requests remembered, so that a signal behind its ranking is not computed: some seconds of traffic.
 RECENT_ANSWERS: Final = 4096
+#: Of a scenario in a snapshot: bytes that its announced requests pin.
+PINNED_BYTES: Final = "pinned_bytes"
 #: Operations of the device that fail with none succeeding in between, at which it is probed with input that it took at
 #: the start, and given up if it fails; a batch and its rankings alone count once. A device that fails whatever it is
 #: given shows within 0.1 s at 100 operations a second. Where the probe succeeds, the input was bad, of one user or of
@@ -68,7 +71,8 @@ class Limits:
     queue_limit: int
     waiting_bytes: int = 1 << 62  # of rankings that wait for an answer
     delegated_bytes: int = 0  # pinned on other workers' behalf, beside pinned_bytes
-    tenant_bytes: int = 0  # of either, that one tenant's announced requests may pin; 0: no bound of their own
+    #: Of either, that one tenant's announced requests may pin, by scenario; 0, or none: no bound of their own.
+    tenant_bytes: Mapping[str, int] = field(default_factory=dict)
     truncate_to: int = 0  # newest behaviours that a ranking is cut to which no worker has in time; 0: none is cut
     delay_by_costs: bool = False  # max_ranking_delay_ms is only a bound
 
@@ -85,6 +89,7 @@ class DeviceTime:
 class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a frozen dataclass takes a microsecond more
     """The scheduler's numbers at one moment.
 
+    scenarios: of each that the worker serves, where it serves several: device time and what is pinned, by name.
     lane_bytes: pinned, of each lane asked for. delegated_bytes: pinned on other workers' behalf. totals, cache: running
     totals by name. queue_ms: delay until the device takes a ranking, since the last snapshot. head_start_ms: from a
     signal to its ranking, usually.
@@ -106,6 +111,7 @@ class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a froz
     pre_infer_waiting_ms: float
     pre_infer_late_s: float
     head_start_ms: float
+    scenarios: dict[str, dict[str, float]] = {}
 
 
 class Scheduler:
@@ -126,10 +132,17 @@ class Scheduler:
         self._probe_after = GIVE_UP_AFTER
         self._erased_early: list[Erase] = []  # before the tier's file was read
         self.time = DeviceTime()
+        self.times: defaultdict[str, DeviceTime] = defaultdict(DeviceTime)  # by scenario, where there are several
         self._residents = residents = Residents(executor, cache, self._jobs, self._queue, self._waiters, auditor)
         self.pins = residents.pins
         self.signals = Signals(
-            residents, answered, self._placed, limits.pinned_bytes, limits.delegated_bytes, limits.tenant_bytes
+            residents,
+            answered,
+            self._placed,
+            self._end_unwanted,
+            limits.pinned_bytes,
+            limits.delegated_bytes,
+            limits.tenant_bytes,
         )
         self.admission = Admission(
             executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_to
@@ -180,7 +193,7 @@ class Scheduler:
         self.pins.expire(now)
         self.rankings.expire(now)
         for entry in self.cache.poll():
-            self._wake(entry)
+            self._wake(entry, now)
         if self.pins.unheld:
             self._end_unwanted(now)
         self._residents.lend_scratch()
@@ -280,7 +293,7 @@ class Scheduler:
             entry = self.pins.unheld.pop()
             job = self._jobs.of(entry)
             if job is not None and self._jobs.end_unwanted(job, now, cancelled=cancelled):
-                self._wake(entry)
+                self._wake(entry, now)
 
     def _follow_costs(self) -> None:
         """Let the device work in slices as long as what was learnt of its costs asks for."""
@@ -309,14 +322,22 @@ class Scheduler:
             pre_infer_waiting_ms=self._jobs.waiting_ms(),
             pre_infer_late_s=self._jobs.late_s(now),
             head_start_ms=pins.head_start_ms,
+            scenarios={
+                name: {**vars(each), PINNED_BYTES: float(pins.scenario_bytes(name))}
+                for name, each in self.times.items()
+            },
         )
 
     def _work(self, work: Ranking | PrefillJob, now: float, *, alone: bool = False) -> float:
         """Advance a job, or score a ranking, with those behind it unless `alone`; returns the milliseconds."""
         if not isinstance(work, Ranking):
             return self._advance(work, now)
-        ms = self.rankings.score(now, [work] if alone else self.rankings.next_batch(late=work.late))
+        batch = [work] if alone else self.rankings.next_batch(late=work.late)
+        ms = self.rankings.score(now, batch)
         self.time.ranking_ms += ms
+        for each in batch:
+            if each.task.scenario:
+                self.times[each.task.scenario].ranking_ms += ms / len(batch)
         return ms
 
     def _advance(self, job: PrefillJob, now: float) -> float:
@@ -324,25 +345,28 @@ class Scheduler:
         if job.waiters:
             self.rankings.started((each for each in job.waiters if not each.answered), now)
         ms = self._jobs.advance(job, now)
-        full = False
+        full = any(ranking.measured.outcome in MISSES for ranking in job.waiters)
         for ranking in job.waiters:
             self.admission.charge(ranking, ms, of=len(job.waiters))
-            full = full or ranking.measured.outcome in MISSES
-        if full:
-            self.time.full_ms += ms
-        else:
-            self.time.pre_infer_ms += ms
+        if not job.waiters:
+            job.account.serve(ms)
+        scenario = job.scenario
+        for time in (self.time, self.times[scenario]) if scenario else (self.time,):
+            if full:
+                time.full_ms += ms
+            else:
+                time.pre_infer_ms += ms
         if job.over:
             self.rankings.job_over(job)
             if job.entry is not None:
-                self._wake(job.entry)
+                self._wake(job.entry, now)
         return ms
 
-    def _wake(self, entry: Entry) -> None:
+    def _wake(self, entry: Entry, now: float) -> None:
         """The entry's copy or prefill has ended, well or not: place the tasks that wait for it again."""
         for task in self._waiters.pop(entry):
             if isinstance(task, PrefillTask):
-                self.signals.place_again(task)
+                self.signals.place_again(task, now)
             else:
                 self._residents.place_again(task)
         if entry.failed:

@@ -4,11 +4,13 @@
 
 A signal that waits for the beginning of its sequence pins what there is. It lives as long as that pin.
 
-Signals on other workers' behalf have bytes of their own, and take no room from the lanes' users.
+Signals on other workers' behalf have bytes of their own, and take no room from the lanes' users. Of several scenarios
+the one that holds most of either makes room for another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,7 +48,7 @@ class SignalCounters:
     signal_expired: int = 0
     signal_ranked: int = 0  # its ranking had been answered, or it had been cancelled, before it came
     signal_cancelled: int = 0  # its client cancelled it while it was pinned
-    signal_over_footprint: int = 0
+    signal_over_footprint: int = 0  # that, or it made room for another scenario's
     signal_no_room: int = 0
     signal_outranked: int = 0  # a delegated one, while a signal of the user's lane asked for another sequence
     signal_delegated: int = 0  # of the pinned ones, those on another worker's behalf
@@ -58,8 +60,9 @@ class Signals:
     """Places signals: finds, loads or computes their prefix KV, and pins it.
 
     footprint: bytes that may be held when a signal pins more, those of waiting rankings included. delegated: beside
-    these, for signals on other workers' behalf. of_tenant: of either, for one tenant's signals; 0: no bound of its own.
-    placed: takes what became of signals whose origin is to be told.
+    these, for signals on other workers' behalf. of_tenant: of either, for one tenant's, by scenario; 0, or none: no
+    bound of its own. placed: takes what became of signals whose origin is to be told. end_unwanted: ends the jobs whose
+    last pin has ended.
     """
 
     def __init__(
@@ -67,17 +70,19 @@ class Signals:
         residents: Residents,
         answered: RecentIds,
         placed: list[Placed],
+        end_unwanted: Callable[[float], None],
         footprint: int,
         delegated: int = 0,
-        of_tenant: int = 0,
+        of_tenant: Mapping[str, int] | None = None,
     ) -> None:
         self._residents = residents
         self._cache, self._jobs, self._pins = residents.cache, residents.jobs, residents.pins
         self._answered = answered
         self._placed = placed
+        self._end_unwanted = end_unwanted
         self._footprint = footprint
         self._delegated = delegated
-        self._of_tenant = of_tenant
+        self._of_tenant = of_tenant or {}
         self.counters = SignalCounters()
 
     def enqueue(self, task: PrefillTask, now: float) -> None:
@@ -90,7 +95,7 @@ class Signals:
         elif task.expires <= now:
             self._count("expired", task)
         else:
-            self._place(task)
+            self._place(task, now)
 
     def cancel(self, request_key: str) -> None:
         """End the request's pin, and drop its signal if that is still to come."""
@@ -98,31 +103,30 @@ class Signals:
         if self._pins.release(request_key):
             self.counters.signal_cancelled += 1
 
-    def place_again(self, task: PrefillTask) -> None:
+    def place_again(self, task: PrefillTask, now: float) -> None:
         """Place a signal whose wait is over. If its pin is gone (expired, ranked, cancelled, lane lost), so is it."""
         if self._pins.release(task.request_key):
-            self._place(task)
+            self._place(task, now)
         else:
             self._tell(task, "unpinned")
 
-    def _place(self, task: PrefillTask) -> None:
-        found = entry, coverage = self._residents.find(task)
-        pinned = entry if coverage is Coverage.COVERS else None  # one that is extended may stay beside the new one
-        nbytes, delegated = self._cache.nbytes(len(task.tokens)), self._pins.lane_bytes(DELEGATED_LANE)
-        if self._of_tenant and self._is_over_quota(task, entry if coverage is not Coverage.NONE else None, pinned):
-            self._refuse("over_quota", task)
-            limited(log.warning, "over_quota")(
-                "a tenant's announced requests have pinned its max_pinned_bytes: this one pins nothing",
-                tenant=task.tenant, bytes=self._pins.tenants.bytes_of(task.tenant), most=self._of_tenant,
-            )  # fmt: skip
-            return
-        if task.lane == DELEGATED_LANE:
-            if delegated + self._pins.delegated.more(DELEGATED_LANE, pinned, nbytes) > self._delegated:
-                self._refuse("over_delegated", task)
+    def _place(self, task: PrefillTask, now: float) -> None:
+        while True:
+            found = entry, coverage = self._residents.find(task)
+            pinned = entry if coverage is Coverage.COVERS else None  # one that is extended may stay beside the new one
+            most = self._of_tenant.get(task.scenario, 0)
+            if most and self._is_over_quota(task, entry if coverage is not Coverage.NONE else None, pinned, most):
+                self._refuse("over_quota", task)
+                limited(log.warning, "over_quota")(
+                    "a tenant's announced requests have pinned its max_pinned_bytes: this one pins nothing",
+                    tenant=task.tenant, bytes=self._pins.tenants.bytes_of(task.charged), most=most,
+                )  # fmt: skip
                 return
-        elif self._cache.pinned_bytes + self._more(task, entry, coverage) > self._footprint + delegated:
-            self._refuse("over_footprint", task)
-            return
+            if self._has_room(task, entry, coverage, pinned):
+                break
+            if not self._makes_room(task, now):
+                self._refuse("over_delegated" if task.lane == DELEGATED_LANE else "over_footprint", task)
+                return
         got = self._residents.acquire(task, found)
         if got.entry is None:
             self._refuse("no_room" if got.way == "no_room" else "outranked", task)
@@ -134,11 +138,29 @@ class Signals:
         if not got.whole:
             self._residents.waiters.add(got.entry, task)
 
-    def _is_over_quota(self, task: PrefillTask, entry: Entry | None, pinned: Entry | None) -> bool:
+    def _has_room(self, task: PrefillTask, entry: Entry | None, coverage: Coverage, pinned: Entry | None) -> bool:
+        delegated = self._pins.lane_bytes(DELEGATED_LANE)
+        if task.lane == DELEGATED_LANE:
+            nbytes = self._cache.nbytes(len(task.tokens))
+            return delegated + self._pins.delegated.more(DELEGATED_LANE, pinned, nbytes) <= self._delegated
+        return self._cache.pinned_bytes + self._more(task, entry, coverage) <= self._footprint + delegated
+
+    def _makes_room(self, task: PrefillTask, now: float) -> bool:
+        """Whether another scenario, which holds more, has lost the pin of its latest request to this one."""
+        nbytes, delegated = self._cache.nbytes(len(task.tokens)), task.lane == DELEGATED_LANE
+        loser = self._pins.latest_of_heavier(task.scenario, nbytes, delegated=delegated) if task.scenario else None
+        if loser is None:
+            return False
+        self._pins.release(loser)
+        self.counters.signal_over_footprint += 1
+        self._end_unwanted(now)  # what was computed for it
+        return True
+
+    def _is_over_quota(self, task: PrefillTask, entry: Entry | None, pinned: Entry | None, most: int) -> bool:
         """entry: what there is of its prefix. pinned: the same, where it has all."""
         nbytes = self._pins.tenant_bytes(entry, self._cache.nbytes(len(task.tokens)))
         held = self._pins.tenants
-        return held.bytes_of(task.tenant) + held.more(task.tenant, pinned, nbytes) > self._of_tenant
+        return held.bytes_of(task.charged) + held.more(task.charged, pinned, nbytes) > most
 
     def _count(self, result: str, task: PrefillTask) -> None:
         name = f"signal_{result}"
@@ -159,7 +181,9 @@ class Signals:
         if task.lane == DELEGATED_LANE:
             self.counters.signal_delegated += 1
         nbytes = self._cache.nbytes(len(task.tokens))
-        self._pins.add(task.request_key, task.lane, entry, task.expires, nbytes, task.arrived, task.tenant)
+        self._pins.add(
+            task.request_key, task.lane, entry, task.expires, nbytes, task.arrived, task.charged, task.scenario
+        )
 
     def _more(self, task: PrefillTask, entry: Entry | None, coverage: Coverage) -> int:
         """HBM bytes that pinning this signal's prefix would add to what is held."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, structs
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings.scenarios import FACTORY, RESERVE, SECTION, Scenario
+from relaygr_stream.settings.scenarios import FACTORY, RESERVE, SECTION, Scenario, served_together
 from relaygr_stream.settings.section import BYTES, LABEL, Ms, Name, Port, Positive, Section, Share, SharedSecret, doc
 from relaygr_stream.settings.worker import Handover, Model, Worker
 
@@ -279,7 +279,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     history: History = History()
     gateway: Gateway = Gateway()
     telemetry: Telemetry = Telemetry()
-    #: Those of the sections [scenario.NAME], and the name of the one that this process serves; "": none.
+    #: Those of the sections [scenario.NAME], and the name of the group that this process serves; "": none.
     scenarios: tuple[Scenario, ...] = ()
     scenario: str = ""
     #: Those of the whole fleet, where these are of a process that serves one scenario.
@@ -288,7 +288,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def serving(self, name: str) -> Settings:
         """The settings of a process that serves this scenario: with the group, the SLO and the model of its section.
 
-        Of a process that serves another one, too. Raises ConfigError for a name without a section.
+        Where its group serves others, too, with the tightest SLO of them. Of a process that serves another one, too.
+        Raises ConfigError for a name without a section.
         """
         if self.fleet is not None:
             return self.fleet.serving(name)
@@ -296,6 +297,8 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if scenario is None:
             there = ", ".join(each.name for each in self.scenarios) or "none: give the fleet's file with --config"
             raise ConfigError(f"no scenario {name!r}: no file has a section [{SECTION}{name}]; there are {there}")
+        if scenario.served_by:
+            return self.serving(scenario.served_by)
         replace, model = structs.replace, self.model
         if scenario.model:
             is_factory = FACTORY.fullmatch(scenario.model)
@@ -306,7 +309,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             scenario=name,
             fleet=self,
             kafka=replace(self.kafka, prefix=f"{self.kafka.prefix}{name}."),
-            relay=replace(self.relay, slo_ms=scenario.slo_ms),
+            relay=replace(self.relay, slo_ms=min(each.slo_ms for each in served_together(self.scenarios, name))),
             model=model,
         )
 
@@ -315,6 +318,23 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not self.scenarios:
             raise ConfigError("a reserve is for scenarios, and there are none: give the fleet's file with --config")
         return structs.replace(self, scenario=RESERVE, fleet=self)
+
+    @property
+    def sharing(self) -> dict[str, Scenario]:
+        """The scenarios that this process serves, by name, its group's own first; empty: one at most."""
+        found = served_together(self.scenarios, self.scenario) if self.scenario else ()
+        return {each.name: each for each in found} if len(found) > 1 else {}
+
+    def slo_ms_of(self, scenario: str) -> float:
+        """Of a ranking that names this scenario; one that this process does not serve counts as its group's own."""
+        sharing = self.sharing
+        found = sharing.get(scenario) or sharing.get(self.scenario)
+        return self.relay.slo_ms if found is None else found.slo_ms
+
+    @property
+    def slo_in_words(self) -> str:
+        """That of this process's rankings, for people."""
+        return "their scenario's SLO" if self.sharing else f"{self.relay.slo_ms:g} ms"
 
     @property
     def longest_history(self) -> int:

@@ -86,7 +86,11 @@ def test_a_tenants_bytes_are_its_scenarios_and_hold_one_prefix() -> None:
     fleet = msgspec.structs.replace(settings_of(), scenarios=(feed, *others))
     for name, most in (("feed", 2 * GRANULE_BYTES), ("ads", 7 * GRANULE_BYTES), ("search", 0)):
         settings = msgspec.structs.replace(fleet, scenario=name)
-        assert built(settings).scheduler._limits.tenant_bytes == most
+        assert built(settings).scheduler._limits.tenant_bytes == {"": most}
+    shared = (feed, Scenario(name="search", served_by="feed", max_pinned_bytes=7 * GRANULE_BYTES))
+    settings = msgspec.structs.replace(fleet, scenarios=shared, scenario="feed")
+    most_of = {"feed": 2 * GRANULE_BYTES, "search": 7 * GRANULE_BYTES}
+    assert built(settings).scheduler._limits.tenant_bytes == most_of, "each scenario's own"
     least = msgspec.structs.replace(feed, max_pinned_bytes=2 * GRANULE_BYTES - 1)
     with pytest.raises(CapacityError, match=r"scenario.feed.max_pinned_bytes = \d+ cannot hold one prefix of"):
         built(msgspec.structs.replace(fleet, scenarios=(least,), scenario="feed"))

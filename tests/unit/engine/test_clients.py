@@ -37,8 +37,16 @@ class Idle(Timed):
         return [torch.zeros(len(one.candidates), len(self.model.tasks)) for one in batch]
 
 
-def beside(hog_timeout_s: float, hog_load: float, hog_name: Callable[[int], str] = lambda _: "hog") -> Simulation:
-    """A light client beside one that asks for `hog_load` times what the device can do; both at even distances."""
+def beside(
+    hog_timeout_s: float,
+    hog_load: float,
+    hog_name: Callable[[int], str] = lambda _: "hog",
+    scenarios: tuple[str, str] = ("", ""),
+) -> Simulation:
+    """A light client beside one that asks for `hog_load` times what the device can do; both at even distances.
+
+    scenarios: of the light one, and of the other.
+    """
     simulation = Simulation(Idle)
     simulation.run(0.5 * CAPACITY_PER_S, 100, seed=1)  # predictions are compared with measurements
     begun, hogs = simulation.device.now, 0
@@ -47,10 +55,10 @@ def beside(hog_timeout_s: float, hog_load: float, hog_name: Callable[[int], str]
         while simulation.device.now < at:
             while begun + hogs / (hog_load * CAPACITY_PER_S) <= simulation.device.now:
                 hogs += 1
-                simulation.rank(hog_timeout_s, hog_name(hogs))
+                simulation.rank(hog_timeout_s, hog_name(hogs), scenarios[1])
             if not simulation.world.step(simulation.device.now):
                 simulation.device.now += 1 / (hog_load * CAPACITY_PER_S)
-        simulation.rank(LIGHT_TIMEOUT_S, "light")
+        simulation.rank(LIGHT_TIMEOUT_S, "light", scenarios[0])
     while simulation.world.step(simulation.device.now):
         pass
     return simulation
@@ -133,7 +141,7 @@ def test_names_are_bounded_in_number_and_the_rest_share_one_account() -> None:
     assert len({*named}) == MOST_CLIENTS
     rest = {clients.account(f"x{number}") for number in range(1000)}
     assert len(rest) == 1
-    clients.floor_ms = 1.0  # all others have been given as much by now
+    clients.whole.floor_ms = 1.0  # all others have been given as much by now
     assert clients.account("new") not in rest
     assert len(clients) == 1
 
@@ -156,7 +164,7 @@ def test_nobody_with_work_ready_falls_behind_by_more_than_the_slack(work: list[t
         least = min(account.served_ms for account in ready)
         account = urgent.booking.account
         assert account.served_ms <= least + clients.slack_ms
-        queue.in_time.remove(urgent)
+        queue.in_time.remove(account)
         account.served_ms += costs[urgent]
         waiting[account] -= 1
     assert not any(waiting.values())

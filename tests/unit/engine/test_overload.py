@@ -66,10 +66,12 @@ class Simulation:
             pass
         self.sent = 0
 
-    def rank(self, timeout: float = TIMEOUT_S, client: str = "") -> RankTask:
+    def rank(self, timeout: float = TIMEOUT_S, client: str = "", scenario: str = "") -> RankTask:
         self.world.now = self.device.now
         self.sent += 1
-        return self.world.rank(f"r{self.sent}", self.sent % USERS, TOKENS, timeout=timeout, client=client)
+        return self.world.rank(
+            f"r{self.sent}", self.sent % USERS, TOKENS, timeout=timeout, client=client, scenario=scenario
+        )
 
     def run(self, rate: float, requests: int, seed: int, timeout: float = TIMEOUT_S) -> tuple[list[RankTask], int]:
         """Poisson arrivals; the rankings sent, and how many were answered `overloaded` as they came."""
@@ -327,7 +329,7 @@ def walked(tasks: list[Ranking], task: Ranking, clients: Clients) -> Full | None
             reason = f"its {own:.0f} ms would make a ranking late that was accepted before it"
             return Full("ms", reason, each.deadline)
     mine = before.pop(task.booking.account, 0.0)
-    until = max(task.booking.account.served_ms, clients.floor_ms) + mine + own + clients.slack_ms
+    until = max(task.booking.account.served_ms, clients.whole.floor_ms) + mine + own + clients.slack_ms
     ahead = mine + sum(min(work, max(0.0, until - other.served_ms)) for other, work in before.items())
     if ahead + own <= (sure if ahead else ALONE_DEADLINE_FACTOR * left):
         return None

@@ -25,11 +25,11 @@ def job(due: float, *waiters: Ranking) -> PrefillJob:
     return PrefillJob(PrefillRun(None, REGION, NOTHING), due, waiters=list(waiters))  # type: ignore[arg-type]  # never run
 
 
-def removed(turns: Turns, most: int = 8) -> list[str]:
+def removed(turns: Turns[Ranking | PrefillJob], most: int = 8) -> list[str]:
     """Rankings from the front, up to the first job."""
     names: list[str] = []
     while len(names) < most and isinstance(first := turns.first(), Ranking):
-        turns.remove(first)
+        turns.remove(first.booking.account)
         names.append(first.task.request_id)
     return names
 

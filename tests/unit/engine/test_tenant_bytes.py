@@ -14,7 +14,7 @@ from tests.properties import examples
 from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
 
 QUOTA = 3 * GRANULE_BYTES
-LIMITED = dataclasses.replace(LIMITS, delegated_bytes=3 * GRANULE_BYTES, tenant_bytes=QUOTA)
+LIMITED = dataclasses.replace(LIMITS, delegated_bytes=3 * GRANULE_BYTES, tenant_bytes={"": QUOTA})
 #: A request of a tenant: its number is the request's, too. Own users, and other workers'.
 SIGNALS = st.tuples(st.just("signal"), st.integers(0, 5), st.integers(1, MAX_TOKENS), st.booleans())
 RANKINGS = st.tuples(st.just("rank"), st.integers(0, 5), st.integers(1, MAX_TOKENS), st.just(False))
@@ -28,7 +28,7 @@ def refused(made: World) -> int:
 
 def pinned(made: World) -> Counter[str]:
     """What each tenant's requests hold, counted anew."""
-    entries: dict[Entry, str] = {pin.entry: pin.tenant for pin in made.scheduler.pins._pins.values()}
+    entries: dict[Entry, str] = {pin.entry: pin.charged for pin in made.scheduler.pins._pins.values()}
     found: Counter[str] = Counter()
     for entry, tenant in entries.items():
         found[tenant] += made.cache.entry_bytes(entry)

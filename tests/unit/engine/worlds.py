@@ -208,11 +208,15 @@ class World:
         life: float = 2.0,
         tenant: str = "",
         lane: int | None = None,
+        scenario: str = "",
+        due_s: float = 0.1,
     ) -> None:
         tokens = history(user, length, version)
-        due, expires = self.now + 0.1, self.now + life
+        due, expires = self.now + due_s, self.now + life
         lane = user % 4 if lane is None else lane
-        task = PrefillTask(request, f"u{user}", lane, tokens, due, expires, self.now, tenant, origin=request)
+        task = PrefillTask(
+            request, f"u{user}", lane, tokens, due, expires, self.now, tenant, origin=request, scenario=scenario
+        )
         self.handle(Prefill(task))
 
     def rank(
@@ -249,6 +253,7 @@ class World:
         client: str = "",
         nbytes: int = 0,
         hops: int = 0,
+        scenario: str = "",
     ) -> RankTask:
         tokens = history(user, length, version)
         after = Tokens(np.full((3, suffix), 7, np.int64))
@@ -265,6 +270,7 @@ class World:
             client=client,
             nbytes=nbytes,
             hops=hops,
+            scenario=scenario,
         )
         self.suffixes[task] = after
         return task
