@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Collection
 from functools import partial
 from typing import Final
 
@@ -19,6 +20,7 @@ from relaygr_stream.bus.topic_check import DEAD_LETTER_HEADERS_BYTES, too_large_
 from relaygr_stream.errors import BrokerError, ConfigError, DecodeError, MessageTooLarge
 from relaygr_stream.telemetry.background import Background, endless
 from relaygr_stream.telemetry.limiter import LogLimiter
+from relaygr_stream.wire.messages import named_scenario
 from relaygr_stream.wire.records import (
     HEADER_DETAIL,
     HEADER_ORIGIN_OFFSET,
@@ -59,7 +61,7 @@ class DeadLetters:
     producer: its size limit must be that of the topic. reader: has a record done when its dead letter is
     acknowledged. waiting: the metric of waiting dead letters. background: runs the sending and reports a defect in it.
     keep_values: whether a dead letter has the whole message if it fits (kafka.dead_letter_values); else a digest.
-    scenario: that the reader serves.
+    scenario: that the reader serves. sharing: all that it serves, if several: a message that names one is of that.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class DeadLetters:
         *,
         keep_values: bool,
         scenario: str = "",
+        sharing: Collection[str] = (),
     ) -> None:
         self._background = background
         self._producer = producer
@@ -79,7 +82,7 @@ class DeadLetters:
         self._reader = reader
         self._waiting = waiting
         self._keep_values = keep_values
-        self._scenario = [(HEADER_SCENARIO, scenario.encode())] if scenario else []
+        self._scenario, self._sharing = scenario, sharing
         self._tasks: dict[asyncio.Task[None], float] = {}  # sending task → its start, oldest first
         self._nbytes = 0  # of records in dead letters that wait
         self._refused = ""
@@ -105,12 +108,14 @@ class DeadLetters:
         """Start to send a record's dead letter; returns at once, and retries until it is acknowledged."""
         whole = self._keep_values and fits(record, self._topic.max_message_bytes)
         letter = (whole_dead_letter if whole else digest_dead_letter)(record, error)
+        named = named_scenario(record.value) if self._sharing else ""
+        scenario = named if named in self._sharing else self._scenario
         error = DecodeError(error.reason, _detail(error))  # without its traceback, which keeps what was read with it
         if not whole:
             record = record._replace(key=None, value=None, headers=())  # a thousand may wait, a megabyte each
         nbytes = held_bytes(record)
         # A defect in the task ends the process, since it would block the lane's commits for ever.
-        task = self._background.start(self._deliver(record, error, letter, whole=whole))
+        task = self._background.start(self._deliver(record, error, letter, scenario, whole=whole))
         self._tasks[task] = time.monotonic()
         self._nbytes += nbytes
         self._waiting.set(self.waiting)
@@ -126,9 +131,12 @@ class DeadLetters:
         for task in self._tasks:
             task.cancel()
 
-    async def _deliver(self, record: Record, error: DecodeError, letter: DeadLetter, *, whole: bool) -> None:
+    async def _deliver(
+        self, record: Record, error: DecodeError, letter: DeadLetter, scenario: str, *, whole: bool
+    ) -> None:
         key, value, headers = letter
-        headers[:0] = self._scenario
+        of = [(HEADER_SCENARIO, scenario.encode())] if scenario else []
+        headers[:0] = of
         for pause in endless(RETRY_S):
             try:
                 await self._producer.send_and_wait(self._topic.name, value, key=key, headers=headers)
@@ -138,7 +146,7 @@ class DeadLetters:
                 if whole and isinstance(failure, MessageTooLarge):
                     # The cluster's size limit may be lower than the topic's file says.
                     whole, (key, value, headers) = False, digest_dead_letter(record, error)
-                    headers[:0] = self._scenario
+                    headers[:0] = of
                 self._refused = str(failure)
                 limited(log.error, "dead letter")(
                     "dead letter not delivered yet",

@@ -17,7 +17,7 @@ from relaygr_stream.settings.schema import Settings
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from relaygr_stream.wire.planner_status import FleetPlan, PlannerStatus, SharedGroup
+    from relaygr_stream.wire.planner_status import FleetPlan, PlannerStatus, ScenarioPlan, SharedGroup
 
 
 @click.command(name="planner")
@@ -172,9 +172,8 @@ def _table(plan: FleetPlan) -> Table:
     table = listing(("scenario", *numbers, "reason"), numbers=numbers)
     for name, each in sorted(plan.scenarios.items()):
         headroom = "–" if each.headroom_ms is None else f"{each.headroom_ms:.1f}"
-        table.add_row(
-            printable(name), str(each.workers), str(each.wanted), f"{each.demand:.2f}", headroom, printable(each.reason)
-        )
+        counts = ("–", "–") if each.served_by else (str(each.workers), str(each.wanted))
+        table.add_row(printable(name), *counts, f"{each.demand:.2f}", headroom, printable(each.reason))
     return table
 
 
@@ -186,11 +185,16 @@ def _moves(plan: FleetPlan) -> str:
 
 
 def _shared(group: SharedGroup) -> str:
-    return f"proposes one group for {' and '.join(group.scenarios)}: {group.reason}"
+    first, *others = group.scenarios
+    return f"proposes one group for {first} and {' and '.join(others)} (served_by): {group.reason}"
+
+
+def _groups(plan: FleetPlan) -> list[tuple[str, ScenarioPlan]]:
+    return sorted((name, each) for name, each in plan.scenarios.items() if not each.served_by)
 
 
 def _changes(plan: FleetPlan) -> tuple[object, ...]:
-    numbers = {name: (each.workers, each.wanted) for name, each in plan.scenarios.items()}
+    numbers = {name: (each.workers, each.wanted) for name, each in _groups(plan)}
     return numbers, plan.move and plan.move.target, plan.shared and plan.shared.scenarios
 
 
@@ -200,7 +204,7 @@ def _line(plan: FleetPlan) -> str:
     from relaygr_stream.telemetry.printable import printable
 
     at = datetime.fromtimestamp(plan.at_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    groups = ", ".join(f"{name} {each.workers}, wants {each.wanted}" for name, each in sorted(plan.scenarios.items()))
+    groups = ", ".join(f"{name} {each.workers}, wants {each.wanted}" for name, each in _groups(plan))
     proposals = [] if plan.move is None else [_moves(plan)]
     if plan.shared is not None:
         proposals.append(_shared(plan.shared))

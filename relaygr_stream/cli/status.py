@@ -89,6 +89,7 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
             for part in of.parts if name else ():
                 group = group_settings(settings, part.group, part.lanes)
                 seen, _ = await stack.enter_async_context(listening(group, load_topics(group.kafka)))
+                seen.scenario = name
                 view.scenarios.append(OfScenario(name, part.group, seen))
         await tail.listen(LISTEN_S)
         if not watch:

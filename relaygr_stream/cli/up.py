@@ -54,9 +54,9 @@ PACKAGED_LINE = (
 @click.option(
     "--fleet",
     metavar="FILE",
-    help="Run a trigger and min_workers workers for each [scenario.NAME] of this file, and make their topics. Devices "
-    "beyond these get a worker each, by priority in turn, and a planner that moves workers runs, too. --workers: of "
-    "what is of no scenario, none by default.",
+    help="Run a trigger and min_workers workers for each [scenario.NAME] of this file that has workers of its own, and "
+    "make all topics. Devices beyond these get a worker each, by priority in turn, and a planner that moves workers "
+    "runs, too. --workers: of what is of no scenario, none by default.",
 )
 @click.option(
     "--reserve",
@@ -105,6 +105,7 @@ def up_command(
     from relaygr_stream.ops.scenarios import make_groups
     from relaygr_stream.ops.supervisor import Supervised, Supervisor
     from relaygr_stream.settings.load import PACKAGED_MODEL, load_settings, with_packaged_model
+    from relaygr_stream.settings.scenarios import groups_of
 
     if rolling:
         _roll(context, name)
@@ -118,7 +119,7 @@ def up_command(
         raise click.UsageError("nothing to run: --workers 0 and --no-trigger; leave out one of them")
     # Loaded here so that a mistake is reported once, of each process's own settings, too, which it loads itself.
     config = load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags(assignments)})
-    scenarios = config.settings.scenarios if fleet is not None else ()
+    scenarios = groups_of(config.settings.scenarios) if fleet is not None else ()
     if fleet is not None and not scenarios:
         raise ConfigError(f"--fleet {fleet}: no section [scenario.NAME]; write one, or leave out --fleet")
     settings = with_packaged_model(config)

@@ -167,6 +167,9 @@ def write_settings(file: Path, settings: Settings) -> str:
     lines = []
     sections = msgspec.to_builtins(settings)  # JSON's scalars are valid TOML
     scenarios = {f"scenario.{each.pop('name')}": each for each in sections.pop("scenarios")}
+    for each in scenarios.values():
+        if each["served_by"]:
+            del each["min_workers"]  # it has no workers
     del sections["scenario"], sections["fleet"]
     for section, table in (sections | scenarios).items():
         lines.append(f"[{section}]")

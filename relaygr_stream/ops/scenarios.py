@@ -19,8 +19,8 @@ from relaygr_stream.wire.worker_status import StatusReader
 async def make_groups(settings: Settings, say: Say, *, alter: bool = False) -> None:
     """Make what is missing: the topics of the group without a name, those of each scenario's group, and its routes.
 
-    Routes that are there stay: users may have moved to another group. alter: as of apply_topics, for the scenarios'.
-    Raises BrokerError, TopicError.
+    Routes that are there stay, since users may have moved to another group, but for those to the group of another
+    scenario than the file says. alter: as of apply_topics, for the scenarios'. Raises BrokerError, TopicError.
     """
     made = len((await apply_topics(settings.kafka)).created)
     topics = load_topics(settings.kafka)
@@ -30,14 +30,21 @@ async def make_groups(settings: Settings, say: Say, *, alter: bool = False) -> N
     await reader.prepare()
     known = await read_all_routes(settings.kafka, topics, reader)
     async with Producer(settings.kafka, client_id="relaygr-up") as producer:
-        for scenario in settings.scenarios:
-            group = settings.serving(scenario.name).kafka
+        lanes = {}
+        for name in (each.name for each in settings.scenarios if not each.served_by):
+            group = settings.serving(name).kafka
             report = await apply_topics(group, alter=alter)
             made += len(report.created)
             if report.kept:
-                say(f"scenario {scenario.name}: {report.kept} (--group {scenario.name})")
-            if scenario.name not in known:
-                routes = Routes.of_one(scenario.name, topics_with(group, report.rows).lanes, epoch=now_ms())
+                say(f"scenario {name}: {report.kept} (--group {name})")
+            lanes[name] = topics_with(group, report.rows).lanes
+        names = {*known, *lanes}
+        for scenario in settings.scenarios:
+            before = known.get(scenario.name)
+            elsewhere = () if before is None else before.groups
+            if before is None or (len(elsewhere) == 1 and elsewhere[0] != scenario.group and {*elsewhere} <= names):
+                epoch = max(now_ms(), 0 if before is None else before.epoch + 1)
+                routes = Routes.of_one(scenario.group, lanes[scenario.group], epoch=epoch)
                 routes = msgspec.structs.replace(routes, sent_ms=now_ms())
                 await write_routes(producer, topics, reader, routes, scenario.name)
     if made:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -23,7 +23,7 @@ from relaygr_stream.bus.topics import verified_topics
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.fleet import STATUS_PERIODS, OwnerDirectory
 from relaygr_stream.ops.status.overview import LISTEN_S, listening
-from relaygr_stream.settings.schema import Relay, Settings
+from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.trigger.core import TriggerCore
 from relaygr_stream.trigger.decision import Decision, Policy, Reason
@@ -76,7 +76,9 @@ class Explanation:
     reason: Reason
     delegate: str | None = None  # the worker that would compute the prefix KV for the owner
     signalled: bool | None = None  # whether the running trigger sent a signal; None: not a live sample
-    answer: str | None = None  # its ranking's status, `late` (by relay.slo_ms) or `truncated`; None: none was seen
+    answer: str | None = (
+        None  # its ranking's status, `late` (by its scenario's SLO) or `truncated`; None: none was seen
+    )
     overload: bool = False  # it was refused, cut or late at a worker whose device has no time to spare
 
 
@@ -132,7 +134,7 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float, away:
         )
         if not (lanes := sorted(events.keys() & signals.keys())):
             away.check()
-        shadow = Shadow(policy, topics, directory, lanes, settings.relay.slo_ms)
+        shadow = Shadow(policy, topics, directory, lanes, settings.slo_ms_of)
         background = Background()
         for topic, read, on_records in (
             (topics.worker_status, [0], directory.on_records),
@@ -206,11 +208,12 @@ class Shadow:
         topics: TopicSet,
         directory: OwnerDirectory,
         lanes: Iterable[int],
-        slo_ms: float = Relay().slo_ms,
+        slo_ms_of: Callable[[str], float] | None = None,
     ) -> None:
         self._topics = topics
         self._directory = directory
-        self.answers = SampledAnswers(topics, directory, slo_ms)
+        self.answers = SampledAnswers(topics, directory)
+        self._slo_ms_of = slo_ms_of or Settings().slo_ms_of
         self._core = TriggerCore(policy, directory, delegation=Delegation(directory, SentBooks(), topics.lanes))
         for lane in lanes:
             self._core.take_lane(lane)
@@ -273,7 +276,7 @@ class Shadow:
     def _completed(self, row: Explanation) -> Explanation:
         key = tenant_key(row.tenant, row.request_id)
         sent = self._delegates  # the running trigger's choices, which are random: shown instead of those made here
-        answer, overload = self.answers.of(row.request_id, row.owner)
+        answer, overload = self.answers.of(row.request_id, row.owner, self._slo_ms_of(row.scenario))
         return replace(
             row,
             signalled=key in self._signalled or key in sent,

@@ -18,27 +18,20 @@ TRUNCATED: Final[Outcome] = "truncated"
 
 
 class SampledAnswer(NamedTuple):
-    """answer: a ranking's status, LATE or TRUNCATED. busy: its worker's device has no time; None: not known whose."""
+    """answer: a ranking's status, or TRUNCATED. busy: its worker's device has no time; None: not known whose. ms: on
+    the worker, from reading the ranking."""
 
     answer: str
     busy: bool | None
-
-    @property
-    def missed(self) -> bool:
-        """There was no time for it, or for all of it, or no place."""
-        return self.answer in (LATE, TRUNCATED, *REFUSED)
+    ms: float
 
 
 class SampledAnswers:
-    """Of each request's answers, and its copies', the best: the first with scores. They name no tenant.
+    """Of each request's answers, and its copies', the best: the first with scores. They name no tenant."""
 
-    slo_ms: relay.slo_ms, counted on the worker from reading the ranking.
-    """
-
-    def __init__(self, topics: TopicSet, directory: OwnerDirectory, slo_ms: float) -> None:
+    def __init__(self, topics: TopicSet, directory: OwnerDirectory) -> None:
         self._most_bytes = topics.scores.max_message_bytes
         self._directory = directory
-        self._slo_ms = slo_ms
         self._found: dict[str, SampledAnswer] = {}
 
     def on_records(self, records: list[Record]) -> None:
@@ -49,10 +42,12 @@ class SampledAnswers:
             except DecodeError:
                 continue
             known = self._found.get(reply.request_id)
-            if known is None or known.answer not in ("ok", LATE, TRUNCATED):
-                self._found[reply.request_id] = SampledAnswer(self._answer(reply), self._busy(reply.worker))
+            if known is None or known.answer not in ("ok", TRUNCATED):
+                answer = TRUNCATED if reply.outcome == TRUNCATED else reply.status
+                busy, ms = self._busy(reply.worker), reply.timings.worker_ms
+                self._found[reply.request_id] = SampledAnswer(answer, busy, ms)
 
-    def of(self, request_id: str, owner: str | None) -> tuple[str | None, bool]:
+    def of(self, request_id: str, owner: str | None, slo_ms: float) -> tuple[str | None, bool]:
         """The answer to a request, None if none was seen, and whether it is overload's doing.
 
         owner: of its lane, which counts where the answer does not tell its worker (worker.withhold_outcomes).
@@ -61,12 +56,9 @@ class SampledAnswers:
         if found is None:
             return None, False
         busy = self._busy(owner or "") if found.busy is None else found.busy
-        return found.answer, found.missed and bool(busy)
-
-    def _answer(self, reply: ScoreReply) -> str:
-        if reply.status == "ok" and reply.timings.worker_ms > self._slo_ms:
-            return LATE
-        return TRUNCATED if reply.outcome == TRUNCATED else reply.status
+        answer = LATE if found.answer in ("ok", TRUNCATED) and found.ms > slo_ms else found.answer
+        missed = answer in (LATE, TRUNCATED, *REFUSED)  # there was no time for it, or for all of it, or no place
+        return answer, missed and bool(busy)
 
     def _busy(self, worker: str) -> bool | None:
         known = self._directory.lanes_of(worker)

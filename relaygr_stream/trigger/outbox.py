@@ -257,4 +257,5 @@ def described(event: RequestEvent, reason: str) -> dict[str, str | int]:
         "relaygr.decision": reason,
         "relaygr.prefix_tokens": prefix_length(event),
         "relaygr.candidates": event.candidates,
+        **({"relaygr.scenario": event.scenario} if event.scenario else {}),
     }

@@ -206,6 +206,7 @@ class TriggerLanes:
             background,
             keep_values=settings.kafka.dead_letter_values,
             scenario=settings.scenario,
+            sharing=settings.sharing,
         )
         self._intake = EventIntake(self._topics, self.dead_letters, metrics, self.consumer)
         self._notices = RefusalNotices(self._topics.pre_infer.name, producer, background)

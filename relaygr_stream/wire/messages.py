@@ -15,6 +15,7 @@ import numpy.typing as npt
 from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.settings.scenarios import MAX_SHARING
 from relaygr_stream.settings.section import LABEL
 from relaygr_stream.wire.behaviours import (
     ITEM_DTYPE,
@@ -243,6 +244,13 @@ class GivenUp(msgspec.Struct, frozen=True, kw_only=True):
     reason: Annotated[str, Meta(max_length=200)]  # for people
 
 
+class ScenarioTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """One scenario's part of the counters and latencies of a worker that serves several."""
+
+    counters: dict[Label, Finite] = {}
+    latencies: Annotated[dict[Label, Counts], Meta(max_length=16)] | UnsetType = UNSET
+
+
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """On `worker-status`, key = worker name: the worker's lanes, their budgets, its load and memory."""
 
@@ -279,6 +287,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     # Rankings with scores since its start, by outcome and by the time from reading the request to its reply.
     latencies: Annotated[dict[Label, Counts], Meta(max_length=16)] | UnsetType = UNSET
     scenario: Label | UnsetType = UNSET  # that its group serves; absent: `default`
+    # Of each scenario, where its group serves several, its own included.
+    scenarios: Annotated[dict[Label, ScenarioTotals], Meta(max_length=MAX_SHARING)] | UnsetType = UNSET
     assigned: Annotated[int, Meta(ge=0, lt=2**53)] | UnsetType = UNSET  # epoch of the assignments that it obeys
     given_up: GivenUp | UnsetType = UNSET
 
@@ -348,6 +358,21 @@ def split_tenant_key(key: str) -> tuple[str, str]:
     """The tenant and the id of a tenant_key."""
     tenant, nul, of = key.partition("\0")
     return (tenant, of) if nul else ("", key)
+
+
+class _Named(msgspec.Struct):
+    scenario: str = ""
+
+
+_named = msgspec.msgpack.Decoder(_Named)
+
+
+def named_scenario(value: bytes | None) -> str:
+    """The scenario that a message names, whatever else is wrong with it; "": none, or it is no message."""
+    try:
+        return _named.decode(value or b"").scenario
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return ""
 
 
 class _Invalid(DecodeError):

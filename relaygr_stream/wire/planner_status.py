@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.messages import Finite, Id, Label, LeastVersion, UnixMillis
@@ -25,13 +25,17 @@ Text = Annotated[str, Meta(max_length=500)]
 
 
 class ScenarioPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a scenario has and wants. demand: in workers. headroom_ms: the SLO less the P99; None: no answers."""
+    """What a scenario has and wants. demand: in workers. headroom_ms: the SLO less the P99; None: no answers.
+
+    served_by: the scenario whose workers serve it, and whose numbers have its part; absent: it has workers of its own.
+    """
 
     workers: Count
     wanted: Count
     demand: Finite
     headroom_ms: Finite | None = None
     reason: Text = ""
+    served_by: Label | UnsetType = UNSET
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):

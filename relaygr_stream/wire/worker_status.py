@@ -50,6 +50,8 @@ MAX_COUNTERS: Final = 128
 BASE_BYTES: Final = 12 << 10
 #: Bytes for each lane that a status states: today's has 128 with the largest numbers.
 LANE_BYTES: Final = 160
+#: Bytes for each scenario of a group that serves several: today's has 1,400 with the largest numbers.
+SCENARIO_BYTES: Final = 2 << 10
 #: Most names kept, for each lane of the cluster: a restarted worker may have a new name. A small cluster has room for
 #: LEAST_NAMES, because spare workers have no lanes.
 NAMES_PER_LANE: Final = 2
@@ -57,7 +59,7 @@ LEAST_NAMES: Final = 1000
 #: The counter of the bytes that are pinned on other workers' behalf now: with WorkerStatus.delegated_bytes, the whole
 #: room for them.
 DELEGATED_PINNED: Final = "delegated_pinned_bytes"
-#: The counter of rankings with scores that the worker answered within its relay.slo_ms of reading them.
+#: The counter of rankings with scores that the worker answered within their scenario's SLO of reading them.
 WITHIN_SLO: Final = "within_slo"
 #: The counter of the milliseconds for which brokers have throttled the worker by quotas, since its start.
 THROTTLED_MS: Final = "throttled_ms"
@@ -130,7 +132,7 @@ class StatusReader:
             return Tombstone(name, _incarnation(record))
         status = decode(WorkerStatus, record.value, self._max_bytes)
         self._check(status)
-        most = BASE_BYTES + LANE_BYTES * len(status.lanes)
+        most = BASE_BYTES + LANE_BYTES * len(status.lanes) + SCENARIO_BYTES * len(status.scenarios or ())
         if len(record.value) > most:
             stated = f"{len(record.value)} bytes with {len(status.lanes)} lanes"
             raise DecodeError("oversized", f"{stated}, the limit is {most}")

@@ -144,9 +144,12 @@ class WorkerCore:
             for effect in self._release(key, now)
         ]
 
-    def on_too_much(self, origin: Any, request_key: str, request_id: str, detail: str, now: float) -> Effects:
-        """A well-formed ranking beyond the limits: rejected."""
-        return [Reject(origin, "rejected", detail, request_id), *self._answered(request_key, now)]
+    def on_too_much(
+        self, origin: Any, request_key: str, request_id: str, detail: str, now: float, scenario: str = ""
+    ) -> Effects:
+        """A well-formed ranking beyond the limits: rejected. scenario: as of a task."""
+        reject = Reject(origin, "rejected", detail, request_id, scenario=scenario)
+        return [reject, *self._answered(request_key, now)]
 
     def on_unreadable(self, record: Any, error: DecodeError, origin: Any = None) -> Effects:
         """A record that is no message, or ends workers: dead-lettered, and answered where its headers allow that."""

@@ -38,13 +38,15 @@ class Reply(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """Answer a record that became no task. done: the record is done with that, not with its dead letter."""
+    """Answer a record that became no task. done: the record is done with that, not with its dead letter. scenario: as
+    of a task."""
 
     origin: Any
     status: Status
     detail: str
     request_id: str = ""
     done: bool = True
+    scenario: str = ""
 
 
 class Forward(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -65,8 +65,9 @@ class UnknownReplyPartition(DecodeError):
 class TooMuch(Exception):
     """A well-formed request beyond this worker's limits, or without the features that its model reads."""
 
-    def __init__(self, message: str, request: RankingRequest) -> None:
+    def __init__(self, message: str, request: RankingRequest, scenario: str = "") -> None:
         super().__init__(message)
+        self.scenario = scenario
         self.request_id = request.request_id
         self.user_id = request.user_id
         self.request_key = tenant_key(request.tenant, request.request_id)
@@ -76,7 +77,8 @@ class TooMuch(Exception):
 class IntakeLimits:
     """What a worker takes. max_bytes: of a message. reply_ms: an answer's way to its client.
 
-    max_timeout_ms: the longest timeout granted.
+    max_timeout_ms: the longest timeout granted. slos_ms: of the scenarios that its group serves, its own first; empty:
+    it serves one at most.
     """
 
     relay: Relay
@@ -85,6 +87,7 @@ class IntakeLimits:
     max_bytes: int
     reply_ms: float = 0.0
     max_timeout_ms: float = math.inf
+    slos_ms: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, settings: Settings, topics: TopicSet) -> IntakeLimits:
@@ -96,7 +99,18 @@ class IntakeLimits:
             topics.ranking.max_message_bytes,
             settings.worker.reply_ms,
             settings.worker.max_timeout_ms,
+            {name: each.slo_ms for name, each in settings.sharing.items()},
         )
+
+    def scenario_of(self, message: PreInferSignal | RankingRequest) -> str:
+        """What it is charged to: the scenario that it names, or the group's own for a name that the group does not
+        serve; "" where it serves one at most."""
+        named = message.scenario or ""
+        return named if named in self.slos_ms else next(iter(self.slos_ms), "")
+
+    def slo_ms(self, scenario: str) -> float:
+        """Of a ranking that is charged to it."""
+        return self.slos_ms.get(scenario, self.relay.slo_ms)
 
 
 class Intake:
@@ -164,6 +178,7 @@ class Intake:
             tenant=signal.tenant,
             nbytes=OBJECT_BYTES + self._token_bytes * (self._features.context_tokens + length),
             origin=origin,
+            scenario=self._limits.scenario_of(signal),
         )
         return Prefill(task, Referred(signal.history, user, Behaviours()) if signal.history else None)
 
@@ -203,24 +218,24 @@ class Intake:
     def ranking(self, record: Record, origin: Origin, now: float) -> Rank:
         """A ranking record as a command. Raises DecodeError or TooMuch."""
         request = decode(RankingRequest, record.value, self._limits.max_bytes, record.headers)
-        prefix, suffix = prefix_length(request), len(request.suffix)
+        prefix, suffix, scenario = prefix_length(request), len(request.suffix), self._limits.scenario_of(request)
         item_dtype = request.candidate_dtype
         candidates = len(request.candidates) // item_dtype.itemsize
         if beyond := self._relay.beyond(prefix=prefix, suffix=suffix, candidates=candidates):
-            raise TooMuch(beyond, request)
+            raise TooMuch(beyond, request, scenario)
         check_times(request.prefix, "prefix")
         check_times(request.suffix, "suffix")
         try:
             check_features(request, self._features)
         except DecodeError as error:
-            raise TooMuch(error.detail, request) from error
+            raise TooMuch(error.detail, request, scenario) from error
         columns = request.columns or NO_TABLES
         scores = 2 * SCORE_DTYPE.itemsize * self._score_columns  # twice, while they are written
         decoded = self._token_bytes * (self._features.context_tokens + prefix + suffix) + (8 + scores) * candidates
         if request.columns:
             decoded += columns.nbytes()  # copied from the record; the task keeps the candidates'
         timeout = min(request.timeout_ms or self._limits.default_timeout_ms, self._limits.max_timeout_ms)
-        age = self._age(record, request.sent_ms, now)
+        age, slo_ms = self._age(record, request.sent_ms, now), self._limits.slo_ms(scenario)
         prefix_times = request.prefix.times
         last = int.from_bytes(prefix_times[-8:], "little", signed=True) if prefix_times else None
         task = RankTask(
@@ -230,9 +245,7 @@ class Intake:
             tokens=Tokens.of(request.prefix, None, self._features, columns.user),
             suffix=Tokens.of(request.suffix, last, self._features),
             candidates=np.frombuffer(request.candidates, item_dtype).astype(np.int64),
-            times=Times.of(
-                now, timeout, self._relay.slo_ms, self._limits.reply_ms, age_ms=age.sure_ms, inbound_ms=age.stated_ms
-            ),
+            times=Times.of(now, timeout, slo_ms, self._limits.reply_ms, age_ms=age.sure_ms, inbound_ms=age.stated_ms),
             full=request.mode == "full",
             tenant=request.tenant,
             client=request.client_id or f"on reply partition {origin.reply_partition}",
@@ -240,6 +253,7 @@ class Intake:
             hops=request.hops,
             origin=origin,
             features=self._features.values("candidate", columns.candidate) if columns.candidate else {},
+            scenario=scenario,
         )
         referred = Referred(request.history, columns.user, request.suffix) if request.history else None
         return Rank(task, referred=referred, whole=request.mode != "auto")

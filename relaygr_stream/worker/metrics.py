@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.errors import REASONS
-from relaygr_stream.settings.schema import Relay
+from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.wire.latencies import BOUNDS_S
 from relaygr_stream.wire.messages import FOUND
 from relaygr_stream.wire.worker_status import WITHIN_SLO
@@ -23,11 +24,43 @@ JOB_RESULTS: Final = ("finished", "late", "starved", "cancelled", "failed", "joi
 WORK: Final = ("pre_infer", "ranking", "full")
 
 
-class WorkerMetrics:
-    """Prometheus metrics of one worker process, and what its statuses tell of them. slo_ms: relay.slo_ms."""
+class Answered:
+    """Running totals of answers as a status states them: by status and outcome, and the latencies by outcome."""
 
-    def __init__(self, registry: CollectorRegistry, slo_ms: float = Relay().slo_ms) -> None:
-        self._slo_s = slo_ms / 1e3
+    def __init__(self) -> None:
+        self.counters: dict[str, float] = {WITHIN_SLO: 0.0}
+        self.latencies: dict[str, list[int]] = {}
+
+    def add(self, *names: str) -> None:
+        """Count one more of each of these."""
+        for name in names:
+            self.counters[name] = self.counters.get(name, 0.0) + 1.0
+
+    def ranked(self, outcome: str, seconds: float, *, within: bool) -> None:
+        """Count an answer with scores. within: its SLO."""
+        self.add("answers_ok", f"outcome_{outcome}", *((WITHIN_SLO,) if within else ()))
+        self.latencies.setdefault(outcome, [0] * (len(BOUNDS_S) + 1))[bisect_left(BOUNDS_S, seconds)] += 1
+
+
+class WorkerMetrics:
+    """Prometheus metrics of one worker process, and what its statuses tell of them.
+
+    slo_ms: relay.slo_ms. scenario: of its group, a label of the series of answers; "": they have no such label.
+    slos_ms: of the scenarios that the group serves, where it serves several: each has series of its own.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        slo_ms: float = Relay().slo_ms,
+        scenario: str = "",
+        slos_ms: Mapping[str, float] | None = None,
+    ) -> None:
+        slos_ms = slos_ms or {}
+        self._slo_s = {"": slo_ms / 1e3} | {name: each / 1e3 for name, each in slos_ms.items()}
+        of = ("scenario",) if scenario else ()
+        self._labels: dict[str, tuple[str, ...]] = {"": (scenario,) if scenario else ()}
+        self._labels |= {name: (name,) for name in slos_ms}
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
@@ -39,15 +72,16 @@ class WorkerMetrics:
             return Histogram(name, text, labels, registry=registry, buckets=BOUNDS_S)
 
         self.answers = counter(
-            "relaygr_answers", "Answers by status and by where the prefix was found", "status", "outcome"
+            "relaygr_answers", "Answers by status and by where the prefix was found", "status", "outcome", *of
         )
         self.ranking_seconds = histogram(
             "relaygr_ranking_seconds",
             "From reading a ranking request to its reply, the read of its history included; of those with scores",
             "outcome",
+            *of,
         )
         self.within_slo = counter(
-            "relaygr_rankings_within_slo", "Of those with scores, the ones within relay.slo_ms of being read"
+            "relaygr_rankings_within_slo", "Of those with scores, the ones within the SLO of being read", *of
         )
         self.queued_seconds = histogram(
             "relaygr_ranking_queued_seconds", "Of that, until the device first worked for it"
@@ -123,16 +157,7 @@ class WorkerMetrics:
         self.model_info = gauge(
             "relaygr_model_info", "1; the model's version and a note on its weights", "version", "note"
         )
-        # Known label values from the start: a rate over a counter that appears with its first event misses that event,
-        # and a share of events that never came would be no number instead of 0.
-        for outcome in FOUND:
-            self.answers.labels("ok", outcome)
-        for reason in REASONS:
-            self.dead_letters.labels(reason)
-        for verdict in ("agreed", "deviated"):
-            self.audits.labels(verdict, "exact")
-        for result in ("sent", "late", "alone", "hops", "unsent", "delegate", "delegate_gone"):
-            self.forwards.labels(result)
+        self._begin()
         #: What each of a snapshot's totals counts: a counter, its label's value, and its units a unit of the total.
         self._counted: dict[str, tuple[Counter, str | None, float]] = {
             **{f"signal_{result}": (self.signals, result, 1.0) for result in SIGNAL_RESULTS},
@@ -154,9 +179,30 @@ class WorkerMetrics:
             "pre_infer_late_s": (self.pre_infer_late, 1.0),
         }
         # For `worker-status`: running totals by status and by outcome, and the latencies as it states them.
-        self.answered: dict[str, float] = {WITHIN_SLO: 0.0}
-        self.latencies: dict[str, list[int]] = {}
+        self.whole: Final = Answered()
+        self.of: Final = {name: Answered() for name in slos_ms}
         self._totals: dict[tuple[Counter, str | None], float] = {}
+
+    def _begin(self) -> None:
+        # Known label values from the start: a rate over a counter that appears with its first event misses that event,
+        # and a share of events that never came would be no number instead of 0.
+        for labels in {*self._labels.values()}:
+            for outcome in FOUND:
+                self.answers.labels("ok", outcome, *labels)
+            if labels:
+                self.within_slo.labels(*labels)
+        for reason in REASONS:
+            self.dead_letters.labels(reason)
+        for verdict in ("agreed", "deviated"):
+            self.audits.labels(verdict, "exact")
+        for result in ("sent", "late", "alone", "hops", "unsent", "delegate", "delegate_gone"):
+            self.forwards.labels(result)
+
+    @classmethod
+    def of_settings(cls, registry: CollectorRegistry, settings: Settings) -> WorkerMetrics:
+        """Of a worker with these settings."""
+        slos_ms = {name: each.slo_ms for name, each in settings.sharing.items()}
+        return cls(registry, settings.relay.slo_ms, settings.scenario, slos_ms)
 
     def export(self, now: Snapshot) -> None:
         """Bring the metrics of the scheduler and its cache up to this snapshot."""
@@ -169,25 +215,25 @@ class WorkerMetrics:
             gauge.set(factor * getattr(now, name))
         self.audit_deviation.labels("exact").set(now.totals["audit_deviation"])
 
-    def answer(self, status: str) -> None:
-        """An answer without scores leaves."""
-        self.answers.labels(status, "none").inc()
-        self._count(f"answers_{status}")
+    def answer(self, status: str, scenario: str = "") -> None:
+        """An answer without scores leaves. scenario: that it is charged to, where the group serves several."""
+        self.answers.labels(status, "none", *self._labels[scenario]).inc()
+        for each in self._told(scenario):
+            each.add(f"answers_{status}")
 
-    def ranked(self, outcome: str, seconds: float, queued_s: float) -> None:
+    def ranked(self, outcome: str, seconds: float, queued_s: float, scenario: str = "") -> None:
         """An answer with scores leaves, so long after its request was read; queued_s: until the device began."""
-        self.answers.labels("ok", outcome).inc()
-        self._count("answers_ok")
-        self._count(f"outcome_{outcome}")
-        self.ranking_seconds.labels(outcome).observe(seconds)
+        labels, within = self._labels[scenario], seconds <= self._slo_s[scenario]
+        self.answers.labels("ok", outcome, *labels).inc()
+        self.ranking_seconds.labels(outcome, *labels).observe(seconds)
         self.queued_seconds.observe(queued_s)
-        self.latencies.setdefault(outcome, [0] * (len(BOUNDS_S) + 1))[bisect_left(BOUNDS_S, seconds)] += 1
-        if seconds <= self._slo_s:
-            self.within_slo.inc()
-            self._count(WITHIN_SLO)
+        if within:
+            (self.within_slo.labels(*labels) if labels else self.within_slo).inc()
+        for each in self._told(scenario):
+            each.ranked(outcome, seconds, within=within)
 
-    def _count(self, name: str) -> None:
-        self.answered[name] = self.answered.get(name, 0.0) + 1.0
+    def _told(self, scenario: str) -> tuple[Answered, ...]:
+        return (self.whole, self.of[scenario]) if scenario else (self.whole,)
 
     def _advance(self, counter: Counter, label: str | None, total: float) -> None:
         """Bring a counter (of one label, or none) up to a running total kept elsewhere."""

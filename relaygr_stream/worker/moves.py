@@ -44,7 +44,9 @@ class ScenarioMoves:
         """These assignments count from now on."""
         self._newest = newest
         if self.target not in self._known:
-            self.give_up(f"no file of this worker has a section [{SECTION}{self.target}]", self.serving)
+            self.give_up(
+                f"no file of this worker has a section [{SECTION}{self.target}] with workers of its own", self.serving
+            )
         self._settle()
         self._news.set()
 

@@ -94,7 +94,7 @@ async def made_worker(
     context.set_ready(False, "loading the model")
     log.info("loading the model")
     check_dead_letters_fit(load_topics(settings.kafka))
-    metrics = WorkerMetrics(context.registry, context.settings.relay.slo_ms)
+    metrics = WorkerMetrics.of_settings(context.registry, settings)
     context.registry.register(RenewalsCollector())
     audits = AuditReport(settings.worker, metrics)
     device = DeviceThread(asyncio.get_running_loop())

@@ -94,9 +94,9 @@ class Outbox:
             ),
         )
         if outcome is None:
-            self._metrics.answer(answer.status)
+            self._metrics.answer(answer.status, task.scenario)
         else:
-            self._metrics.ranked(outcome, now - task.arrived, queued)
+            self._metrics.ranked(outcome, now - task.arrived, queued, task.scenario)
         write = log.debug if answer.status == "ok" else self._limiter.limited(log.warning, answer.status)
         write(
             "answered",
@@ -114,7 +114,7 @@ class Outbox:
 
     def reject(self, effect: Reject) -> Sending:
         """The answer to a record that became no task; counts it."""
-        self._metrics.answer(effect.status)
+        self._metrics.answer(effect.status, effect.scenario)
         reply = ScoreReply(
             request_id=effect.request_id,
             status=effect.status,

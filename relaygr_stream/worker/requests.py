@@ -102,6 +102,7 @@ class Requests:
             context.background,
             keep_values=settings.kafka.dead_letter_values,
             scenario=settings.scenario,
+            sharing=settings.sharing,
         )
 
     # ---- records in ----
@@ -167,7 +168,8 @@ class Requests:
                 **request_log_fields(error.request_id, error.user_id, record.lane, "rejected"),
                 detail=str(error),
             )
-            return self._core.on_too_much(origin, error.request_key, error.request_id, str(error), now)
+            about = (error.request_key, error.request_id, str(error))
+            return self._core.on_too_much(origin, *about, now, error.scenario)
         except DecodeError as error:
             if isinstance(error, UnknownReplyPartition) and not asked and self._unrouted.keep(record):
                 return []

@@ -46,7 +46,7 @@ async def run_worker(
 ) -> None:
     """Serve until `context.stop` is set, then drain. Raises RelayError where the process must end otherwise."""
     own = context.settings
-    moves = ScenarioMoves(name_of(own), own.scenario, (scenario.name for scenario in own.scenarios))
+    moves = ScenarioMoves(name_of(own), own.scenario, (each.name for each in own.scenarios if not each.served_by))
     async with _following(own, moves):
         await _serve(context, moves, make_handover, build)
 

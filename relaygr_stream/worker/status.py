@@ -6,9 +6,10 @@ import asyncio
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import msgspec
 import structlog
@@ -29,7 +30,7 @@ from relaygr_stream.telemetry.printable import printable
 from relaygr_stream.telemetry.process import version
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import Erase
-from relaygr_stream.wire.messages import State, WorkerStatus
+from relaygr_stream.wire.messages import ScenarioTotals, State, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.worker_status import (
     DELEGATED_PINNED,
@@ -40,6 +41,7 @@ from relaygr_stream.wire.worker_status import (
 )
 from relaygr_stream.worker.context import WorkerConnections, WorkerContext
 from relaygr_stream.worker.device import Device
+from relaygr_stream.worker.metrics import Answered
 from relaygr_stream.worker.statement import Identity, Statements
 
 log = structlog.get_logger(__name__)
@@ -199,17 +201,23 @@ class StatusReporter:
         ranking = {lane: self._consumer.position(self._topics.ranking.name, lane) for lane in positions}
         told = (identity, self._state, now, positions, time.monotonic(), self._sent_ms, ranking)
         status = self._statements.status(*told)
-        counters = {**status.counters, **self._metrics.answered, THROTTLED_MS: throttled_ms()}
-        latencies = {outcome: tuple(counts) for outcome, counts in self._metrics.latencies.items()}
+        stated = self._totals({**status.counters, THROTTLED_MS: throttled_ms()}, self._metrics.whole)
+        if self._metrics.of:
+            of = self._metrics.of.items()
+            totals = {name: self._totals(now.scenarios.get(name, {}), answered) for name, answered in of}
+            stated["scenarios"] = {name: ScenarioTotals(**each) for name, each in totals.items()}
+        stated |= {"erased": self._erased or msgspec.UNSET, "scenario": self._settings.scenario or msgspec.UNSET}
+        stated |= self._moves.stated()
+        return msgspec.structs.replace(status, lag=sum(self.lag.values()), version=VERSION, **stated)
+
+    def _totals(self, counters: Mapping[str, float], answered: Answered) -> dict[str, Any]:
+        """The fields `counters` and `latencies`, of all that this worker serves or of one scenario."""
+        counters = {**counters, **answered.counters}
+        latencies = {outcome: tuple(counts) for outcome, counts in answered.latencies.items()}
         if self._settings.worker.withhold_outcomes:  # two statuses tell by the others what became of the one ranking
             counters = {name: total for name, total in counters.items() if name in TOLD or name.startswith("answers_")}
             latencies = {}
-        erased = self._erased or msgspec.UNSET
-        lag = sum(self.lag.values())
-        stated = {"counters": counters, "latencies": latencies or msgspec.UNSET, "erased": erased}
-        scenario = self._settings.scenario or msgspec.UNSET
-        stated |= self._moves.stated()
-        return msgspec.structs.replace(status, lag=lag, version=VERSION, scenario=scenario, **stated)
+        return {"counters": counters, "latencies": latencies or msgspec.UNSET}
 
     def _export(self, now: Snapshot, lanes: int) -> None:
         metrics = self._metrics

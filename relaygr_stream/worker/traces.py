@@ -67,7 +67,13 @@ def ranking_attributes(answer: Answer, worker: str) -> dict[str, str | int | flo
         "relaygr.hops": task.hops,
         "relaygr.device_ms": answer.measured.device_ms,
         "relaygr.inbound_ms": task.times.inbound_ms,
+        **_scenario_of(task),
     }
+
+
+def _scenario_of(task: RankTask | PrefillTask) -> dict[str, str]:
+    """Where the worker serves several: the process's own attribute is its group's."""
+    return {"relaygr.scenario": task.scenario} if task.scenario else {}
 
 
 def signal_over(placed: Placed, worker: str) -> None:
@@ -88,5 +94,6 @@ def signal_over(placed: Placed, worker: str) -> None:
             "relaygr.worker": worker,
             "relaygr.device_ms": placed.device_ms,
             "relaygr.completed": placed.completed,
+            **_scenario_of(task),
         }
     )

@@ -90,10 +90,11 @@ def overloaded(within: str, device: str, refused: str = NEVER) -> Series:
 def budget(within: str, scenario: str = "feed") -> Series:
     """A ranking a second of a scenario's only worker, so many of them within the SLO."""
     return (
-        of("relaygr_build_info", "1x240", instance=scenario, process="worker", scenario=scenario)
-        | of("relaygr_answers_total", PER_SECOND, instance=scenario, status="ok", outcome="hbm")
-        | of("relaygr_answers_total", PER_SECOND, instance=scenario, status="rejected", outcome="none")
-        | of("relaygr_rankings_within_slo_total", within, instance=scenario)
+        of("relaygr_answers_total", PER_SECOND, instance=scenario, scenario=scenario, status="ok", outcome="hbm")
+        | of(
+            "relaygr_answers_total", PER_SECOND, instance=scenario, scenario=scenario, status="rejected", outcome="none"
+        )
+        | of("relaygr_rankings_within_slo_total", within, instance=scenario, scenario=scenario)
     )
 
 
@@ -310,7 +311,7 @@ def test_of_two_scenarios_an_alert_names_the_one_that_suffers(tmp_path: Path) ->
     """Also by rankings of a worker that has gone since."""
     burns = [alert for alert in RULES if alert.startswith("RelaygrBudget")]
     gone = {
-        name.replace('"feed"', '"gone"', 1): "1x160 _x80" if "info" in name else values.replace("x240", "x160 _x80")
+        name.replace('"feed"', '"gone"', 1): values.replace("x240", "x160 _x80")
         for name, values in budget(NEVER).items()
     }
     both = budget(PER_SECOND, "ads") | budget("0+13.5x240", "feed")  # 10 % are late

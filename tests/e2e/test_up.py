@@ -24,7 +24,7 @@ from relaygr_stream.cli.main import main
 from relaygr_stream.client import RelayClient
 from relaygr_stream.ops.children import probe, write_settings
 from relaygr_stream.ops.names import reserved_name
-from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Client, Kafka, Settings
 from relaygr_stream.wire.behaviours import Behaviours
 from tests.e2e.fleet import TEST_SETTINGS
@@ -163,12 +163,26 @@ async def test_all_are_rolled_one_at_a_time_by_a_signal_and_by_a_command_which_f
         assert all(running.ready(each) and running.pid(each) == second[each] for each in names[1:])
 
 
+FLEET = """
+[worker]
+max_ranking_delay_ms = 10.0
+[scenario.ads]
+tenants = ["adverts"]
+[scenario.feed]
+slo_ms = 60000.0
+[scenario.search]
+served_by = "feed"
+tenants = ["finder"]
+slo_ms = 0.01
+"""
+
+
 @pytest.mark.stack
 async def test_a_fleet_serves_each_scenario_by_workers_of_its_own(embedded_settings: Kafka, tmp_path: Path) -> None:
     """One command: topics, routes, a trigger and workers for each; a client's requests find their scenario's group."""
-    sections = (Scenario(name="ads", tenants=("adverts",)), Scenario(name="feed", slo_ms=60_000.0))
     toml = tmp_path / "fleet.toml"
-    toml.write_text('[scenario.ads]\ntenants = ["adverts"]\n[scenario.feed]\nslo_ms = 60000.0\n', encoding="utf-8")
+    toml.write_text(FLEET, encoding="utf-8")
+    sections = load_settings([toml], environ={}).settings.scenarios
     devices = ("--devices", "cpu,cpu,cpu")
     async with up(embedded_settings, tmp_path, "--fleet", str(toml), *devices, "--name", "w") as running:
         names = ("trigger-ads", "trigger-feed", "planner", "w-ads-0", "w-ads-1", "w-feed-0")
@@ -177,6 +191,8 @@ async def test_a_fleet_serves_each_scenario_by_workers_of_its_own(embedded_setti
         async with RelayClient(settings=settings) as relay:
             async with relay.request("u", HISTORY, candidates=3, scenario="feed") as request:
                 assert (await request.rank([1, 2, 3])).worker == "w-feed-0"
+            async with relay.request("u", HISTORY, candidates=3, tenant="finder") as request:
+                assert (await request.rank([1, 2, 3])).worker == "w-feed-0", "it shares the feed's group"
             async with relay.request("u", HISTORY, candidates=3, tenant="adverts") as request:
                 assert (await request.rank([1, 2, 3])).worker in ("w-ads-0", "w-ads-1")
         status = await asyncio.create_subprocess_exec(
@@ -187,12 +203,21 @@ async def test_a_fleet_serves_each_scenario_by_workers_of_its_own(embedded_setti
         assert [(each["scenario"], [of["scenario"] for of in each["workers"]]) for each in told] == [
             ("ads", ["ads", "ads"]),
             ("feed", ["feed"]),
+            ("search", ["feed"]),
         ]
+        (worker,) = told[-1]["workers"]
+        totals = {name: each["counters"] for name, each in worker["scenarios"].items()}
+        assert [(name, each["answers_ok"], each["within_slo"]) for name, each in sorted(totals.items())] == [
+            ("feed", 1, 1),
+            ("search", 1, 0),
+        ], "each by its own SLO"
         shown = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "relaygr_stream", "plan", "show", "--config", str(tmp_path / "settings.toml")),
             stdout=asyncio.subprocess.PIPE,
         )
-        assert b", mode act, " in (await asyncio.wait_for(shown.communicate(), WITHIN_S))[0]
+        plan = (await asyncio.wait_for(shown.communicate(), WITHIN_S))[0].decode()
+        assert ", mode act, " in plan
+        assert "by the workers of feed" in plan
         running.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(running.process.wait(), WITHIN_S) == 0, (tmp_path / "up.log").read_text()[-2000:]
 

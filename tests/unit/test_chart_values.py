@@ -21,7 +21,7 @@ FEED: Object = {"fleet": {**PLAIN["fleet"], "scenario": {"feed": {}}}}
 def test_a_new_scenario_restarts_no_worker_and_a_new_model_those_that_serve_it() -> None:
     fleet = FEED["fleet"]
     act = {"planner": {"mode": "act"}}
-    feed, both, model, larger, acts, both_act = (
+    feed, both, model, larger, acts, both_act, shared, tighter = (
         {name: each["metadata"]["annotations"]["relaygr/settings"] for name, each in processes(made).items()}
         for made in render(
             FEED,
@@ -30,6 +30,8 @@ def test_a_new_scenario_restarts_no_worker_and_a_new_model_those_that_serve_it()
             {"fleet": {**fleet, "relay": {"max_candidates": 512}}},
             FEED | act,
             {"fleet": {**fleet, "scenario": {"feed": {}, "ads": {}}}} | act,
+            {"fleet": {**fleet, "scenario": {"feed": {}, "ads": {"served_by": "feed"}}}},
+            {"fleet": {**fleet, "scenario": {"feed": {}, "ads": {"served_by": "feed", "slo_ms": 9}}}},
         )
         if not isinstance(made, str)
     )
@@ -37,6 +39,9 @@ def test_a_new_scenario_restarts_no_worker_and_a_new_model_those_that_serve_it()
     of_feed = {"shop-planner", "shop-worker-feed", "shop-trigger-feed"}
     assert {name for name in both if model[name] != both[name]} == of_feed
     assert not {name for name in feed if name != "shop-topics" and larger[name] == feed[name]}
+    assert {*shared} == {*feed}, "a scenario that shares workers has no processes"
+    for one, other in ((feed, shared), (shared, tighter)):
+        assert {name for name in one if one[name] != other[name]} == of_feed
     assert acts["shop-worker-feed"] != both_act["shop-worker-feed"], "it must know where it may be moved to"
 
 
@@ -49,6 +54,13 @@ REFUSED: list[tuple[Object, str]] = [
     ({**PLAIN, "secrets": {"kafka.pasword": {"secret": "a", "key": "b"}}}, "'kafka.pasword'"),
     ({**PLAIN, "secrets": {"handover.secret": {"secret": "a"}}}, "missing property 'key'"),
     ({**PLAIN, "groups": {"feed": {}}}, "groups.feed: fleet.scenario has no feed"),
+    (
+        {
+            "fleet": {**PLAIN["fleet"], "scenario": {"feed": {}, "ads": {"served_by": "feed"}}},
+            "groups": {"ads": {}},
+        },
+        "groups.ads: fleet.scenario has no ads with workers of its own",
+    ),
     ({**PLAIN, "gateway": {"enabled": True}}, "secrets: {gateway.tokens:"),
     ({**PLAIN, "workers": {"resources": {"limits": {"memory": "4Gi"}}}}, "is less than the worker takes, 4416Mi"),
     ({**PLAIN, "workers": {"settings": {"worker.hbm_bytes": "1 GB"}}}, 'worker.hbm_bytes = "1 GB" is no size'),

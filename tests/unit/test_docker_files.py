@@ -282,7 +282,12 @@ def _samples() -> dict[str, set[str]]:
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
     export_readiness(registry, lambda: None)
-    serving = WorkerMetrics(registry), TriggerMetrics(registry), HistoryMetrics(registry), SpanCounts(registry)
+    serving = (
+        WorkerMetrics(registry, scenario="feed"),
+        TriggerMetrics(registry),
+        HistoryMetrics(registry),
+        SpanCounts(registry),
+    )
     parts = (*serving, ClientMetrics(registry), GatewayMetrics(registry), PlannerMetrics(registry))
     for metrics in parts:
         for metric in vars(metrics).values():

@@ -22,7 +22,7 @@ from relaygr_stream.ops.children import write_settings
 from relaygr_stream.ops.scenarios import make_groups
 from relaygr_stream.settings import Scenario, Settings
 from relaygr_stream.settings.load import FIELDS, load_settings
-from relaygr_stream.settings.scenarios import NAME, RESERVED, scenario_of
+from relaygr_stream.settings.scenarios import MAX_SHARING, NAME, RESERVED, groups_of, scenario_of
 from relaygr_stream.settings.schema import Kafka, Telemetry
 from relaygr_stream.telemetry.otlp import _resource
 from relaygr_stream.telemetry.printable import render_plain
@@ -78,7 +78,7 @@ def test_a_fleets_scenarios_stand_in_its_file(tmp_path: Path) -> None:
     assert sources["scenario.feed.slo_ms"] == str(path)
     assert sources["scenario.search.slo_ms"] == "relay.slo_ms"
     assert sources["scenario.search.lead_ms"] == "default"
-    assert len(sources) == 3 * 8
+    assert len(sources) == 3 * 9
     assert "scenario.ads.priority" in render_plain(render_settings_table(config))
     assert [scenario_of(config.settings.scenarios, tenant) for tenant in ("shop-eu", "ads", "else", "")] == [
         *("feed", "ads", "", "")
@@ -135,6 +135,38 @@ def test_a_later_file_counts_for_the_keys_that_it_has(tmp_path: Path) -> None:
             "`scenario.ads.tenants` has 'b', which stands in [scenario.feed], too",
         ),
         ("[scenario.feed]\ntenants = ['a', 'a']\n", "`scenario.feed.tenants` has 'a', which stands twice"),
+        (
+            "[scenario.ads]\n[scenario.search]\nserved_by = 'feed'\n",
+            "`scenario.search.served_by` = 'feed': no file has a section [scenario.feed]; scenarios with workers of "
+            "their own are ads; name one, or leave out `served_by`",
+        ),
+        (
+            "[scenario.search]\nserved_by = 'search'\n",
+            "'search': that is itself, and has no workers; no scenario has workers; name one, or leave out `served_by`",
+        ),
+        ("[scenario.ads]\nserved_by = 'search'\n[scenario.search]\nserved_by = 'ads'\n", "is served by ads itself"),
+        (
+            "[scenario.ads]\nserved_by = 'search'\n[scenario.feed]\n[scenario.search]\nserved_by = 'feed'\n",
+            "that is served by feed itself, and has no workers; scenarios with workers of their own are feed; name one",
+        ),
+        (
+            "[scenario.feed]\n[scenario.search]\nserved_by = 'feed'\nmodel = 'demo'\n",
+            "`scenario.search.model` = 'demo', and feed, whose workers serve search, has that of [model]; workers of a "
+            "group have one model: leave out `model`, or leave out `served_by`",
+        ),
+        (
+            "[scenario.feed]\nmodel = 'a'\n[scenario.search]\nserved_by = 'feed'\nmodel = 'b'\n",
+            "`scenario.search.model` = 'b', and feed, whose workers serve search, has 'a'",
+        ),
+        (
+            "[scenario.feed]\n[scenario.search]\nserved_by = 'feed'\nmin_workers = 1\n",
+            "`scenario.search.min_workers`: search has no workers of its own, those of feed serve it; set "
+            "`scenario.feed.min_workers`, or leave out `served_by`",
+        ),
+        (
+            "[scenario.feed]\n" + "".join(f"[scenario.s{n}]\nserved_by = 'feed'\n" for n in range(MAX_SHARING)),
+            f"{MAX_SHARING} name it; a group serves {MAX_SHARING} at most, its own included",
+        ),
     ],
 )
 def test_a_mistake_in_a_section_names_file_key_and_what_to_do(text: str, message: str, tmp_path: Path) -> None:
@@ -172,6 +204,44 @@ def test_what_serves_a_scenario_has_its_group_slo_and_model(tmp_path: Path) -> N
 
 def test_children_with_exactly_these_settings_have_the_scenarios(tmp_path: Path) -> None:
     settings = load_settings([fleet(tmp_path)], environ={}).settings
+    assert load_settings([write_settings(tmp_path / "child.toml", settings)], environ={}).settings == settings
+
+
+SHARED = """
+[scenario.ads]
+served_by = "feed"
+slo_ms = 70.0
+priority = 3
+[scenario.feed]
+slo_ms = 50.0
+model = "models/feed"
+min_workers = 2
+[scenario.search]
+served_by = "feed"
+model = "models/feed"
+slo_ms = 20.0
+lead_ms = 80.0
+[scenario.video]
+"""
+
+
+def test_scenarios_that_share_a_group_keep_their_slos_and_the_group_keeps_the_tightest(tmp_path: Path) -> None:
+    config = load_settings([fleet(tmp_path, SHARED)], environ={})
+    settings = config.settings
+    feed, video = groups_of(settings.scenarios)
+    assert feed == Scenario(name="feed", slo_ms=20.0, model="models/feed", lead_ms=80.0, priority=3, min_workers=2)
+    assert video == next(each for each in settings.scenarios if each.name == "video")
+    assert settings.serving("search") == settings.serving("feed") == settings.serving("ads")
+    served = settings.serving("search")
+    assert (served.scenario, served.kafka.prefix, served.relay.slo_ms) == ("feed", "relaygr.feed.", 20.0)
+    assert served.model.checkpoint == "models/feed"
+    assert [*served.sharing] == ["feed", "ads", "search"], "its own comes first"
+    found = {name: served.slo_ms_of(name) for name in ("search", "feed", "ads", "video", "")}
+    assert found == {"search": 20.0, "feed": 50.0, "ads": 70.0, "video": 50.0, "": 50.0}
+    alone = settings.serving("video")
+    assert (alone.sharing, alone.slo_ms_of("search"), settings.sharing) == ({}, 50.0, {})
+    (model,) = (value for value in config.values if value.field.key == "scenario.ads.model")
+    assert (model.value, model.source) == ("models/feed", "scenario.feed.model")
     assert load_settings([write_settings(tmp_path / "child.toml", settings)], environ={}).settings == settings
 
 
@@ -288,3 +358,17 @@ async def test_the_groups_topics_and_routes_are_made_once_and_moved_users_stay(e
     await make_groups(settings, said.append)
     assert await read_all_routes(embedded_settings, topics, reader) == {**known, "feed": moved}
     assert said == [f"made {3 * len(topics.all) + 1} topics for scenarios ads, feed"]
+
+
+async def test_routes_follow_a_scenario_to_the_group_that_the_file_names(embedded_settings: Kafka) -> None:
+    feed, own, shared = Scenario(name="feed"), Scenario(name="search"), Scenario(name="search", served_by="feed")
+    topics, reader = load_topics(embedded_settings), StatusReader()
+    for search, group in ((own, "search"), (shared, "feed"), (shared, "feed"), (own, "search")):
+        await make_groups(Settings(kafka=embedded_settings, scenarios=(feed, search)), lambda _: None)
+        known = await read_all_routes(embedded_settings, topics, reader)
+        assert {name: routes.groups for name, routes in known.items()} == {"feed": ("feed",), "search": (group,)}
+    moved = known["search"].moved("next", topics.lanes, 2500)
+    async with Producer(embedded_settings, client_id="test") as producer:
+        await write_routes(producer, topics, reader, moved, "search")
+    await make_groups(Settings(kafka=embedded_settings, scenarios=(feed, shared)), lambda _: None)
+    assert (await read_all_routes(embedded_settings, topics, reader))["search"] == moved, "an operator's stay"

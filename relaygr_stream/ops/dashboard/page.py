@@ -104,7 +104,7 @@ def _within(picture: Picture) -> str:
     values = [None if share is None else share - _LEAST_SLO for share in shares]
     whole = picture.whole.tally
     return chart_panel(
-        f"Scores within the SLO, {picture.slo_ms:g} ms",
+        f"Scores within the SLO, {picture.slo}",
         [
             value_now("slo", percent(picture.now.slo_share()), "% now", bad_below=100 * SLO_SHARE),
             value_now("slo-15", percent(whole.slo_share()), "% in 15 min", bad_below=100 * SLO_SHARE),

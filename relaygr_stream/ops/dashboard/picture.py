@@ -45,6 +45,7 @@ class Picture:
     wall_s: float
     fleet: str
     slo_ms: float
+    slo: str
     odd: list[Oddity]
     triggers: int
     workers: list[WorkerRow]  # MAX_WORKERS of them, by name
@@ -72,6 +73,7 @@ def take(view: Overview, slots: list[Slot | None]) -> Picture:
         wall_s=time.time(),
         fleet=f"{view.settings.kafka.bootstrap}, prefix {view.settings.kafka.prefix!r}",
         slo_ms=view.settings.relay.slo_ms,
+        slo=view.slo_in_words,
         odd=findings(view),
         triggers=len(view.living_triggers()),
         workers=[_row(view, name) for name in names[:MAX_WORKERS]],

@@ -44,8 +44,13 @@ def utilisation(service_ms: float, within_ms: float) -> float:
 
 
 def demand_of(group: GroupSeen, scenario: Scenario) -> float:
-    """The workers that the group's traffic needs."""
+    """The workers that the group's traffic needs. scenario: the SLO and the head start to keep."""
+    return sum(demand_in_parts(group, scenario))
+
+
+def demand_in_parts(group: GroupSeen, scenario: Scenario) -> tuple[float, float]:
+    """As demand_of: for prefixes, and for scores."""
     use = utilisation(group.score_ms, (1 - SLICE) * scenario.slo_ms)
     ranking = group.score_ms / use
     prefix = group.prefix_ms / utilisation(group.prefix_ms, scenario.lead_ms)
-    return group.per_second * (prefix + ranking) / 1e3
+    return group.per_second * prefix / 1e3, group.per_second * ranking / 1e3

@@ -24,7 +24,8 @@ class PlannerMetrics:
     def show(self, plan: FleetPlan) -> None:
         """Of the newest plan."""
         for name, each in plan.scenarios.items():
-            self._wanted.labels(name).set(each.wanted)
-            self._current.labels(name).set(each.workers)
+            if not each.served_by:
+                self._wanted.labels(name).set(each.wanted)
+                self._current.labels(name).set(each.workers)
             headroom_ms = float("nan") if each.headroom_ms is None else each.headroom_ms
             self._headroom.labels(name).set(headroom_ms / 1e3)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
-from relaygr_stream.ops.planner.seen import GroupSeen, WorkerSeen
-from relaygr_stream.ops.status.overview import Overview
-from relaygr_stream.ops.status.tally import KINDS, Tally, growth, lately
+from relaygr_stream.ops.planner.seen import GroupSeen, PartSeen, WorkerSeen
+from relaygr_stream.ops.status.overview import Overview, Seen
+from relaygr_stream.ops.status.tally import KINDS, Tally, growth, lately, told_of
 from relaygr_stream.wire.messages import WorkerStatus
 
 #: Device time for prefixes and for scores, in a status's counters.
@@ -44,6 +46,7 @@ def observed(view: Overview) -> GroupSeen:
         prefix_ms=prefix_ms / prefixes if prefixes else 0.0,
         score_ms=score_ms / scored if (scored := tally.answers["ok"]) else 0.0,
         p99_ms=tally.quantile_ms(0.99, *KINDS),
+        parts=_parts(seen),
     )
 
 
@@ -59,3 +62,24 @@ def _worker(status: WorkerStatus, answers: int = 0, late: int = 0, busy: float =
         given_up=given_up.epoch if given_up else 0,
         why=given_up.reason if given_up else "",
     )
+
+
+def _parts(seen: Sequence[Seen[WorkerStatus]]) -> dict[str, PartSeen]:
+    """Of each scenario, where the group serves several."""
+    names, spent = sorted({name for each in seen for name in each.last.scenarios or ()}), {}
+    for name in names:
+        grown = Counter[str]()
+        for each in seen:
+            grown += growth(told_of(each.last, name).counters, told_of(each.since, name).counters)
+        spent[name] = sum(grown[key] for key in PREFIX_MS), grown[SCORE_MS]
+    prefix_ms, score_ms = (max(1, sum(each[kind] for each in spent.values())) for kind in (0, 1))
+    parts = {}
+    for name, (prefix, score) in spent.items():
+        tally, per_second = lately(seen, name)
+        parts[name] = PartSeen(
+            per_second=per_second,
+            prefix_share=prefix / prefix_ms,
+            score_share=score / score_ms,
+            p99_ms=tally.quantile_ms(0.99, *KINDS),
+        )
+    return parts

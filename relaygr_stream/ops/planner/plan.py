@@ -16,8 +16,8 @@ import msgspec
 
 from relaygr_stream.ops.planner.demand import ALLOWED_LATE, MOST_USE, demand_of
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation
-from relaygr_stream.ops.planner.shared import Group, shared_group
-from relaygr_stream.settings.scenarios import RESERVE, Scenario
+from relaygr_stream.ops.planner.shared import Group, shared_group, with_members
+from relaygr_stream.settings.scenarios import RESERVE, Scenario, groups_of
 from relaygr_stream.wire.planner_status import FleetPlan, Move, ScenarioPlan
 
 #: Fewer late answers of a worker in a window are chance.
@@ -132,8 +132,9 @@ def decide(
     """The plan for what was seen, and the memory for the next one.
 
     Of two calls with equal arguments the results are equal. An observation that is not later than the last one changes
-    no average.
+    no average. Scenarios that share a group count as one, until the plan tells of each.
     """
+    every, scenarios = scenarios, groups_of(scenarios)
     groups = {scenario.name: seen.groups.get(scenario.name, GroupSeen()) for scenario in scenarios}
     workers = {name: len(group.workers) for name, group in groups.items()}
     at_s = max(memory.at_s, seen.at_s)
@@ -184,8 +185,9 @@ def decide(
         workers=workers,
         changed_s=changed_s,
     )
-    shared = shared_group([Group(each.scenario, each.seen, each.floor) for each in needs.values()], seen.reserve)
-    return remembered, FleetPlan(at_s=at_s, scenarios=plans, move=move, shared=shared)
+    seen_groups = [Group(each.scenario, each.seen, each.floor) for each in needs.values()]
+    told, shared = with_members(plans, seen_groups, every), shared_group(seen_groups, seen.reserve)
+    return remembered, FleetPlan(at_s=at_s, scenarios=told, move=move, shared=shared)
 
 
 def _averaged(

@@ -25,7 +25,7 @@ from relaygr_stream.ops.planner.observing import observed, observed_reserve
 from relaygr_stream.ops.planner.plan import DAY, Damping, Memory, decide
 from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.ops.status.overview import LISTEN_S, Overview, listening
-from relaygr_stream.settings.scenarios import RESERVE, Scenario
+from relaygr_stream.settings.scenarios import RESERVE, Scenario, groups_of
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext, version
@@ -149,7 +149,7 @@ async def run_planner(context: ProcessContext, options: PlannerOptions) -> None:
         await verify_topics(settings.kafka)
         own, tail = await stack.enter_async_context(listening(settings, load_topics(settings.kafka)))
         views, tails = {}, [tail]
-        for scenario in scenarios:
+        for scenario in groups_of(scenarios):
             group = settings.serving(scenario.name)
             topics = await verified_topics(group.kafka)
             views[scenario.name], tail = await stack.enter_async_context(listening(group, topics))

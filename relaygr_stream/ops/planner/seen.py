@@ -9,6 +9,7 @@ from msgspec import Meta
 
 Amount = Annotated[float, Meta(ge=0, le=1e12)]
 Count = Annotated[int, Meta(ge=0, le=10_000_000)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 Epoch = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
@@ -22,22 +23,33 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: str
     answers: Count = 0
     late: Count = 0
-    busy: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    busy: Share = 0.0
     lanes: Count = 0
     epoch: Epoch = 0
     given_up: Epoch = 0
     why: str = ""
 
 
+class PartSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One scenario's part of what a group does that serves several: its rankings a second, the P99 of its answers, and
+    its share of the device time for prefixes and of that for scores."""
+
+    per_second: Amount = 0.0
+    prefix_share: Share = 0.0
+    score_share: Share = 0.0
+    p99_ms: Amount | None = None
+
+
 class GroupSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A scenario's group in the window. per_second: rankings. prefix_ms, score_ms: device time of one. p99_ms: of the
-    answers with scores, on the worker; None: there were none."""
+    answers with scores, on the worker; None: there were none. parts: by scenario, where it serves several."""
 
     workers: tuple[WorkerSeen, ...] = ()
     per_second: Amount = 0.0
     prefix_ms: Amount = 0.0
     score_ms: Amount = 0.0
     p99_ms: Amount | None = None
+    parts: dict[str, PartSeen] = {}
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

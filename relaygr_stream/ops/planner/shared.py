@@ -1,4 +1,4 @@
-"""Which scenarios had better share one group: advice, on which nothing acts.
+"""Scenarios that share one group: what the plan tells of each, and which had better do so, which nothing acts on.
 
 A group of its own keeps a scenario's rankings from waiting behind longer ones of another. Where no ranking is so long
 that the other SLO suffers from it, one group of all their workers carries more than groups that lack some: it shares
@@ -7,13 +7,15 @@ what is idle at each moment, and splits by no whole number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from relaygr_stream.ops.planner.demand import SLICE
-from relaygr_stream.ops.planner.seen import GroupSeen
+from msgspec.structs import replace
+
+from relaygr_stream.ops.planner.demand import SLICE, demand_in_parts
+from relaygr_stream.ops.planner.seen import GroupSeen, PartSeen
 from relaygr_stream.settings.scenarios import Scenario
-from relaygr_stream.wire.planner_status import SharedGroup
+from relaygr_stream.wire.planner_status import ScenarioPlan, SharedGroup
 
 
 class Group(NamedTuple):
@@ -27,6 +29,34 @@ class Group(NamedTuple):
     def has_traffic(self) -> bool:
         """Whether there are rankings, whose time is known."""
         return bool(self.seen.workers) and self.seen.score_ms > 0
+
+
+def with_members(
+    plans: Mapping[str, ScenarioPlan], groups: Sequence[Group], scenarios: Iterable[Scenario]
+) -> dict[str, ScenarioPlan]:
+    """The plans of the groups, and one for each scenario that another's workers serve: its part of their demand."""
+    found, by_name = dict(plans), {each.scenario.name: each for each in groups}
+    for scenario in scenarios:
+        host, seen = plans[scenario.group], by_name[scenario.group].seen
+        if not scenario.served_by and not seen.parts:
+            continue
+        part = seen.parts.get(scenario.name, PartSeen())
+        headroom_ms = None if part.p99_ms is None else scenario.slo_ms - part.p99_ms
+        if not scenario.served_by:
+            served = ", ".join(name for name in sorted(seen.parts) if name != scenario.name)
+            found[scenario.name] = replace(host, headroom_ms=headroom_ms, reason=f"{host.reason}; with {served}")
+            continue
+        prefix, score = demand_in_parts(seen, by_name[scenario.group].scenario)
+        share = (prefix * part.prefix_share + score * part.score_share) / (prefix + score) if prefix + score else 0.0
+        found[scenario.name] = ScenarioPlan(
+            workers=0,
+            wanted=0,
+            demand=host.demand * share,
+            headroom_ms=headroom_ms,
+            reason=f"{part.per_second:.1f} rankings/s, by the workers of {scenario.group}",
+            served_by=scenario.group,
+        )
+    return found
 
 
 def shared_group(groups: Sequence[Group], reserve: int) -> SharedGroup | None:

@@ -15,7 +15,7 @@ def moves(view: Overview) -> Iterator[str]:
     newest = view.assignments
     if newest is None:
         return
-    views = [("", view), *((scenario, of) for scenario, _, of in view.scenarios)]
+    views = [("", view), *((each.scenario, each.view) for each in view.groups)]
     living = {name: (RESERVE, status) for name, status in view.living_reserve().items()}
     living |= {name: (at, status) for at, of in views for name, status in of.living_workers().items()}
     leaving = {name: at for at, of in views for name, seen in of.workers.items() if seen.last.state == "draining"}

@@ -38,11 +38,13 @@ class Oddity(NamedTuple):
 
 def findings(view: Overview) -> list[Oddity]:
     """What is odd, what is urgent first."""
-    urgent = [Oddity(line, True) for check in (_unanswered, _slow) for line in check(view)]
+    urgent = [Oddity(line, True) for line in (*_unanswered(view), *_slow(view))]
     checks = (_missing, moves, _clocks, _groups, _lanes, _versions, _bounds, _unused, _throttled, _quotas, _records)
     found = urgent + [Oddity(line, False) for check in checks for line in check(view)]
-    for scenario, _, of in view.scenarios:
-        found += [each._replace(line=f"scenario {scenario}: {each.line}") for each in findings(of)]
+    groups = view.groups
+    for each in view.scenarios:
+        of = findings(each.view) if each in groups else [Oddity(line, True) for line in _slow(each.view)]
+        found += [oddity._replace(line=f"scenario {each.scenario}: {oddity.line}") for oddity in of]
     return sorted(found, key=lambda each: not each.urgent)
 
 
@@ -74,13 +76,13 @@ def _unanswered(view: Overview) -> Iterator[str]:
 def _slow(view: Overview) -> Iterator[str]:
     """Rankings lately that had no scores, or had them late. Few tell nothing."""
     seen = [view.workers[name] for name in view.living_workers()]
-    tally, rate = lately(seen)
+    tally, rate = lately(seen, view.scenario)
     if tally.all < JUDGED_FROM:
         return
-    errors, late, slo_ms = tally.errors, tally.late, view.settings.relay.slo_ms
-    found, within = overload(seen, tally.all), tally.slo_share()
+    errors, late, slo = tally.errors, tally.late, view.slo_in_words
+    found, within = overload(seen, tally.all, view.scenario), tally.slo_share()
     if found is not None:
-        served = "" if within is None else f"; {rate * within:.0f} a second are within {slo_ms:g} ms"
+        served = "" if within is None else f"; {rate * within:.0f} a second are within {slo}"
         yield (
             f"overload: busy devices of {found.workers} of {len(seen)} workers refused {found.refused} of the last "
             f"{tally.all} rankings, and were late with {found.late}{_cut(tally)}{served}; add workers, or send less"
@@ -96,7 +98,7 @@ def _slow(view: Overview) -> Iterator[str]:
         )
     if late > tally.judged * (1 - SLO_SHARE):
         yield (
-            f"{late} of the last {tally.judged} rankings took longer than {slo_ms:g} ms (relay.slo_ms) on the worker; "
+            f"{late} of the last {tally.judged} rankings took longer than {slo} ({view.slo_key}) on the worker; "
             f"{_speed_up(tally)}"
         )
 

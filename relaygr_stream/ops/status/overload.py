@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from relaygr_stream.ops.status.overview import Seen
-from relaygr_stream.ops.status.tally import Tally
+from relaygr_stream.ops.status.tally import lately
 from relaygr_stream.wire.messages import Status, WorkerStatus
 
 #: A device busier than this has no time to spare: simulated, it is at 0.74 to 0.81 at the largest rate carried, at 0.83
@@ -36,9 +36,10 @@ class Overload:
     workers: int
 
 
-def overload(seen: Iterable[Seen[WorkerStatus]], rankings: int) -> Overload | None:
-    """Whether workers are overloaded, by what they answered lately. rankings: answers of the whole fleet."""
-    busy = [Tally.between(each.since, each.last) for each in seen if is_busy(each.last)]
+def overload(seen: Iterable[Seen[WorkerStatus]], rankings: int, scenario: str = "") -> Overload | None:
+    """Whether workers are overloaded, by what they answered lately. rankings: answers of the whole fleet. scenario: the
+    only one that counts (told_of)."""
+    busy = [lately([each], scenario)[0] for each in seen if is_busy(each.last)]
     refused = sum(tally.answers[status] for tally in busy for status in REFUSED)
     found = Overload(refused, sum(tally.late for tally in busy), len(busy))
     return found if found.refused + found.late > (1 - SLO_SHARE) * rankings else None

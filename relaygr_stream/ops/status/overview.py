@@ -81,14 +81,15 @@ class OfScenario(NamedTuple):
 class Overview:
     """All processes by name, and the number of refused records by reason, since it is live.
 
-    follower: also takes each status that is read. routes: the newest of requests of no scenario; assignments: of
-    workers; if the caller follows them.
+    scenario: the one to look at where the group serves several; "": all. follower: also takes each status that is read.
+    routes: the newest of requests of no scenario; assignments: of workers; if the caller follows them.
     """
 
     settings: Settings
     topics: TopicSet
     reader: StatusReader
     clock: Clock = time.monotonic
+    scenario: str = ""
     follower: Follower | None = None
     workers: dict[str, Seen[WorkerStatus]] = field(default_factory=dict)
     reserve: dict[str, Seen[WorkerStatus]] = field(default_factory=dict)  # workers that stand by
@@ -159,6 +160,12 @@ class Overview:
         for each in self.scenarios:
             each.view.topics.grow(lanes.get(each.group, 0))
 
+    @property
+    def groups(self) -> list[OfScenario]:
+        """Of `scenarios` each group once, under its own scenario's name if it serves others, too."""
+        names = {each.scenario for each in self.scenarios}
+        return [each for each in self.scenarios if each.group == each.scenario or each.group not in names]
+
     def snapshot(self) -> Overview:
         """What is known now, for another thread to read: nothing changes it any more."""
         kept = copy(self)
@@ -173,6 +180,17 @@ class Overview:
     def silence_ms(self) -> float:
         """A process that has stated nothing for longer is not alive."""
         return self.settings.trigger.max_status_age_ms
+
+    @property
+    def slo_in_words(self) -> str:
+        """Of the rankings that are looked at."""
+        scenario = self.settings.sharing.get(self.scenario)
+        return self.settings.slo_in_words if scenario is None else f"{scenario.slo_ms:g} ms"
+
+    @property
+    def slo_key(self) -> str:
+        """Where it stands."""
+        return "slo_ms" if self.settings.sharing else "relay.slo_ms"
 
     def living_workers(self) -> dict[str, WorkerStatus]:
         """The newest statuses of live workers, by name."""

@@ -43,7 +43,7 @@ def as_json(view: Overview) -> str:
     workers = []
     for name, status in sorted(view.living_workers().items()):
         plain: dict[str, Any] = msgspec.to_builtins(status)
-        tally, rate = lately([view.workers[name]])
+        tally, rate = lately([view.workers[name]], view.scenario)
         hits = {"hit_rate": Tally.between(None, status).hit_rate(), "hit_rate_now": tally.hit_rate()}
         workers.append({**plain, **hits, "rankings": _figures(tally, rate)})
     found = msgspec.json.encode(
@@ -52,7 +52,7 @@ def as_json(view: Overview) -> str:
             "prefix": view.settings.kafka.prefix,
             "lanes": view.topics.lanes,
             "triggers": [msgspec.to_builtins(status) for _, status in sorted(view.living_triggers().items())],
-            "rankings": _figures(*lately(view.workers[name] for name in view.living_workers())),
+            "rankings": _figures(*lately((view.workers[name] for name in view.living_workers()), view.scenario)),
             "workers": workers,
             "reserve": [msgspec.to_builtins(status) for _, status in sorted(view.living_reserve().items())],
             "routes": msgspec.to_builtins(view.routes),
@@ -83,7 +83,7 @@ def _scenarios(view: Overview) -> Table:
     table = listing(("scenario", "group", *numbers), numbers=numbers)
     for scenario, group, of in view.scenarios:
         workers = of.living_workers()
-        tally, rate = lately(of.workers[name] for name in workers)
+        tally, rate = lately((of.workers[name] for name in workers), scenario)
         p99 = max((ms for kind in KINDS if (ms := tally.quantile_ms(0.99, kind)) is not None), default=None)
         owned = len({lane.lane for status in workers.values() for lane in status.lanes})
         table.add_row(
@@ -126,8 +126,7 @@ def _rankings(view: Overview) -> Table:
         table.add_row(name, f"{rate * (share or 0.0):.1f}", _share(share), *milliseconds)
     within = tally.slo_share()
     if within is not None:
-        slo_ms = view.settings.relay.slo_ms
-        table.add_row(f"within {slo_ms:g} ms", f"{rate * within:.1f}", _share(within), "", "")
+        table.add_row(f"within {view.slo_in_words}", f"{rate * within:.1f}", _share(within), "", "")
     return table
 
 

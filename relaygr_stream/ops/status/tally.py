@@ -9,13 +9,16 @@ from typing import Final, Self
 
 from relaygr_stream.ops.status.overview import Seen
 from relaygr_stream.wire.latencies import Counts, quantile_s, since, total
-from relaygr_stream.wire.messages import HITS, WorkerStatus
+from relaygr_stream.wire.messages import HITS, ScenarioTotals, WorkerStatus
 from relaygr_stream.wire.worker_status import WITHIN_SLO
 
 #: Outcomes of rankings that found prefix KV, and of those that did not.
 RELAY: Final = "relay"
 FULL: Final = "full"
 KINDS: Final[dict[str, tuple[str, ...]]] = {RELAY: HITS, FULL: ("full", "truncated")}
+
+#: Of a scenario of which a status does not tell.
+NOTHING: Final = ScenarioTotals()
 
 #: A float has every whole number up to here.
 MOST: Final = 2**53
@@ -32,7 +35,7 @@ class Tally:
     judged: int = 0  # answers of workers that tell how many were within the SLO
 
     @classmethod
-    def between(cls, before: WorkerStatus | None, now: WorkerStatus) -> Self:
+    def between(cls, before: WorkerStatus | ScenarioTotals | None, now: WorkerStatus | ScenarioTotals) -> Self:
         """What a worker answered between two statuses of one incarnation; before: None for its start."""
         earlier = before.counters if before is not None else {}
         of = before.latencies or {} if before is not None else {}
@@ -92,11 +95,16 @@ class Tally:
         return self.within_slo / self.judged if self.judged else None
 
 
-def lately(seen: Iterable[Seen[WorkerStatus]]) -> tuple[Tally, float]:
-    """What these workers answered lately, and the rate of all their answers a second."""
+def told_of(status: WorkerStatus, scenario: str) -> WorkerStatus | ScenarioTotals:
+    """What the status tells of a scenario; of all where its group serves one at most, or for ""."""
+    return status.scenarios.get(scenario, NOTHING) if scenario and status.scenarios else status
+
+
+def lately(seen: Iterable[Seen[WorkerStatus]], scenario: str = "") -> tuple[Tally, float]:
+    """What these workers answered lately, and the rate of all their answers a second; of a scenario, as told_of."""
     whole, rate = Tally(), 0.0
     for worker in seen:
-        tally = Tally.between(worker.since, worker.last)
+        tally = Tally.between(told_of(worker.since, scenario), told_of(worker.last, scenario))
         seconds = (worker.last.sent_ms - worker.since.sent_ms) / 1e3
         whole.add(tally)
         rate += tally.all / seconds if seconds > 0 else 0.0

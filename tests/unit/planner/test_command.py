@@ -84,7 +84,7 @@ def test_a_recorded_day_says_when_scenarios_had_better_share_a_group(fleet: str,
     first, second = (line for line in done.output.splitlines() if line.startswith("1970"))
     assert "one group" not in first
     assert "1970-01-01 00:16:40" in second
-    assert "; proposes one group for feed and search: they have one model and need" in second
+    assert "; proposes one group for feed and search (served_by): they have one model and need" in second
 
 
 def test_a_recorded_day_as_lines_has_a_plan_for_each_observation(fleet: str, day: Path) -> None:

@@ -18,7 +18,7 @@ from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.wire.assignments import Assignments
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.messages import CostModel, GivenUp, WorkerStatus
+from relaygr_stream.wire.messages import CostModel, GivenUp, ScenarioTotals, WorkerStatus
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.routes import Figures, RolloutProgress, Routes
 from relaygr_stream.wire.signature import Signer
@@ -352,6 +352,36 @@ def test_scenarios_are_shown_with_what_is_odd_of_each() -> None:
         ("feed", "feed", 1),
     ]
     assert json.loads(as_json(overview()))["scenarios"] == []
+
+
+def test_of_a_shared_group_each_scenario_has_its_own_rankings_and_what_is_odd_is_said_once() -> None:
+    late = {"answers_ok": 200.0, "outcome_hbm": 200.0, "within_slo": 20.0}
+    good = {"answers_ok": 300.0, "outcome_hbm": 300.0, "within_slo": 300.0}
+    parts = {"feed": ScenarioTotals(counters=good), "search": ScenarioTotals(counters=late)}
+    both = {name: good[name] + late[name] for name in good}
+    begun = {name: ScenarioTotals(counters=dict.fromkeys(late, 0.0)) for name in parts}
+
+    def seen(scenario: str) -> Overview:
+        found = overview(worker("w1", scenario="feed", scenarios=begun, counters=dict.fromkeys(both, 0.0)))
+        (known,) = found.workers.values()
+        known.last = msgspec.structs.replace(
+            known.last, scenarios=parts, counters=both, busy_share=0.1, sent_ms=known.last.sent_ms + 10_000
+        )
+        found.scenario = scenario
+        return found
+
+    view = overview()
+    view.assignments = Assignments(epoch=9, sent_ms=0, planner="p", workers={"w1": "feed"})
+    view.scenarios = [OfScenario("feed", "feed", seen("feed")), OfScenario("search", "feed", seen("search"))]
+    rows = [line.split() for line in render_plain(render(view), 80).splitlines()]
+    assert [row[-1] for row in rows if row[:2] in (["feed", "feed"], ["search", "feed"])] == ["100%", "10%"]
+    odd = [line for line in oddities(view) if line.startswith("scenario")]
+    assert [line for line in odd if line.startswith("scenario search: 180 of the last 200 rankings took longer than")]
+    assert not [line for line in odd if "scenario feed" in line and "took longer" in line]
+    assert len([line for line in odd if "no trigger runs" in line]) == 1
+    assert not [line for line in odd if "moves to" in line or "is to move" in line]
+    found = json.loads(as_json(view))["scenarios"]
+    assert [each["rankings"]["within_slo"] for each in found] == [1.0, 0.1]
 
 
 def test_workers_that_are_not_where_they_are_assigned_are_said_with_the_reason() -> None:

@@ -38,8 +38,8 @@ RANKED = st.lists(st.tuples(st.sampled_from(OUTCOMES), st.floats(0.0, 5.0)), max
 
 def stated(metrics: WorkerMetrics, **changes: Any) -> WorkerStatus:
     """What worker/status.py states of these metrics."""
-    latencies = {outcome: tuple(counts) for outcome, counts in metrics.latencies.items()} or msgspec.UNSET
-    return worker("w1", counters=dict(metrics.answered), latencies=latencies, **changes)
+    latencies = {outcome: tuple(counts) for outcome, counts in metrics.whole.latencies.items()} or msgspec.UNSET
+    return worker("w1", counters=dict(metrics.whole.counters), latencies=latencies, **changes)
 
 
 def histogram_quantile(share: float, buckets: list[tuple[float, float]]) -> float | None:
@@ -164,7 +164,10 @@ def test_overload_lasts_while_a_device_is_busy_and_is_told_beside_what_it_does_n
             metrics.answer(status)
     for _ in range(85):
         metrics.ranked("hbm", 0.01, 0.0)
-    for told in (dict(metrics.answered), {name: n for name, n in metrics.answered.items() if name.startswith("a")}):
+    for told in (
+        dict(metrics.whole.counters),
+        {name: n for name, n in metrics.whole.counters.items() if name.startswith("a")},
+    ):
         start = msgspec.structs.replace(before, counters=dict.fromkeys(told, 0.0))
         now = worker("w1", counters=told, sent_ms=3_000, busy_share=BUSY + 0.01)
         overload, failed = (each.line for each in findings(overview(start, now, trigger())))

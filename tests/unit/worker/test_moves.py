@@ -92,7 +92,7 @@ def test_a_scenario_that_it_has_no_settings_of_is_given_up_before_it_leaves() ->
     made.take(assigned(5, w="ads"))
     assert not away(made)
     assert made.given_up is not None
-    assert made.given_up.reason == "no file of this worker has a section [scenario.ads]"
+    assert made.given_up.reason == "no file of this worker has a section [scenario.ads] with workers of its own"
     assert made.assigned is None
     made.take(assigned(6, w="feed"))
     assert made.assigned == 6

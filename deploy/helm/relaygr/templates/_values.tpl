@@ -61,12 +61,12 @@ RELAYGR_{{ . | replace "." "_" | upper }}
 {{- define "relaygr.groups" -}}
 {{- $groups := dict }}
 {{- $own := .Values.groups | default dict }}
-{{- range $name, $_ := .Values.fleet.scenario }}{{ $_ := set $groups $name dict }}{{ end }}
+{{- range $name, $keys := .Values.fleet.scenario }}{{ if not $keys.served_by }}{{ $_ := set $groups $name dict }}{{ end }}{{ end }}
 {{- if or (not $groups) (hasKey $own "default") }}{{ $_ := set $groups "default" dict }}{{ end }}
 {{- if hasKey $own "next" }}{{ $_ := set $groups "next" dict }}{{ end }}
 {{- range $name, $options := $own }}
 {{- if not (hasKey $groups $name) }}
-{{- fail (printf "groups.%s: fleet.scenario has no %s; a group is a scenario's, or default, or next" $name $name) }}
+{{- fail (printf "groups.%s: fleet.scenario has no %s with workers of its own; a group is such a scenario's, or default, or next" $name $name) }}
 {{- end }}
 {{- $_ := set $groups $name $options }}
 {{- end }}
