@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -70,7 +71,7 @@ async def what_is_seen(bootstrap: str, folder: Path, *, forked: bool) -> list[ob
         process.cwd(),
         os.getsid(child.pid) == child.pid,
         [(proc / "fd" / number).readlink() for number in "012"],
-        [line for line in (proc / "status").read_text(encoding="utf-8").splitlines() if line.startswith("Sig")],
+        [line for line in (proc / "status").read_text(encoding="utf-8").splitlines() if re.match("Sig[^Q]", line)],
         {key: value for key, value in process.environ().items() if not key.startswith(("PYTEST", "PYTHON"))},
     ]
     child.kill()
