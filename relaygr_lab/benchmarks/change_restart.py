@@ -89,7 +89,10 @@ class Fleet:
         )
         self.settings = Settings(
             kafka=msgspec.structs.replace(kafka, prefix=f"change-{name}.", partitions=LANES, replication=1),
-            relay=Relay(max_prefix_tokens=TOKENS, max_suffix_tokens=16, max_candidates=CANDIDATES),
+            # Nothing is cut short or refused on a slow machine: what is judged is hits.
+            relay=Relay(
+                slo_ms=TIMEOUT_S * 1e3, max_prefix_tokens=TOKENS, max_suffix_tokens=16, max_candidates=CANDIDATES
+            ),
             worker=worker,
             client=Client(hedge_ms=0.0),  # on a busy machine both workers would soon know every user
         )
