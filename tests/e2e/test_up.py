@@ -189,6 +189,8 @@ async def test_a_fleet_serves_each_scenario_by_workers_of_its_own(embedded_setti
         await until(lambda: running.ready(*names), "all ready")
         settings = Settings(kafka=embedded_settings, scenarios=sections, client=Client(timeout_ms=60_000))
         async with RelayClient(settings=settings) as relay:
+            for each in sections:  # a crowded machine reaches a group later than the client opens
+                assert await relay.worker_serves(WITHIN_S, each.name)
             async with relay.request("u", HISTORY, candidates=3, scenario="feed") as request:
                 assert (await request.rank([1, 2, 3])).worker == "w-feed-0"
             async with relay.request("u", HISTORY, candidates=3, tenant="finder") as request:
