@@ -13,6 +13,7 @@ many shares, so names are bounded in number, and those beyond share one account.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Final, Literal, Protocol
 
 from relaygr_stream.errors import CacheCorruption
@@ -32,15 +33,17 @@ class Account:
     """One client's account, or one scenario's. waiting, nbytes, ms: rankings without an answer, their memory, their
     predicted device time.
 
-    parent: the account of its scenario, or of all. served_ms: device time it was given, counted from no earlier than
-    that of the accounts it met when it came. floor_ms: of the least served of its parts that had work ready, lately.
+    parent: the account of its scenario, or of all. line: itself and all that it is a part of. served_ms: device time it
+    was given, counted from no earlier than that of the accounts it met when it came. floor_ms: of the least served of
+    its parts that had work ready, lately.
     """
 
-    __slots__ = ("floor_ms", "ms", "name", "nbytes", "parent", "served_ms", "waiting")
+    __slots__ = ("floor_ms", "line", "ms", "name", "nbytes", "parent", "served_ms", "waiting")
 
     def __init__(self, name: str, parent: Account | None = None) -> None:
         self.name = name
         self.parent = parent
+        self.line: tuple[Account, ...] = (self,) if parent is None else (self, *parent.line)
         self.floor_ms = 0.0
         self.served_ms = 0.0
         self.waiting = 0
@@ -51,30 +54,21 @@ class Account:
         """How much of a scarce thing this client holds."""
         return self.waiting if measure == "waiting" else self.nbytes if measure == "nbytes" else self.ms
 
-    def line(self) -> Iterator[Account]:
-        """Itself and all that it is a part of."""
-        found: Account | None = self
-        while found is not None:
-            yield found
-            found = found.parent
-
     def serve(self, ms: float) -> None:
         """It was given so much device time."""
-        for each in self.line():
+        for each in self.line:
             each.served_ms += ms
 
     def join(self) -> None:
         """It has work ready again: it cannot claim the device time that others were given meanwhile."""
-        for each in self.line():
+        for each in self.line:
             if each.parent is not None:
                 each.served_ms = max(each.served_ms, each.parent.floor_ms)
 
     def leads(self) -> None:
         """Nobody beside it has work ready."""
-        part, whole = self, self.parent
-        while whole is not None:
+        for part, whole in pairwise(self.line):
             whole.floor_ms = max(whole.floor_ms, part.served_ms)
-            part, whole = whole, whole.parent
 
     def in_turn(self, parts: Sequence[Account], slack_ms: float) -> list[Account]:
         """Of these parts of it, which have work ready, those whose turn it is."""
@@ -132,14 +126,14 @@ class Clients:
 
     def add(self, booked: Booked) -> None:
         """Count a ranking as waiting; its account, nbytes and cost_ms stay as they are until `remove`."""
-        for account in booked.account.line():
+        for account in booked.account.line:
             account.waiting += 1
             account.nbytes += booked.nbytes
             account.ms += booked.cost_ms
 
     def remove(self, booked: Booked) -> None:
         """Stop counting a ranking that has its answer."""
-        for account in booked.account.line():
+        for account in booked.account.line:
             account.waiting -= 1
             account.nbytes -= booked.nbytes
             account.ms = account.ms - booked.cost_ms if account.waiting else 0.0
@@ -164,7 +158,7 @@ class Clients:
     def check(self, booked: Sequence[Booked]) -> None:
         """Raise CacheCorruption where the accounts do not add up to these rankings."""
         for account in (*self._everyone(), *self._scenarios.values()):
-            mine = [each.nbytes for each in booked if account in each.account.line()]
+            mine = [each.nbytes for each in booked if account in each.account.line]
             if (account.waiting, account.nbytes) != (len(mine), sum(mine)):
                 raise CacheCorruption(
                     f"client {account.name!r} is booked for {account.waiting} rankings, has {len(mine)}"

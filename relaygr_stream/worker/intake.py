@@ -108,10 +108,6 @@ class IntakeLimits:
         named = message.scenario or ""
         return named if named in self.slos_ms else next(iter(self.slos_ms), "")
 
-    def slo_ms(self, scenario: str) -> float:
-        """Of a ranking that is charged to it."""
-        return self.slos_ms.get(scenario, self.relay.slo_ms)
-
 
 class Intake:
     """Decodes records; their times become seconds of the monotonic clock by which `now` comes in.
@@ -235,7 +231,7 @@ class Intake:
         if request.columns:
             decoded += columns.nbytes()  # copied from the record; the task keeps the candidates'
         timeout = min(request.timeout_ms or self._limits.default_timeout_ms, self._limits.max_timeout_ms)
-        age, slo_ms = self._age(record, request.sent_ms, now), self._limits.slo_ms(scenario)
+        age, slo_ms = self._age(record, request.sent_ms, now), self._limits.slos_ms.get(scenario, self._relay.slo_ms)
         prefix_times = request.prefix.times
         last = int.from_bytes(prefix_times[-8:], "little", signed=True) if prefix_times else None
         task = RankTask(

@@ -76,15 +76,15 @@ def test_neither_a_scenario_nor_a_client_within_it_falls_behind_by_more_than_the
         account = made.booking.account = clients.account(name, scenario)
         queue.add(made)
         costs[made] = ms
-        left.update(account.line())
+        left.update(account.line)
     while (urgent := queue.in_time.first()) is not None:
         assert isinstance(urgent, Ranking)
-        for part in urgent.booking.account.line():
+        for part in urgent.booking.account.line:
             rivals = [each for each in left if each.parent is part.parent and left[each]]
             assert part.served_ms <= min(each.served_ms for each in rivals) + clients.slack_ms
         queue.in_time.remove(urgent.booking.account)
         urgent.booking.account.serve(costs[urgent])
-        left.subtract(urgent.booking.account.line())
+        left.subtract(urgent.booking.account.line)
     assert not any(left.values())
 
 
