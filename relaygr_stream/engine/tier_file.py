@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -35,11 +36,21 @@ def tier_file_of(settings: Settings, model: RankingModel, device: torch.device) 
         return None
     if not worker.name:
         raise ConfigError("`worker.dram_path` needs `worker.name`: by it a restarted worker finds its file again")
-    path = Path(worker.dram_path) / f"relaygr-{settings.kafka.prefix}{worker.name}.dram"
+    path = _path(Path(worker.dram_path), settings.kafka.prefix, worker.name)
     file = open_tier_file(path, _shape(worker.dram_bytes, model, device))
     if file is None:
         log.warning("another process has the DRAM tier's file: this worker's prefix KV end with it", file=str(path))
     return file
+
+
+def _path(folder: Path, prefix: str, name: str) -> Path:
+    """Neither a prefix nor a name has the sign between them. A file of the last release, which had none, is renamed."""
+    path = folder / f"relaygr-{prefix}+{name}.dram"
+    with suppress(OSError):  # opening the file says what is wrong
+        former = folder / f"relaygr-{prefix}{name}.dram"
+        if former.exists() and not path.exists():
+            former.rename(path)
+    return path
 
 
 def _shape(nbytes: int, model: RankingModel, device: torch.device) -> FileShape:

@@ -242,14 +242,18 @@ def profile_path(name: str | Path) -> Path:
     name code that runs. Raises ConfigError if absent.
     """
     path, is_bare = Path(name), os.sep not in str(name) and not str(name).endswith(".toml")
-    if not is_bare and path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from error
+    if not is_bare and exists:
         return path
-    packaged = packaged_dir("workers") / f"{path.name.removesuffix('.toml')}.toml"
+    packaged = {file.stem: file for file in packaged_dir("workers").glob("*.toml")}
     # `workers/cpu.toml`, as in the documentation, must work from any folder, not only from the clone.
-    if str(path.parent) in (".", "workers") and packaged.is_file():
-        return packaged
-    there = ", ".join(sorted(file.stem for file in packaged_dir("workers").glob("*.toml")))
-    here = f"; for the file of this folder, write ./{name}" if is_bare and path.exists() else ""
+    if str(path.parent) in (".", "workers") and (stem := path.name.removesuffix(".toml")) in packaged:
+        return packaged[stem]
+    there = ", ".join(sorted(packaged))
+    here = f"; for the file of this folder, write ./{name}" if is_bare and exists else ""
     raise ConfigError(f"{name}: no such file, and no packaged profile of that name; the profiles are {there}{here}")
 
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta, structs
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings.section import BYTES, LABEL, Ms, Positive, Section, Value, doc, section_fields
+from relaygr_stream.settings.section import BYTES, LABEL, FilePath, Ms, Positive, Section, Value, doc, section_fields
 from relaygr_stream.settings.values import checked
 
 #: What the keys of all scenarios begin with.
@@ -56,7 +56,7 @@ class Scenario(Section, frozen=True, kw_only=True):
     ] = ()
     slo_ms: Annotated[Ms, doc("P99 target of its ranking stage, in place of relay.slo_ms")] = 50.0
     model: Annotated[
-        str, doc("checkpoint folder, packaged checkpoint, or module:factory, in place of those of [model]")
+        FilePath, doc("checkpoint folder, packaged checkpoint, or module:factory, in place of those of [model]")
     ] = ""
     served_by: Annotated[
         str, doc("the scenario whose workers, with their model, serve this one, too; empty: it has workers of its own")

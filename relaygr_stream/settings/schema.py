@@ -7,8 +7,21 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, structs
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings.scenarios import FACTORY, RESERVE, SECTION, Scenario, served_together
-from relaygr_stream.settings.section import BYTES, LABEL, Ms, Name, Port, Positive, Section, Share, SharedSecret, doc
+from relaygr_stream.settings.scenarios import FACTORY, LONGEST_PREFIX, RESERVE, SECTION, Scenario, served_together
+from relaygr_stream.settings.section import (
+    BYTES,
+    LABEL,
+    NAME_SIGNS,
+    FilePath,
+    Ms,
+    Name,
+    Port,
+    Positive,
+    Section,
+    Share,
+    SharedSecret,
+    doc,
+)
 from relaygr_stream.settings.worker import Handover, Model, Worker
 
 #: Most lanes of a relay: a consumer's statement on each of them still fits into one message.
@@ -19,10 +32,10 @@ class Kafka(Section, frozen=True, kw_only=True):
     """How to reach Kafka, and the timings of its group protocol."""
 
     bootstrap: Annotated[str, Meta(pattern=r"\A[^@/\n]*\Z"), doc("brokers, HOST:PORT[,HOST:PORT…]")] = "localhost:9092"
-    prefix: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._-]{0,64}\Z"), doc("prefix of every topic and group name")] = (
-        "relaygr."
-    )
-    topics_dir: Annotated[str, doc("folder with one TOML file per topic; empty: the packaged topics")] = ""
+    prefix: Annotated[
+        str, Meta(max_length=LONGEST_PREFIX, pattern=NAME_SIGNS), doc("prefix of every topic and group name")
+    ] = "relaygr."
+    topics_dir: Annotated[FilePath, doc("folder with one TOML file per topic; empty: the packaged topics")] = ""
     partitions: Annotated[int, Meta(ge=0, le=MAX_LANES), doc("number of lanes; 0: the cluster's, or the files'")] = 0
     dead_letter_values: Annotated[
         bool,
@@ -59,9 +72,9 @@ class Kafka(Section, frozen=True, kw_only=True):
     sasl_username: Annotated[str, doc("user of SASL_PLAINTEXT and SASL_SSL")] = ""
     sasl_password: Annotated[str, Meta(extra={"secret": True}), doc("password of kafka.sasl_username")] = ""
     # Those of [tls], unless given here, as former settings.
-    tls_ca: str = ""
-    tls_certificate: str = ""
-    tls_key: str = ""
+    tls_ca: FilePath = ""
+    tls_certificate: FilePath = ""
+    tls_key: FilePath = ""
     tls_key_password: Annotated[str, Meta(extra={"secret": True})] = ""
 
 
@@ -69,16 +82,16 @@ class Tls(Section, frozen=True, kw_only=True):
     """TLS to brokers and to the history store; workers and gateways have certificates of their own."""
 
     ca: Annotated[
-        str,
+        FilePath,
         doc(
             "PEM file of the authorities that signed the certificates of brokers and of the history store; empty: the "
             "system's"
         ),
     ] = ""
     certificate: Annotated[
-        str, doc("PEM file of this process's certificate, for brokers and history stores that require one")
+        FilePath, doc("PEM file of this process's certificate, for brokers and history stores that require one")
     ] = ""
-    key: Annotated[str, doc("PEM file of the key of tls.certificate; empty: in the certificate's file")] = ""
+    key: Annotated[FilePath, doc("PEM file of the key of tls.certificate; empty: in the certificate's file")] = ""
     key_password: Annotated[str, Meta(extra={"secret": True}), doc("password of tls.key")] = ""
 
 
@@ -163,16 +176,16 @@ class History(Section, frozen=True, kw_only=True):
     """The store of users' histories, for messages that refer to a history instead of having it."""
 
     store: Annotated[
-        str,
+        FilePath,
         Meta(pattern=r"\A[^@]*\Z"),
         doc("redis://HOST:PORT/DB, rediss://… (TLS), sqlite:FILE, or module:factory of a user's own; empty: none"),
     ] = ""
     username: Annotated[str, doc("user of the store; empty: its default user")] = ""
     password: Annotated[str, Meta(extra={"secret": True}), doc("password at the store")] = ""
     # Those of [tls], unless given here, as former settings.
-    tls_ca: str = ""
-    tls_certificate: str = ""
-    tls_key: str = ""
+    tls_ca: FilePath = ""
+    tls_certificate: FilePath = ""
+    tls_key: FilePath = ""
     tls_key_password: Annotated[str, Meta(extra={"secret": True, "internal": True})] = ""
     # Prefix of the keys in Redis. Fleets that share a Redis have a database each, by the DB of `store`.
     prefix: Annotated[str, Meta(max_length=64)] = "relaygr:history:"
@@ -211,10 +224,10 @@ class Gateway(Section, frozen=True, kw_only=True):
             "tenant of their requests; a tenant may have several. Empty: every request is client.tenant's"
         ),
     ] = ""
-    tls_certificate: Annotated[str, doc("PEM file of the certificate to serve HTTPS with; empty: HTTP")] = ""
-    tls_key: Annotated[str, doc("PEM file of the key of gateway.tls_certificate; empty: in the certificate's file")] = (
-        ""
-    )
+    tls_certificate: Annotated[FilePath, doc("PEM file of the certificate to serve HTTPS with; empty: HTTP")] = ""
+    tls_key: Annotated[
+        FilePath, doc("PEM file of the key of gateway.tls_certificate; empty: in the certificate's file")
+    ] = ""
     max_body_bytes: Annotated[
         int,
         Meta(ge=0, le=64 << 20, extra=BYTES),
@@ -252,7 +265,7 @@ class Telemetry(Section, frozen=True, kw_only=True):
     ] = ""
     host: Annotated[str, doc("address of /metrics, /healthz, /readyz")] = "127.0.0.1"
     port: Annotated[Port, doc("port of /metrics, /healthz, /readyz; 0: any free one, logged at start")] = 0
-    port_file: Annotated[str, doc("file that receives the chosen port, for supervisors; empty: none")] = ""
+    port_file: Annotated[FilePath, doc("file that receives the chosen port, for supervisors; empty: none")] = ""
     # /healthz fails when the event loop has not run for this long: a hundred times as long as an idle loop takes.
     stall_ms: Annotated[float, Meta(ge=500, le=3.6e6)] = 10_000.0
     traces: Annotated[

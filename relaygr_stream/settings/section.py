@@ -25,7 +25,11 @@ BYTES = {"unit": "bytes"}  # a setting with this unit also accepts "512MiB", "2G
 
 #: A text for logs and keys, without control characters and NUL.
 LABEL = Meta(max_length=128, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")
-Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._-]{1,128}\Z")]
+#: Of names in Kafka, files and certificates: shorter ones are told by length, others by what they may consist of.
+NAME_SIGNS = r"\A[A-Za-z0-9._-]*\Z"
+Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=NAME_SIGNS)]
+#: A path, or several as in PYTHONPATH: values.py refuses what no file system takes.
+FilePath = Annotated[str, Meta(extra={"path": True})]
 SharedSecret = Annotated[str, Meta(pattern=r"\A(.{16,})?\Z", extra={"secret": True})]
 MAX_PORT: Final = 65_535
 Port = Annotated[int, Meta(ge=0, le=MAX_PORT)]
@@ -69,6 +73,7 @@ class Field:
     is_bytes: bool
     is_secret: bool
     is_list: bool  # of text
+    is_path: bool
 
     @property
     def env(self) -> str:
@@ -132,5 +137,6 @@ def section_fields(name: str, section: type[Section]) -> dict[str, Field]:
             is_bytes=extra.get("unit") == "bytes",
             is_secret=bool(extra.get("secret")),
             is_list=isinstance(info, msgspec_inspect.VarTupleType),
+            is_path=bool(extra.get("path")),
         )
     return fields

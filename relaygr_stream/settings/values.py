@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import unicodedata
 from typing import Any, Final
@@ -14,6 +15,11 @@ from relaygr_stream.settings.inputs import MARK
 from relaygr_stream.settings.section import SECRET_SHOWN, Field, Value
 
 _UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+#: Linux's bounds, in bytes: NAME_MAX of a file, PATH_MAX without its NUL.
+MAX_NAME: Final = 255
+MAX_PATH: Final = 4095
+#: Characters of a value that a message shows whole.
+MAX_SHOWN: Final = 160
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B)?\s*$", re.IGNORECASE)
 
 
@@ -21,6 +27,8 @@ def checked(field: Field, raw: Any, source: str) -> Value:
     """The value of a setting. raw: text of the environment or of a flag, or a value of TOML. Raises ConfigError."""
     key = field.key
     _refuse_invisible(field, raw, source)
+    if field.is_path and isinstance(raw, str):
+        _refuse_impossible(field, raw, source)
     value = raw
     if isinstance(raw, str) and field.is_bytes:
         value = _parse_size(key, raw, source)
@@ -30,9 +38,9 @@ def checked(field: Field, raw: Any, source: str) -> Value:
         # Text from the environment or a flag may represent a number or a boolean; a TOML value already has its type.
         value = msgspec.convert(value, field.kind, strict=not isinstance(raw, str))
     except msgspec.ValidationError as error:
-        # A value with "@" may be a URL with a password.
-        shown = SECRET_SHOWN if field.is_secret or "@" in str(raw) else repr(raw)
-        raise ConfigError(f"{source}: `{key}` = {shown}: {error}; its meaning: {field.description}") from error
+        raise ConfigError(
+            f"{source}: `{key}` = {_shown(field, raw)}: {error}; its meaning: {field.description}"
+        ) from error
     return Value(field, value, source)
 
 
@@ -45,6 +53,26 @@ def _refuse_invisible(field: Field, raw: Any, source: str) -> None:
                     f"{source}: `{field.key}` has the invisible character U+{ord(sign):04X}"
                     f"{', a byte order mark' if sign == MARK else ''}: remove it"
                 )
+
+
+def _refuse_impossible(field: Field, raw: str, source: str) -> None:
+    """Raise ConfigError for a path that no file system takes."""
+    if "\0" in raw:
+        raise ConfigError(f"{source}: `{field.key}` has a NUL: remove it")
+    for path in raw.split(os.pathsep):
+        for what, text, most in (*(("name", part, MAX_NAME) for part in path.split("/")), ("path", path, MAX_PATH)):
+            if (length := len(os.fsencode(text))) > most:
+                raise ConfigError(
+                    f"{source}: `{field.key}` = {_shown(field, raw)}: has a {what} of {length} bytes, at most {most} "
+                    f"are possible; shorten it"
+                )
+
+
+def _shown(field: Field, raw: object) -> str:
+    if field.is_secret or "@" in str(raw):  # it may be a URL with a password
+        return SECRET_SHOWN
+    text = repr(raw)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]}… ({len(str(raw))} characters)"
 
 
 def _parse_size(key: str, raw: str, source: str) -> int:

@@ -6,7 +6,19 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from relaygr_stream.settings.section import BYTES, Ms, Name, Port, Positive, Section, Share, SharedSecret, doc
+from relaygr_stream.settings.section import (
+    BYTES,
+    NAME_SIGNS,
+    FilePath,
+    Ms,
+    Name,
+    Port,
+    Positive,
+    Section,
+    Share,
+    SharedSecret,
+    doc,
+)
 
 Kernels = Literal["auto", "torch", "triton", "amx", "avx512_bf16", "avx512", "avx2"]
 
@@ -15,7 +27,7 @@ class Worker(Section, frozen=True, kw_only=True):
     """A worker: one process with one device."""
 
     name: Annotated[
-        str, Meta(pattern=r"\A[A-Za-z0-9._-]{0,128}\Z"), doc("name, unique per worker; empty: host and pid")
+        str, Meta(max_length=128, pattern=NAME_SIGNS), doc("name, unique per worker; empty: host and pid")
     ] = ""
     # Consumer group whose members own the lanes, behind kafka.prefix, which keeps fleets apart.
     group: Name = "workers"
@@ -45,7 +57,7 @@ class Worker(Section, frozen=True, kw_only=True):
         ),
     ] = 2 << 30
     dram_path: Annotated[
-        str,
+        FilePath,
         doc(
             "folder, in memory (/dev/shm) or on a disk, for the file that holds the DRAM tier: a restarted worker of "
             "this worker.name finds its prefix KV again; empty: no file"
@@ -131,16 +143,16 @@ class Handover(Section, frozen=True, kw_only=True):
             "processes with this secret are believed, too: the next handover.secret or the former one, during a change"
         ),
     ] = ""
-    tls_ca: Annotated[str, doc("PEM file of the authority that signs workers' certificates; empty: tls.ca")] = ""
+    tls_ca: Annotated[FilePath, doc("PEM file of the authority that signs workers' certificates; empty: tls.ca")] = ""
     tls_certificate: Annotated[
-        str,
+        FilePath,
         doc(
             "PEM file of this worker's certificate, with URI:relaygr://worker/NAME and its advertised host, signed by "
             "handover.tls_ca; empty: one that is derived from handover.secret"
         ),
     ] = ""
     tls_key: Annotated[
-        str, doc("PEM file of the key of handover.tls_certificate; empty: in the certificate's file")
+        FilePath, doc("PEM file of the key of handover.tls_certificate; empty: in the certificate's file")
     ] = ""
     networks: Annotated[
         tuple[str, ...],
@@ -171,10 +183,10 @@ class Model(Section, frozen=True, kw_only=True):
 
     factory: Annotated[str, doc("module:factory of a user's own model; empty: the built-in HSTU")] = ""
     path: Annotated[
-        str, doc("folders that hold the factory's module, separated as in PYTHONPATH; empty: installed packages")
+        FilePath, doc("folders that hold the factory's module, separated as in PYTHONPATH; empty: installed packages")
     ] = ""
     checkpoint: Annotated[
-        str,
+        FilePath,
         doc(
             "folder with config.json and model.safetensors, or a packaged one (demo); empty: a small HSTU with random "
             "weights, but `relaygr up` takes demo where nothing in [model] is set"

@@ -23,7 +23,7 @@ class Restarted(Fleet):
 
     @property
     def file(self) -> Path:
-        return self._folder / f"relaygr-{self.settings.kafka.prefix}w1.dram"
+        return self._folder / f"relaygr-{self.settings.kafka.prefix}+w1.dram"
 
     async def worker(self, name: str = "w1") -> None:
         self.start("worker", name, f"worker.dram_path={self._folder}", worker_name="w1")

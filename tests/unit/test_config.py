@@ -12,6 +12,7 @@ import pytest
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import FIELDS, REMOVED, RETIRED, Config, injected_names, load_settings, profile_path
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.section import SECRET_SHOWN
 
 PASSWORD = "of-the-key"
 
@@ -103,7 +104,15 @@ def test_sizes_may_have_units(text: str, number: int, tmp_path: Path) -> None:
         ({"RELAYGR_WORKER_DTYPE": "int8"}, "`worker.dtype` = 'int8'"),
         ({"RELAYGR_TELEMETRY_HASH_USER_IDS": "perhaps"}, "`telemetry.hash_user_ids` = 'perhaps'"),
         ({"RELAYGR_WORKER_NAME": "a b"}, "`worker.name` = 'a b'"),
+        ({"RELAYGR_WORKER_NAME": "x" * 300}, "xxx… (300 characters): Expected `str` of length <= 128"),
+        ({"RELAYGR_KAFKA_PREFIX": "x" * 65}, "Expected `str` of length <= 64"),
+        ({"RELAYGR_KAFKA_TOPICS_DIR": f"/a/{'x' * 256}/b"}, "has a name of 256 bytes, at most 255 are possible"),
+        ({"RELAYGR_WORKER_DRAM_PATH": "\N{SNOWMAN}" * 86}, "has a name of 258 bytes, at most 255 are possible"),
+        ({"RELAYGR_MODEL_PATH": f"a:{'b/' * 2048}"}, "has a path of 4096 bytes, at most 4095 are possible"),
+        ({"RELAYGR_TLS_CA": "a\0b"}, "`tls.ca` has a NUL: remove it"),
+        ({"RELAYGR_HISTORY_STORE": f"redis://u:secret@{'x' * 249}"}, f"= {SECRET_SHOWN}: has a name of 256 bytes"),
         ({"RELAYGR_CONFIG": "absent.toml"}, "absent.toml: no such file"),
+        ({"RELAYGR_CONFIG": "x" * 256}, "File name too long"),
     ],
 )
 def test_a_mistake_in_the_environment_names_variable_and_value(environ: dict[str, str], message: str) -> None:

@@ -21,7 +21,7 @@ from relaygr_stream.errors import CapacityError, ConfigError
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.scenarios import Scenario
-from relaygr_stream.settings.schema import Relay, Settings
+from relaygr_stream.settings.schema import Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.wire.worker_status import prefix_bytes
 from tests.unit.engine.worlds import (
@@ -191,6 +191,19 @@ def test_the_tiers_file_is_taken_by_a_worker_of_the_same_name_model_and_type(tmp
     assert not file_of(settings_of(name="w", dram_path=str(tmp_path), dtype="bfloat16")).holds
     assert not file_of(settings_of(name="w", dram_path=str(tmp_path), dram_bytes=9 * GRANULE_BYTES)).holds
     assert not file_of(settings_of(name="v", dram_path=str(tmp_path))).holds
+
+
+def test_no_two_workers_have_one_file(tmp_path: Path) -> None:
+    def settings(prefix: str, name: str) -> Settings:
+        found = settings_of(name=name, dram_path=str(tmp_path))
+        return msgspec.structs.replace(found, kafka=Kafka(prefix=prefix))
+
+    assert not file_of(settings("x", "y-1")).holds
+    assert not file_of(settings("xy-", "1")).holds
+    longest = file_of(settings("x" * 64, "y" * 128)).path
+    longest.rename(tmp_path / f"relaygr-{'x' * 64}{'y' * 128}.dram")  # the name that it had in the last release
+    assert file_of(settings("x" * 64, "y" * 128)).holds
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_runtime_that_is_closed_gives_its_file_to_the_next_or_removes_it(tmp_path: Path) -> None:
