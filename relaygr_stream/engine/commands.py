@@ -20,7 +20,7 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.features import Values
 from relaygr_stream.wire.history import HistoryReference
-from relaygr_stream.wire.messages import Outcome, Status, tenant_key
+from relaygr_stream.wire.messages import Outcome, Status, split_tenant_key, tenant_key
 
 #: At most this share of a timeout is the answer's way.
 REPLY_SHARE: Final = 0.2
@@ -29,22 +29,29 @@ DELEGATED_LANE: Final = -1
 
 
 class Keys:
-    """Whose a task is. Tenants share neither users nor requests, whatever their ids."""
+    """Whose a task is. Tenants share neither users nor requests, whatever their ids: the keys (tenant_key) have both.
+
+    request_key: the request, as pins and recent answers name it; user_key: the user, as the cache does.
+    """
 
     __slots__ = ()
-    request_id: str
-    user_id: str
-    tenant: str
+    request_key: str
+    user_key: str
 
     @property
-    def user_key(self) -> str:
-        """The user, as the cache names it."""
-        return tenant_key(self.tenant, self.user_id)
+    def request_id(self) -> str:
+        """The request, as its client and logs name it."""
+        return split_tenant_key(self.request_key)[1]
 
     @property
-    def request_key(self) -> str:
-        """The request, as pins and recent answers name it."""
-        return tenant_key(self.tenant, self.request_id)
+    def user_id(self) -> str:
+        """The user, as the client and logs do."""
+        return split_tenant_key(self.user_key)[1]
+
+    @property
+    def tenant(self) -> str:
+        """Whose both are; "": nobody's."""
+        return split_tenant_key(self.request_key)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +66,13 @@ class Referred:
 class PrefillTask(Keys, msgspec.Struct, frozen=True, eq=False):  # a frozen dataclass takes 5 µs more
     """An admitted request whose prefix KV is to be ready, and pinned, before its ranking comes."""
 
-    request_id: str
-    user_id: str
+    request_key: str
+    user_key: str
     lane: int
     tokens: Tokens
     due: float  # when its ranking is expected
     expires: float  # end of the life window
     arrived: float  # when it was read
-    tenant: str = ""
     nbytes: int = 0  # memory of its tokens
     origin: Any = None  # where it came from; not None: what becomes of it is told. The scheduler does not look at it
     scenario: str = ""  # that memory and device time are charged to, where the worker serves several
@@ -75,13 +81,6 @@ class PrefillTask(Keys, msgspec.Struct, frozen=True, eq=False):  # a frozen data
     def charged(self) -> str:
         """Whose bytes its prefix KV are: its tenant's, of this scenario."""
         return tenant_key(self.scenario, self.tenant)
-
-    def with_history(self, tokens: Tokens) -> PrefillTask:
-        """The request whose prefix was read."""
-        return PrefillTask(
-            self.request_id, self.user_id, self.lane, tokens, self.due, self.expires, self.arrived, self.tenant,
-            self.nbytes, self.origin, self.scenario,
-        )  # fmt: skip
 
 
 class Times(NamedTuple):
@@ -112,28 +111,20 @@ class Times(NamedTuple):
 class RankTask(Keys, msgspec.Struct, frozen=True, eq=False):
     """A ranking request. It does not change: what becomes of it is in its Answer."""
 
-    request_id: str
-    user_id: str
+    request_key: str
+    user_key: str
     lane: int
     tokens: Tokens  # the prefix
     suffix: Tokens
     candidates: npt.NDArray[np.int64]
     times: Times
     full: bool  # ignore prefix KV
-    tenant: str = ""
     client: str = ""  # who asks, as the request says
     nbytes: int = 0  # memory from when it was read until its answer has left
     hops: int = 0  # times it was forwarded, or 1: a hedge
     origin: Any = None  # where its answer goes; the scheduler does not look at it
     features: Values = {}  # of the candidates
     scenario: str = ""  # as of PrefillTask
-
-    def with_history(self, tokens: Tokens, suffix: Tokens) -> RankTask:
-        """The request whose prefix was read."""
-        return RankTask(
-            self.request_id, self.user_id, self.lane, tokens, suffix, self.candidates, self.times, self.full,
-            self.tenant, self.client, self.nbytes, self.hops, self.origin, self.features, self.scenario,
-        )  # fmt: skip
 
     @property
     def arrived(self) -> float:
@@ -213,7 +204,7 @@ class Prefill(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """No ranking of this request (Keys.request_key) will come: release what it pins, compute nothing more for it."""
+    """No ranking of this request (its request_key) will come: release what it pins, compute nothing more for it."""
 
     request_key: str
 

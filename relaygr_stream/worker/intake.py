@@ -164,14 +164,13 @@ class Intake:
         age = self._age(record, signal.admitted_ms, now).sure_ms
         life = min(signal.life_ms, self._relay.life_window_ms) - age
         task = PrefillTask(
-            request_id=signal.request_id,
-            user_id=signal.user_id,
+            request_key=tenant_key(signal.tenant, signal.request_id),
+            user_key=tenant_key(signal.tenant, signal.user_id),
             lane=DELEGATED_LANE if signal.delegate else record.lane,
             tokens=tokens,
             due=now + max(0.0, (signal.rank_in_ms or signal.life_ms) - age) / 1e3,
             expires=now + life / 1e3,
             arrived=now,
-            tenant=signal.tenant,
             nbytes=OBJECT_BYTES + self._token_bytes * (self._features.context_tokens + length),
             origin=origin,
             scenario=self._limits.scenario_of(signal),
@@ -187,11 +186,12 @@ class Intake:
         self._features.check("behaviour", len(prefix), prefix.table)
         tokens = Tokens.of(prefix, None, self._features, referred.user)
         if isinstance(command, Prefill):
-            return Prefill(command.task.with_history(tokens))
+            return Prefill(msgspec.structs.replace(command.task, tokens=tokens))
         suffix, last = referred.suffix, int.from_bytes(prefix.times[-8:], "little", signed=True)
         if len(suffix) and int.from_bytes(suffix.times[:8], "little", signed=True) < last:
             raise DecodeError("invalid", "the suffix starts before the history ends")
-        task = command.task.with_history(tokens, Tokens.of(suffix, last, self._features))
+        behind = Tokens.of(suffix, last, self._features)
+        task = msgspec.structs.replace(command.task, tokens=tokens, suffix=behind)
         return command._replace(task=task, referred=None)
 
     def route(self, record: Record) -> Origin:
@@ -235,15 +235,14 @@ class Intake:
         prefix_times = request.prefix.times
         last = int.from_bytes(prefix_times[-8:], "little", signed=True) if prefix_times else None
         task = RankTask(
-            request_id=request.request_id,
-            user_id=request.user_id,
+            request_key=tenant_key(request.tenant, request.request_id),
+            user_key=tenant_key(request.tenant, request.user_id),
             lane=record.lane,
             tokens=Tokens.of(request.prefix, None, self._features, columns.user),
             suffix=Tokens.of(request.suffix, last, self._features),
             candidates=np.frombuffer(request.candidates, item_dtype).astype(np.int64),
             times=Times.of(now, timeout, slo_ms, self._limits.reply_ms, age_ms=age.sure_ms, inbound_ms=age.stated_ms),
             full=request.mode == "full",
-            tenant=request.tenant,
             client=request.client_id or f"on reply partition {origin.reply_partition}",
             nbytes=OBJECT_BYTES + held_bytes(record) + decoded,
             hops=request.hops,
@@ -255,7 +254,7 @@ class Intake:
         return Rank(task, referred=referred, whole=request.mode != "auto")
 
     def cancelled(self, record: Record) -> str:
-        """The request (Keys.request_key) that a cancel record names. Raises DecodeError."""
+        """The request (tenant_key) that a cancel record names. Raises DecodeError."""
         cancel = decode(Cancel, record.value, self._limits.max_bytes, record.headers)
         return tenant_key(cancel.tenant, cancel.request_id)
 

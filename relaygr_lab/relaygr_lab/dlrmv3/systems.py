@@ -92,8 +92,8 @@ class Engine:
         columns = request.columns or NO_TABLES
         name = request.request_id
         task = RankTask(
-            request_id=name,
-            user_id=request.user_id,
+            request_key=name,
+            user_key=request.user_id,
             lane=0,
             tokens=Tokens.of(request.prefix, None, self._schema, columns.user),
             suffix=Tokens.of(Behaviours(), None, self._schema),

@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -53,7 +54,7 @@ class Device:
         suffix, whole = options.pop("suffix", 3), options.pop("whole", False)
         behind = Tokens(np.stack([np.arange(suffix) + 11, np.arange(suffix) % 5, np.arange(suffix) + 99]))
         task = self.world.ranking(request, user, length, **options)
-        task = task.with_history(task.tokens, behind)
+        task = msgspec.structs.replace(task, suffix=behind)
         self.world.handle(Rank(task, whole=whole))
         if (answers := self.world.answers) and answers[-1].task is task and answers[-1].status == "overloaded":
             answers.pop()

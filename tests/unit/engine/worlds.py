@@ -36,6 +36,7 @@ from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.settings.worker import Model
+from relaygr_stream.wire.messages import tenant_key
 from tests.unit.cache.worlds import HookedCopy, broken
 
 CPU = torch.device("cpu")
@@ -214,9 +215,8 @@ class World:
         tokens = history(user, length, version)
         due, expires = self.now + due_s, self.now + life
         lane = user % 4 if lane is None else lane
-        task = PrefillTask(
-            request, f"u{user}", lane, tokens, due, expires, self.now, tenant, origin=request, scenario=scenario
-        )
+        keys = tenant_key(tenant, request), tenant_key(tenant, f"u{user}")
+        task = PrefillTask(*keys, lane, tokens, due, expires, self.now, origin=request, scenario=scenario)
         self.handle(Prefill(task))
 
     def rank(
@@ -258,15 +258,14 @@ class World:
         tokens = history(user, length, version)
         after = Tokens(np.full((3, suffix), 7, np.int64))
         task = RankTask(
-            request,
-            f"u{user}",
+            tenant_key(tenant, request),
+            tenant_key(tenant, f"u{user}"),
             user % 4,
             tokens,
             after,
             np.arange(candidates, dtype=np.int64) * 3,
             Times(self.now, self.now + min(due, timeout), self.now + timeout),
             full=full,
-            tenant=tenant,
             client=client,
             nbytes=nbytes,
             hops=hops,
