@@ -34,6 +34,12 @@ MAX_COLUMNS: Final = 1024
 #: Longest key of a column in a message: a name of 64 characters, a colon, a dtype.
 MAX_KEY: Final = 72
 
+#: What to do about a request without any of the columns that the model reads, in a worker's error.
+NONE_CAME: Final = (
+    "no features came, and the model reads some; name its config.json with --features (relaygr replay, relaygr history "
+    "import), or give its schema to RelayClient(…, features=…)"
+)
+
 Key = Annotated[str, Meta(min_length=1, max_length=MAX_KEY)]
 #: A table in a message: NAME:DTYPE → packed values.
 Columns = Annotated[dict[Key, bytes], Meta(max_length=MAX_COLUMNS)]
@@ -205,7 +211,8 @@ class FeatureSchema:
             name, _, dtype = key.rpartition(":")
             if name == wanted.name:
                 return f"column {wanted.name!r} is {dtype!r}, the model reads {wanted.dtype} ({wanted.of})"
-        return f"column {wanted.name!r} ({wanted.of}, {wanted.dtype}, width {wanted.width}) is missing"
+        missing = f"column {wanted.name!r} ({wanted.of}, {wanted.dtype}, width {wanted.width}) is missing"
+        return missing if columns else f"{missing}: {NONE_CAME}"
 
     def _said(self, table: Table) -> str:
         columns = self._tables[table]

@@ -225,10 +225,11 @@ def test_slices_keep_each_behaviours_row(start: int, length: int) -> None:
         (changed("prefix", "columns", dwell_s__float32=None), "'dwell_s' .behaviour, float32, width 1. is missing"),
         (changed("prefix", "columns", dwell_s__float32=bytes(24)), "'dwell_s' has 24 bytes; 3 × 1 float32"),
         (changed("suffix", "columns", place__int64=None), "'place' .behaviour, int64, width 1. is missing"),
+        (changed("prefix", "columns", place__int64=None), "'place' .behaviour, int64, width 1. is missing$"),
         (changed("columns", "candidate", affinity__float32=bytes(8)), "'affinity' has 8 bytes; 2 × 2 float32 .cross."),
         (changed("columns", "candidate", affinity__float32=struct.pack("<4f", 0, 1, np.nan, 2)), "'affinity'.*finite"),
         (changed("columns", schema="0" * 16), "the sender's feature schema is '0000000000000000', this model's"),
-        (changed(columns=None), "column 'age'"),
+        (changed(columns=None), "column 'age'.*is missing: no features came, .*config.json with --features"),
     ],
 )
 def test_a_worker_refuses_a_request_with_other_columns_and_names_the_first(value: Any, error: str) -> None:
