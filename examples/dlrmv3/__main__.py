@@ -25,14 +25,13 @@ from relaygr_lab.dlrmv3.workload import Drawn, Visit, Workload, chance_of
 from torch import Tensor
 from torch.nn import functional
 
+from examples.dlrmv3.measures import LIKED, auc, entropies, ndcg
 from examples.movielens import forward
 from examples.movielens.evaluate import Floats, paired_gain
 from examples.movielens.recipe import Recipe, new_model
-from examples.movielens.train import schedule
+from examples.movielens.training import schedule
 from relaygr_stream.models.hstu_model import HSTUModel
 
-#: A rating that counts as liked.
-LIKED: Final = 3.5
 LENGTHS: Final = (10, 25, 50, 100, 200, 400, 800)
 #: The length that others are compared with.
 SHORT: Final = 50
@@ -40,7 +39,6 @@ SHORTEST_WINDOW: Final = 8
 CANDIDATES: Final = 64
 #: Behaviours of a window that training asks about.
 ASKED: Final = 256
-TOP: Final = 10
 
 
 class User(NamedTuple):
@@ -185,30 +183,6 @@ def figures(predicted: npt.NDArray[np.float64], users: list[User]) -> Figures:
     ratings = np.stack([user.candidates.ratings for user in users])
     liked = ratings >= LIKED
     return Figures(auc(predicted.ravel(), liked.ravel()), ndcg(predicted, liked), entropies(predicted, liked))
-
-
-def auc(predicted: Floats, liked: npt.NDArray[np.bool_]) -> float:
-    """The chance that a liked candidate is predicted above one that is not; ties count half."""
-    values, inverse, counts = np.unique(predicted, return_inverse=True, return_counts=True)
-    del values
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    positive = int(liked.sum())
-    return float((ranks[liked].sum() - positive * (positive + 1) / 2) / (positive * (len(liked) - positive)))
-
-
-def entropies(predicted: Floats, liked: npt.NDArray[np.bool_]) -> Floats:
-    """Normalised entropy of each user (users,): mean cross entropy over the entropy of the mean rate of all."""
-    p, rate = np.clip(predicted, 1e-6, 1 - 1e-6), liked.mean()
-    cross = -np.where(liked, np.log(p), np.log(1 - p)).mean(1)
-    return np.asarray(cross / -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)))
-
-
-def ndcg(predicted: Floats, liked: npt.NDArray[np.bool_]) -> Floats:
-    """NDCG@10 (users,) of (users, candidates); 0 where a user likes none."""
-    weights = 1 / np.log2(np.arange(TOP) + 2.0)
-    order = np.argsort(-predicted, axis=1, kind="stable")[:, :TOP]
-    ideal = (weights * (np.arange(TOP) < liked.sum(1)[:, None])).sum(1)
-    return np.asarray((np.take_along_axis(liked, order, 1) * weights).sum(1) / np.maximum(ideal, weights[0]))
 
 
 def report(by_length: dict[int, Figures], possible: Figures, users: int) -> Iterator[str]:

@@ -39,7 +39,8 @@ from examples.movielens.evaluate import (
 )
 from examples.movielens.recipe import Recipe
 from examples.movielens.serve import WAYS, Latency, Served, latencies, rank_all, running, settings_for
-from examples.movielens.train import PROGRESS_FILE, parse, train
+from examples.movielens.train import parse, train
+from examples.movielens.training import PROGRESS_FILE
 from relaygr_stream.errors import RelayError
 from relaygr_stream.models.loading import load_checkpoint
 from relaygr_stream.settings.schema import Settings

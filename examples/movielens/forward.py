@@ -46,7 +46,7 @@ def behaviours(model: HSTUModel, batch: Batch, dropout: float = 0.0) -> list[KV]
         found.append((k, v))
         if len(found) < len(model.stack.layers):  # nobody reads the last layer's outputs of behaviours
             own = bias(layer, torch.arange(count)[None], batch.times, own=True)[:, None]
-            x = finish(layer, x, u, attend(model, q, k, v, own), dropout)
+            x = finish(layer, x, u, attend(q, k, v, own, model.config.scale_tokens), dropout)
     return found
 
 
@@ -65,7 +65,7 @@ def rows(
         own = (q * k).sum(-1, keepdim=True) / math.sqrt(model.config.dqk)
         own_bias = relative.own_bias(layer)
         own = functional.silu(own if own_bias is None else own + own_bias) / model.config.scale_tokens
-        o = attend(model, q, keys, values, bias(layer, positions, times)[:, None]) + own * v
+        o = attend(q, keys, values, bias(layer, positions, times)[:, None], model.config.scale_tokens) + own * v
         x = finish(layer, x, u, o, dropout)
     return x
 
@@ -104,10 +104,10 @@ def project(layer: STULayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return parts[0], v, q, k
 
 
-def attend(model: HSTUModel, q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> Tensor:
-    """SiLU(q·kᵀ / √dqk + added) / N · v, (B, H, r, dv); added: `bias`."""
-    scores = (q / math.sqrt(model.config.dqk)) @ k.transpose(2, 3) + added
-    return functional.silu(scores) @ (v / model.config.scale_tokens)
+def attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor, scale_tokens: int | Tensor) -> Tensor:
+    """SiLU(q·kᵀ / √dqk + added) / N · v, (B, H, r, dv); added: `bias`. scale_tokens: N, or one of each history."""
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(2, 3) + added
+    return functional.silu(scores) @ (v / scale_tokens)
 
 
 def finish(layer: STULayer, x: Tensor, u: Tensor, o: Tensor, dropout: float) -> Tensor:

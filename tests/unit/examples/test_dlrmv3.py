@@ -7,19 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from examples.dlrmv3.__main__ import (
-    Figures,
-    Options,
-    auc,
-    chances,
-    enough_of,
-    entropies,
-    loss_of,
-    main,
-    ndcg,
-    newest,
-    users_of,
-)
+from examples.dlrmv3.__main__ import Figures, Options, chances, enough_of, loss_of, main, newest, users_of
+from examples.dlrmv3.measures import auc, entropies, ndcg
 from examples.movielens.recipe import new_model
 
 OPTIONS = Options(users=6, epochs=1, seed=3)
