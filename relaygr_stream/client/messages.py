@@ -40,7 +40,6 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.otlp import tracing_of
 from relaygr_stream.telemetry.tracing import OFF, Trace, Tracing
 from relaygr_stream.telemetry.tracing import Headers as TraceContext
-from relaygr_stream.wire.behaviours import check_times
 from relaygr_stream.wire.codec import check_features, encode, validated
 from relaygr_stream.wire.features import FeatureSchema
 from relaygr_stream.wire.messages import (
@@ -205,7 +204,6 @@ class MessageClient:
                 del self._announced[next(iter(self._announced))]
             self._announced[event.request_id] = trace
         message = self._encoded(event, self._topics.retrieval, trace)
-        _check_times(event)
         stated, group = group, self._groups.group_of(own, event.user_id, stated=group, scenario=scenario)
         if stated is None:
             self._groups.begin(event.tenant, event.request_id, group)
@@ -303,7 +301,6 @@ class MessageClient:
             raise DeadlineExceeded(f"the timeout is {timeout_ms / 1000:g} s: too late before it was sent")
         message = self._encoded(request, self._topics.ranking, trace)
         self._check_limits(request)
-        _check_times(request)
         most = self._settings.client.max_in_flight
         if len(self._answers) >= most:
             raise Overloaded(f"{most} calls are under way")
@@ -377,13 +374,3 @@ class MessageClient:
         )
         if beyond:
             raise Rejected(beyond)
-
-
-def _check_times(message: RequestEvent | RankingRequest) -> None:
-    """Raise Rejected for times at which trigger and worker would dead-letter the message."""
-    try:
-        check_times(message.prefix, "prefix")
-        if isinstance(message, RankingRequest):
-            check_times(message.suffix, "suffix")
-    except DecodeError as error:
-        raise Rejected(error.detail) from error

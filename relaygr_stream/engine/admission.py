@@ -122,8 +122,8 @@ class Admission:
         """What is too scarce to admit this booked ranking; None: there is room."""
         if len(self.waiting) >= self._places:
             return Full("waiting", f"{len(self.waiting)} rankings are waiting (worker.max_queue)")
-        if self.clients.nbytes + ranking.booking.nbytes > self._nbytes:
-            now_mib, most_mib = self.clients.nbytes >> 20, self._nbytes >> 20
+        if self.clients.whole.nbytes + ranking.booking.nbytes > self._nbytes:
+            now_mib, most_mib = self.clients.whole.nbytes >> 20, self._nbytes >> 20
             return Full("nbytes", f"rankings of {now_mib} of {most_mib} MiB are waiting (worker.max_waiting_bytes)")
         full = self._too_late(ranking, now) if ranking.booking.expected_ms else None
         if full is None:

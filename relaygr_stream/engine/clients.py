@@ -103,11 +103,6 @@ class Clients:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    @property
-    def nbytes(self) -> int:
-        """Of all rankings that wait."""
-        return self.whole.nbytes
-
     def account(self, name: str, scenario: str = "") -> Account:
         """The account of this client. scenario: where the worker serves several; then all clients have one."""
         found = self._accounts.get((scenario, name))
@@ -163,8 +158,8 @@ class Clients:
                 raise CacheCorruption(
                     f"client {account.name!r} is booked for {account.waiting} rankings, has {len(mine)}"
                 )
-        if self.nbytes != sum(each.nbytes for each in booked):
-            raise CacheCorruption(f"{self.nbytes} bytes of rankings are booked, {len(booked)} wait")
+        if self.whole.nbytes != sum(each.nbytes for each in booked):
+            raise CacheCorruption(f"{self.whole.nbytes} bytes of rankings are booked, {len(booked)} wait")
 
     def _everyone(self) -> Iterator[Account]:
         yield from self._rest.values()

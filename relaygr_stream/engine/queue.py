@@ -65,9 +65,9 @@ class TimerHeap(Generic[T]):
             heapq.heappop(heap)
         return None
 
-    def pop(self) -> T:
-        """Remove and return what `first` found."""
-        return heapq.heappop(self._heap)[2]
+    def pop(self) -> None:
+        """Remove what `first` found."""
+        heapq.heappop(self._heap)
 
 
 class Turns(Generic[T]):

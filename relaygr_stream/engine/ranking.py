@@ -13,10 +13,9 @@ from typing import Final
 
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.engine.clients import UNBOOKED, Account
-from relaygr_stream.engine.commands import Measured, PrefillTask, Rank, RankTask
+from relaygr_stream.engine.commands import Measured, PrefillTask, Rank
 from relaygr_stream.engine.executor import PrefillRun
-from relaygr_stream.models.api import Tokens
-from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.api import ScoreInput
 
 #: A ranking behind others must be done within this share of its time. Under overload whatever is accepted is the last
 #: that fits, so that without it each error of a prediction, and the answer's way back, makes accepted rankings late.
@@ -42,36 +41,36 @@ class Held:
     """What a ranking holds, until it is placed anew or answered."""
 
     entry: Entry | None = None
-    region: KVRegion | None = None  # what to score against, once ready
-    borrowed: bool = False  # region is the scratch region, to be given back
+    scored: ScoreInput | None = None  # what is to be scored, once it is ready
+    borrowed: bool = False  # it has the scratch region, to be given back
 
 
-@dataclass(slots=True, eq=False)
 class Ranking:
     """A ranking that waits for its answer. tokens, suffix, full: the task's, unless it was cut or its user erased."""
 
-    rank: Rank
-    task: RankTask
-    tokens: Tokens
-    suffix: Tokens
-    full: bool
-    due: float  # the task's; once it is late, its deadline
-    deadline: float  # the task's
-    begin_by: float  # when it should have been begun: a refusal is then with its client within the SLO
-    came: float  # from when its delay counts: its arrival, without what was spent before the scheduler had it
-    late: bool = False  # it cannot be done when due: it gets the time that others leave
-    booking: Booking = field(default_factory=Booking)
-    held: Held = field(default_factory=Held)
-    measured: Measured = field(default_factory=Measured)
-    answered: bool = False
+    __slots__ = (
+        "answered", "begin_by", "booking", "came", "deadline", "due", "full", "held", "late", "measured", "rank",
+        "suffix", "task", "tokens",
+    )  # fmt: skip
 
-    @classmethod
-    def of(cls, rank: Rank) -> Ranking:
-        """One that has just come."""
+    def __init__(self, rank: Rank) -> None:
         task, times = rank.task, rank.task.times
-        full, came = task.full or rank.leaves_nothing, times.arrived + rank.waited_s
-        begin_by = times.arrived + QUEUED_DEADLINE_FRACTION * (times.due - times.arrived)
-        return cls(rank, task, task.tokens, task.suffix, full, times.due, times.deadline, begin_by, came)
+        self.rank = rank
+        self.task = task
+        self.tokens = task.tokens
+        self.suffix = task.suffix
+        self.full = task.full or rank.leaves_nothing
+        self.due = times.due  # once it is late, its deadline
+        self.deadline = times.deadline
+        #: When it should have been begun: a refusal is then with its client within the SLO.
+        self.begin_by = times.arrived + QUEUED_DEADLINE_FRACTION * (times.due - times.arrived)
+        #: From when its delay counts: its arrival, without what was spent before the scheduler had it.
+        self.came = times.arrived + rank.waited_s
+        self.late = False  # it cannot be done when due: it gets the time that others leave
+        self.booking = Booking()
+        self.held = Held()
+        self.measured = Measured()
+        self.answered = False
 
     def is_late(self) -> None:
         """It is not done when due, and need not be any more."""

@@ -22,9 +22,10 @@ from relaygr_stream.engine.forecast import ALWAYS_TOGETHER, Batching, Full
 from relaygr_stream.engine.queue import RecentIds, TimerHeap
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
 from relaygr_stream.engine.residents import Residents
-from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.wire.messages import Status
 
+#: What is to be scored of a ranking that is ready.
+_SCORED: Final = attrgetter("held.scored")
 #: How often a late ranking is asked anew whether it will be done at all: about once an SLO.
 RECHECK_S: Final = 0.05
 
@@ -59,7 +60,7 @@ class Rankings:
 
     def enqueue(self, rank: Rank, now: float) -> None:
         """A ranking request came; it gets exactly one answer."""
-        ranking = Ranking.of(rank)
+        ranking = Ranking(rank)
         if ranking.deadline <= now:
             self._answer(ranking, "deadline_exceeded", "the deadline passed before the worker read the request")
             return
@@ -93,7 +94,8 @@ class Rankings:
     def expire(self, now: float) -> None:
         """Answer those whose deadline has passed, and those that are not begun, or done, in time and will not be."""
         while (first := self._timers.first()) is not None and first[0] <= now:
-            ranking = self._timers.pop()
+            ranking = first[1]
+            self._timers.pop()
             if ranking.deadline <= now:
                 waited = (now - ranking.task.arrived) * 1e3
                 self._answer(ranking, "deadline_exceeded", f"the deadline passed after {waited:.0f} ms on the worker")
@@ -159,7 +161,7 @@ class Rankings:
             batch = batches.pop()
             self.started(batch, now)
             try:
-                scores, ms = self._executor.score(list(map(_score_input, batch)))
+                scores, ms = self._executor.score(list(map(_SCORED, batch)))
             except Exception as error:  # a user's model or the device may raise anything; the requests must be answered
                 ms = self._executor.failed_ms
                 spent_ms += ms
@@ -238,15 +240,3 @@ class Rankings:
         self._pins.release(ranking.task.request_key)
         self._answered.add(ranking.task.request_key)
         self.answers.append(Answer(ranking.rank, status, scores, detail, ranking.measured))
-
-
-def _score_input(ranking: Ranking) -> ScoreInput:
-    """What the region lacks of the whole sequence: perhaps the end of the prefix (worker.max_stale_tokens), the suffix
-    unless it was inferred with the prefix."""
-    assert ranking.held.region is not None
-    suffix, there, prefix = ranking.suffix, ranking.held.region.length, len(ranking.tokens)
-    if there < prefix:
-        suffix = ranking.tokens.slice(there, prefix).followed_by(suffix)
-    elif there > prefix:
-        suffix = suffix.slice(there - prefix, len(suffix))
-    return ScoreInput(ranking.held.region, suffix, ranking.task.candidates, ranking.task.features)

@@ -25,7 +25,7 @@ from relaygr_stream.engine.held_once import HeldOnce
 from relaygr_stream.engine.prefill import PrefillJobs
 from relaygr_stream.engine.queue import TimerHeap, Waiters, WorkQueue
 from relaygr_stream.engine.ranking import PrefillJob, Ranking
-from relaygr_stream.models.api import Tokens, takes_suffix
+from relaygr_stream.models.api import ScoreInput, Tokens, takes_suffix
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.wire.messages import Outcome
 
@@ -191,7 +191,14 @@ class Residents:
     def ready(self, ranking: Ranking, region: KVRegion, outcome: Outcome) -> None:
         """The ranking is to be scored against this region. outcome: kept only where an earlier placement gave none."""
         ranking.measured.outcome = ranking.measured.outcome or outcome
-        ranking.held.region = region
+        # What the region lacks of the whole sequence: perhaps the end of the prefix (worker.max_stale_tokens), and the
+        # suffix unless it was inferred with the prefix.
+        suffix, there, prefix = ranking.suffix, region.length, len(ranking.tokens)
+        if there < prefix:
+            suffix = ranking.tokens.slice(there, prefix).followed_by(suffix)
+        elif there > prefix:
+            suffix = suffix.slice(there - prefix, len(suffix))
+        ranking.held.scored = ScoreInput(region, suffix, ranking.task.candidates, ranking.task.features)
         self.queue.add(ranking)
 
     def lend_scratch(self) -> None:
@@ -199,12 +206,13 @@ class Residents:
         while (first := self._scratch_wanted.first()) is not None:
             due, ranking = first
             if ranking.due > due:  # it has become late
-                self._scratch_wanted.add(ranking.due, self._scratch_wanted.pop())
+                self._scratch_wanted.pop()
+                self._scratch_wanted.add(ranking.due, ranking)
                 continue
             if not self._scratch_free():
                 return
-            self._in_scratch = self._scratch_wanted.pop()
-            # _score_input scores it without the suffix then, since that is there.
+            self._scratch_wanted.pop()
+            self._in_scratch = ranking
             tokens = ranking.tokens if self._takes_suffix else ranking.tokens.followed_by(ranking.suffix)
             ranking.measured.computed_tokens = len(tokens)
             self.jobs.start_in_scratch(ranking, tokens)
@@ -221,7 +229,7 @@ class Residents:
 
     def moved(self, ranking: Ranking) -> None:
         """The ranking is late by now: it has another place in the queue."""
-        if ranking.held.region is not None:
+        if ranking.held.scored is not None:
             self.queue.add(ranking)
         else:
             self.jobs.moved(ranking)
@@ -232,10 +240,10 @@ class Residents:
         if held.entry is not None:
             self.cache.unpin(held.entry)
             held.entry = None
-        if held.borrowed and held.region is not None:  # before it completes, the job has the scratch
-            self.cache.scratch.give_back(held.region)
+        if held.borrowed and held.scored is not None:  # before it completes, the job has the scratch
+            self.cache.scratch.give_back(held.scored.kv)
             held.borrowed = False
-        held.region = None
+        held.scored = None
 
     def _infer_in_scratch(self, ranking: Ranking) -> None:
         """Infer the whole sequence for this ranking alone."""

@@ -13,8 +13,8 @@ import numpy as np
 from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.client.answers import Ranking
-from relaygr_stream.errors import DecodeError, Rejected
-from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours, check_times
+from relaygr_stream.errors import Rejected
+from relaygr_stream.wire.behaviours import ITEM_DTYPE, Behaviours
 from relaygr_stream.wire.features import FeatureTables
 from relaygr_stream.wire.history import HistoryReference
 from relaygr_stream.wire.messages import (
@@ -49,13 +49,9 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """As they travel; the arrays are packed (bodies.py). Raises Rejected, naming `what`."""
         assert isinstance(self.items, bytes) and isinstance(self.actions, bytes) and isinstance(self.times, bytes)
         try:
-            behaviours = Behaviours(self.items, self.actions, self.times, self.columns).checked(ValueError)
-            check_times(behaviours, what)
+            return Behaviours(self.items, self.actions, self.times, self.columns).checked(ValueError)
         except ValueError as error:
             raise Rejected(f"{what}: {error}") from error
-        except DecodeError as error:
-            raise Rejected(error.detail) from error
-        return behaviours
 
 
 class Asking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

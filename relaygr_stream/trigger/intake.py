@@ -11,7 +11,6 @@ from relaygr_stream.bus.dead_letter import DeadLetters
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.trigger.metrics import TriggerMetrics
-from relaygr_stream.wire.behaviours import check_times
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import Id, Label, RequestEvent, RequestEventInPlace, tenant_key
 from relaygr_stream.wire.records import Record, RecordReader, kind_of
@@ -75,7 +74,6 @@ def read_event(shape: type[RequestEvent], record: Record, topics: TopicSet) -> R
     if kind_of(record.headers):
         return None
     event = decode(shape, record.value, topics.retrieval.max_message_bytes, record.headers)
-    check_times(event.prefix, "prefix")  # else the worker would dead-letter its signal
     # Bounds are per lane, and its signal goes there.
     user, lane = event.user_id, record.lane
     if lane == topics.lane_of(user) or topics.splits(lane, user) or lane in topics.lanes_of(user):

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire import features
 from relaygr_stream.wire.features import Columns, ColumnsInPlace
 
@@ -92,7 +91,8 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         return Behaviours(items, self.actions[start:stop], self.times[start * 8 : stop * 8], columns)
 
     def checked(self, error: type[Exception]) -> Behaviours:
-        """Returns self if the arrays have one length and the times do not decrease; otherwise raises `error`.
+        """Returns self if the arrays have one length, and the times do not decrease and are within MAX_TIME_MS;
+        otherwise raises `error`.
 
         Whether the columns are those of a model is not known here.
         """
@@ -112,6 +112,9 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         if n > 1 and (times[1:] < times[:-1]).any():  # the method, since np.any takes a microsecond more per event
             at = int(np.argmax(times[1:] < times[:-1])) + 1
             raise error(f"times must not go back; behaviour {at} is at {times[at]} after {times[at - 1]}")
+        if n and not -MAX_TIME_MS < times[0] <= times[-1] < MAX_TIME_MS:
+            first, last = times[0], times[-1]
+            raise error(f"times must be Unix milliseconds; the behaviours are from {first} to {last}")
         return self
 
 
@@ -128,17 +131,6 @@ def rows_of(packed: bytes, dtype: np.dtype[Any], what: str) -> str:
     """How many values a packed array has, as text; its bytes where they are no whole number of values."""
     rows, rest = divmod(len(packed), dtype.itemsize)
     return f"{len(packed)} bytes of {what} ({dtype.itemsize} each)" if rest else f"{rows} {what}"
-
-
-def check_times(behaviours: Behaviours, what: str) -> None:
-    """Raise DecodeError if gaps between behaviours may not fit an int64; call it before computing gaps.
-
-    Times do not decrease, so checking the first and the last is enough. what: names the behaviours in the error.
-    """
-    for raw in (behaviours.times[:8], behaviours.times[-8:]):
-        at = int.from_bytes(raw, "little", signed=True)
-        if abs(at) >= MAX_TIME_MS:
-            raise DecodeError("invalid", f"the {what} has a behaviour at {at} ms; times are Unix milliseconds")
 
 
 def check_wide(packed: bytes, name: str, error: type[Exception]) -> None:

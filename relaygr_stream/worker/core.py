@@ -21,7 +21,7 @@ from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.erase import Erase
 from relaygr_stream.wire.messages import Status
 from relaygr_stream.wire.refusals import Refusals
-from relaygr_stream.worker.decisions import Decisions
+from relaygr_stream.worker.books import Decisions, HeldBytes
 from relaygr_stream.worker.effects import (
     CountForward,
     DeadLetter,
@@ -38,7 +38,6 @@ from relaygr_stream.worker.effects import (
     Submit,
 )
 from relaygr_stream.worker.forwarding import WHY, Forwarding, Homes
-from relaygr_stream.worker.held import HeldBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,7 +217,13 @@ class DeviceThread:
             while not self._stopping:
                 self._event.clear()
                 for turn in take_turn(scheduler, self._inbox, time.monotonic):
-                    self._hand_over(turn)
+                    self._pulse = now = time.monotonic()
+                    self.prefill_bytes += turn.prefill_bytes
+                    for answer in turn.answers:
+                        answer.measured.finished = now
+                    if turn.answers or turn.replies or turn.placed:
+                        self._loop.call_soon_threadsafe(self._deliver, turn)
+                    self.turns += 1
                     if turn.error is not None:
                         raise turn.error
                 if not turn.worked and not self._inbox:
@@ -227,16 +233,6 @@ class DeviceThread:
             self._loop.call_soon_threadsafe(self._background.fail, _typed(error))
             with suppress(DeviceError):  # what failed has been told
                 scheduler.cache.close()
-
-    def _hand_over(self, turn: Turn) -> None:
-        """Tell the loop what half a turn did."""
-        self.prefill_bytes += turn.prefill_bytes
-        now = self._pulse = time.monotonic()
-        for answer in turn.answers:
-            answer.measured.finished = now
-        if turn.answers or turn.replies or turn.placed:
-            self._loop.call_soon_threadsafe(self._deliver, turn)
-        self.turns += 1
 
     def _wait(self, until: float | None) -> None:
         """For a command, for `wake`, or until this time; not for longer than IDLE_WAIT_S."""

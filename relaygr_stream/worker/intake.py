@@ -22,7 +22,7 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.settings.schema import Relay, Settings
 from relaygr_stream.telemetry.tracing import Trace
-from relaygr_stream.wire.behaviours import Behaviours, check_times
+from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import check_features, decode
 from relaygr_stream.wire.features import NO_FEATURES, NO_TABLES, FeatureSchema
 from relaygr_stream.wire.messages import (
@@ -157,7 +157,6 @@ class Intake:
             raise DecodeError("invalid", beyond)
         if kind_of(record.headers) and not signal.delegate:
             raise DecodeError("invalid", "a delegated signal must say on whose behalf it comes (delegate)")
-        check_times(signal.prefix, "prefix")
         check_features(signal, self._features)
         user = (signal.columns or NO_TABLES).user
         tokens = Tokens.of(signal.prefix, None, self._features, user)
@@ -182,7 +181,6 @@ class Intake:
         the suffix."""
         referred = command.referred
         assert referred is not None
-        check_times(prefix, "history")
         self._features.check("behaviour", len(prefix), prefix.table)
         tokens = Tokens.of(prefix, None, self._features, referred.user)
         if isinstance(command, Prefill):
@@ -219,8 +217,6 @@ class Intake:
         candidates = len(request.candidates) // item_dtype.itemsize
         if beyond := self._relay.beyond(prefix=prefix, suffix=suffix, candidates=candidates):
             raise TooMuch(beyond, request, scenario)
-        check_times(request.prefix, "prefix")
-        check_times(request.suffix, "suffix")
         try:
             check_features(request, self._features)
         except DecodeError as error:

@@ -22,7 +22,7 @@ class UnderWay:
     def __init__(self, background: Background) -> None:
         self._background = background
         self._tasks: set[asyncio.Task[None]] = set()
-        self._refusals: set[asyncio.Task[None]] = set()  # those of which no bytes are counted (held.py)
+        self._refusals: set[asyncio.Task[None]] = set()  # those of which no bytes are counted (books.py)
         self.closed = False
 
     @property

@@ -24,7 +24,6 @@ from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import process
 from relaygr_stream.trigger.service import run_trigger
-from relaygr_stream.wire.behaviours import check_times
 from relaygr_stream.wire.codec import decode
 from relaygr_stream.wire.messages import PreInferSignal, RankingRequest, RequestEvent, ScoreReply
 from relaygr_stream.wire.records import (
@@ -95,7 +94,6 @@ class Bus:
         try:
             if kind is RequestEvent:
                 event = decode(RequestEvent, value)
-                check_times(event.prefix, "prefix")
                 if lane_of(event.user_id, self.topics.lanes) != lane:
                     raise DecodeError("invalid", "another's lane")
             elif kind is PreInferSignal:

@@ -309,6 +309,10 @@ def behaviours(count: int) -> Behaviours:
     return Behaviours.of(np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64))
 
 
+def at(time_ms: int) -> Behaviours:
+    return Behaviours(bytes(4), bytes(1), time_ms.to_bytes(8, "little", signed=True))
+
+
 def long_event(count: int) -> RequestEvent:
     return msgspec.structs.replace(event(), prefix=behaviours(count), sent_ms=2**52)  # stamped with as many bytes
 
@@ -321,14 +325,14 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"candidates": b"abc"}, "candidates must be m ≥ 1 uint32"),
     ({"candidates": pack_items(list(range(11)))}, r"11 candidates, the limit is 10 \(relay.max_candidates\)"),
     (
-        {"suffix": msgspec.structs.replace(behaviours(6), times=b"\x7f" * 48)},
+        {"suffix": msgspec.structs.replace(behaviours(6), times=np.full(6, 1 << 61).tobytes())},
         r"6 suffix behaviours, .*relay.max_suffix_tokens",
     ),
     ({"prefix": behaviours(200_001)}, "ranking takes 1048576"),
     ({"prefix": behaviours(90_000)}, "ranking takes 1048576"),
     ({"prefix": Behaviours(items=b"abcd")}, "parallel arrays"),
-    ({"prefix": Behaviours.of([1], [1], [1 << 62])}, "the prefix has a behaviour at 4611686018427387904 ms"),
-    ({"suffix": Behaviours.of([1], [1], [1 << 62])}, "the suffix has a behaviour at 4611686018427387904 ms"),
+    ({"prefix": at(1 << 62)}, "times must be Unix milliseconds; the behaviours are from 4611686018427387904"),
+    ({"suffix": at(-(1 << 62))}, "times must be Unix milliseconds"),
     ({"user_id": ""}, "Expected `str` of length >= 1"),
     ({"user_id": "\ud800"}, "not a valid RankingRequest"),
     ({"user_id": 7}, "Expected `str`, got `int`"),

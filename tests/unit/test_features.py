@@ -284,7 +284,7 @@ def test_messages_without_features_say_nothing_of_them() -> None:
 def test_truncation_keeps_the_users_features_before_the_newest() -> None:
     task = ranking(encode(request()))
     user, suffix = task.tokens.array[:, 0].tolist(), task.suffix.array.copy()
-    cut = Ranking.of(Rank(task))
+    cut = Ranking(Rank(task))
     cut.keep_newest(2)
     assert (len(cut.tokens), cut.tokens.context, len(cut.suffix)) == (2, 1, 1)
     assert cut.tokens.array[:, 0].tolist() == user

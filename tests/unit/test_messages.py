@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.wire.behaviours import Behaviours, pack_items
+from relaygr_stream.wire.behaviours import MAX_TIME_MS, Behaviours, pack_items
 from relaygr_stream.wire.codec import MAX_MESSAGE_BYTES, Message, decode, encode
 from relaygr_stream.wire.messages import (
     Cancel,
@@ -41,18 +41,18 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @st.composite
-def behaviours(draw: st.DrawFn, min_size: int = 0, first_ms: int = -(2**63)) -> Behaviours:
+def behaviours(draw: st.DrawFn, min_size: int = 0, first_ms: int = 1 - MAX_TIME_MS) -> Behaviours:
     size = draw(st.integers(min_size, 20))
     items = draw(st.lists(st.integers(0, 2**32 - 1), min_size=size, max_size=size))
     actions = draw(st.lists(st.integers(0, 255), min_size=size, max_size=size))
-    times = sorted(draw(st.lists(st.integers(first_ms, 2**63 - 1), min_size=size, max_size=size)))
+    times = sorted(draw(st.lists(st.integers(first_ms, MAX_TIME_MS - 1), min_size=size, max_size=size)))
     return Behaviours.of(np.array(items, np.int64), np.array(actions, np.int64), np.array(times, np.int64))
 
 
 @st.composite
 def rankings(draw: st.DrawFn) -> RankingRequest:
     prefix = draw(behaviours())
-    last = int(prefix.arrays()[2][-1]) if len(prefix) else -(2**63)
+    last = int(prefix.arrays()[2][-1]) if len(prefix) else 1 - MAX_TIME_MS
     return RankingRequest(
         request_id=draw(ids),
         user_id=draw(ids),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.wire.messages import tenant_key
 from relaygr_stream.wire.refusals import MAX_IDS, Refusal, Refusals, decode_refusals, encode_refusals
-from relaygr_stream.worker.decisions import MAX_REQUESTS, Decisions
+from relaygr_stream.worker.books import MAX_REQUESTS, Decisions
 
 NOW_S = 1000.0
 

@@ -112,7 +112,7 @@ def test_who_has_most_memory_waiting_loses_when_bytes_are_out_however_cheap_its_
         w.rank("whole", 3, 1, client="third", nbytes=1001)
         assert w.answer("whole").status == "overloaded"
         w.settle()
-        assert w.scheduler.admission.clients.nbytes == 0
+        assert w.scheduler.admission.clients.whole.nbytes == 0
 
 
 def test_a_ranking_that_does_not_fit_even_then_costs_nobody_a_place() -> None:

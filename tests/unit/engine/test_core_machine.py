@@ -139,7 +139,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert world.cache.dram_used <= self.dram * GRANULE_BYTES
         assert world.scheduler.pins.lane_bytes(DELEGATED_LANE) <= world.limits.delegated_bytes
         assert len(world.scheduler.rankings) <= world.limits.queue_limit
-        assert world.scheduler.admission.clients.nbytes <= world.limits.waiting_bytes
+        assert world.scheduler.admission.clients.whole.nbytes <= world.limits.waiting_bytes
 
     def teardown(self) -> None:
         world = self.world

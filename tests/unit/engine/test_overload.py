@@ -171,7 +171,7 @@ def test_a_full_inference_that_cannot_be_in_time_is_refused_as_it_comes() -> Non
 def waiting(deadline: float, expected_ms: float, *, guest: bool = False) -> Ranking:
     nothing = Tokens(np.zeros((3, 0), np.int64))
     task = RankTask("r", "u", 0, nothing, nothing, np.zeros(1, np.int64), Times(0.0, deadline, deadline), full=False)
-    made = Ranking.of(Rank(task))
+    made = Ranking(Rank(task))
     made.booking.expected_ms, made.booking.guest = expected_ms, guest
     return made
 

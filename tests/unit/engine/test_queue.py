@@ -18,7 +18,7 @@ REGION = KVRegion(KVLayout(1, 1, 1, 1, torch.float32), torch.empty(0), 0)
 
 def ranking(name: str, deadline: float) -> Ranking:
     times = Times(0.0, deadline, deadline)
-    return Ranking.of(Rank(RankTask(name, "u", 0, NOTHING, NOTHING, np.zeros(1, np.int64), times, full=False)))
+    return Ranking(Rank(RankTask(name, "u", 0, NOTHING, NOTHING, np.zeros(1, np.int64), times, full=False)))
 
 
 def job(due: float, *waiters: Ranking) -> PrefillJob:

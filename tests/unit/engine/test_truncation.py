@@ -183,7 +183,7 @@ def play(device: Device, requests: Arrivals) -> list[tuple[str, str | None, int,
 
 def expected_ms(admission: Admission, ranking: Ranking, newest: int) -> float:
     """What a ranking with these newest behaviours alone is booked with."""
-    cut = Ranking.of(ranking.rank)
+    cut = Ranking(ranking.rank)
     cut.keep_newest(newest)
     admission.book(cut, (None, Coverage.NONE))
     return cut.booking.expected_ms
@@ -205,7 +205,7 @@ def checked_cuts(requests: Arrivals, newest: int) -> list[Ranking]:
     cuts: list[Ranking] = []
 
     def checked(ranking: Ranking, now: float) -> bool:
-        before = Ranking.of(ranking.rank)
+        before = Ranking(ranking.rank)
         before.booking = copy(ranking.booking)
         ms, done = before.booking.expected_ms, truncate(ranking, now)
         if done and ranking.measured.truncated_to:

@@ -93,7 +93,7 @@ def test_a_delegated_request_is_explained_with_the_running_triggers_delegate() -
 def test_what_the_trigger_skips_or_dead_letters_is_not_explained() -> None:
     settings = Settings()
     shadow = Shadow(Policy.of(settings), load_topics(settings.kafka), OwnerDirectory(silence_ms=10_000), [LANE])
-    untimely = Behaviours.of([1], [0], [MAX_TIME_MS])
+    untimely = Behaviours(bytes(4), bytes(1), MAX_TIME_MS.to_bytes(8, "little"))
     shadow.on_events(
         [
             record(encode(event(TOKENS, "kind")), 0, "of a later release"),

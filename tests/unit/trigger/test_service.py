@@ -39,7 +39,7 @@ from relaygr_stream.wire.records import (
 )
 from relaygr_stream.wire.refusals import decode_refusals
 from relaygr_stream.wire.topic_files import lane_of, load_topics
-from relaygr_stream.worker.decisions import Decisions
+from relaygr_stream.worker.books import Decisions
 from tests.unit.trigger.parts import event
 from tests.unit.trigger.processes import WIDE_BOUNDS, RunningTrigger, peer_on, trigger_on, user_on
 from tests.waiting import WITHIN_S, until

@@ -169,11 +169,14 @@ def test_routes(text: bytes) -> None:
     assert Desk().route(record(b"", headers)).reply_partition == int(text)
 
 
+def behaviour(time_ms: int) -> Behaviours:
+    """One at this time, whether that is a time or not."""
+    return Behaviours(bytes(4), bytes(1), time_ms.to_bytes(8, "little", signed=True))
+
+
 def test_times_whose_differences_do_not_fit_are_refused() -> None:
     """Once an OverflowError in every worker that read it."""
-    end = (1 << 63) - 1
-    prefix = Behaviours.of([1], [0], [-end])
-    suffix = Behaviours.of([1], [0], [end])
+    prefix, suffix = behaviour(1 - (1 << 63)), behaviour((1 << 63) - 1)
     for change in ({"prefix": prefix, "suffix": suffix}, {"prefix": Behaviours(), "suffix": suffix}):
         with pytest.raises(DecodeError, match="Unix milliseconds"):
             Desk().ranking(record(encode(request(**change))), Origin(record(b""), 0, b"c"), time.monotonic())
@@ -186,10 +189,10 @@ def test_times_whose_differences_do_not_fit_are_refused() -> None:
 
 def test_times_at_the_bound_itself_are_refused() -> None:
     """Two of them are 2⁶³ ms apart, which once ended the process with an OverflowError."""
-    first, last = Behaviours.of([1], [0], [-(1 << 62)]), Behaviours.of([1], [0], [1 << 62])
+    first, last = behaviour(-(1 << 62)), behaviour(1 << 62)
     desk = Desk()
     bad = record(encode(request(prefix=first, suffix=last)))
-    with pytest.raises(DecodeError, match="times are Unix milliseconds"):
+    with pytest.raises(DecodeError, match="times must be Unix milliseconds"):
         desk.ranking(bad, desk.route(bad), time.monotonic())
 
 

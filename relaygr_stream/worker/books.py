@@ -1,11 +1,11 @@
-"""What the trigger decided on requests that a worker will rank: why not admitted, and which worker is the delegate.
-
-Told by signals, and by the notices of wire/refusals.py.
+"""What a worker's core remembers of the requests that it has read: what the trigger decided on them, by signals and by
+the notices of wire/refusals.py, and the memory that they hold.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Final, NamedTuple, TypeVar
 
 from relaygr_stream.engine.queue import RecentIds
@@ -25,7 +25,9 @@ class _Delegate(NamedTuple):
 
 
 class Decisions:
-    """By request (tenant_key); beyond MAX_REQUESTS the oldest are dropped. Times are seconds of one monotonic clock.
+    """What the trigger decided: why a request was not admitted, and which worker is its delegate.
+
+    By request (tenant_key); beyond MAX_REQUESTS the oldest are dropped. Times are seconds of one monotonic clock.
 
     late_ms: the life window. A notice that is older is ignored, and a delegate counts no longer.
     """
@@ -86,3 +88,42 @@ def _put(table: OrderedDict[str, T], key: str, value: T) -> None:
     table.move_to_end(key)
     if len(table) > MAX_REQUESTS:
         table.popitem(last=False)
+
+
+class HeldBytes:
+    """Bytes of rankings, each from its record until its answer has left, and of signals that the device thread has not
+    taken."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0  # of signals that the device thread has taken so far; the cache bounds what those hold
+        self._rankings: dict[Hashable, int] = {}
+        self._read = 0  # of rankings, and of all signals
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        return self._read - self.taken
+
+    def ranking(self, origin: Hashable, nbytes: int) -> bool:
+        """Count a ranking that was read; False (nothing changed): there is no room for it."""
+        if self._read - self.taken + nbytes > self.limit:
+            return False
+        self._rankings[origin] = nbytes
+        self._read += nbytes
+        return True
+
+    def release(self, origin: Hashable) -> None:
+        """Release a ranking that needs no more work; one that was never counted is no error."""
+        self._read -= self._rankings.pop(origin, 0)
+
+    def signal(self, nbytes: int) -> bool:
+        """Count a signal that was read; False (nothing changed): there is no room for it."""
+        if self._read - self.taken + nbytes > self.limit:
+            return False
+        self._read += nbytes
+        return True
+
+    def signal_over(self, nbytes: int) -> None:
+        """Release a signal that never comes to the device thread."""
+        self._read -= nbytes
