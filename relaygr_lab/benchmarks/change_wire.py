@@ -84,7 +84,7 @@ class LoneWorker:
             self.metrics,
             TOKENS,
             runtime.model.layout,
-            works=lambda: runtime.scheduler.works,
+            beside=runtime.scheduler,
         )
 
     def taken(self, metric: Counter) -> float:

@@ -7,7 +7,7 @@ microseconds at 24 bytes a token (docs/explanation/decisions.md).
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from functools import partial
 from typing import Final
 
@@ -19,13 +19,14 @@ from relaygr_stream.cache.fading import CostAwarePolicy
 from relaygr_stream.cache.kept import Restored
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.moves import Moves
-from relaygr_stream.cache.restart import Erased, restore
+from relaygr_stream.cache.restart import restore
 from relaygr_stream.cache.scratch import Scratch
 from relaygr_stream.cache.tiers import MakePolicy, capacity_for
 from relaygr_stream.cache.transit import Transit
 from relaygr_stream.errors import CapacityError
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.wire.erase import Erase
 
 
 class PrefixCache:
@@ -269,9 +270,9 @@ class PrefixCache:
         """Whether the DRAM tier's file holds copies of an earlier process that are not found again yet."""
         return self._dram is not None and self._dram.kept is not None and self._dram.kept.waits
 
-    def restore(self, erased: Erased = lambda _: False, *, drop: str = "") -> Restored:
-        """Find the copies of an earlier process again, in the DRAM tier's file. erased: whether a user was, since.
-        drop: why nothing is taken; "": what fits is.
+    def restore(self, erases: Sequence[Erase] = (), *, drop: str = "") -> Restored:
+        """Find the copies of an earlier process again, in the DRAM tier's file. erases: of users, since. drop:
+        why nothing is taken; "": what fits is.
 
         Call it before anything else is in DRAM. Each is verified by its digest before it serves.
         """
@@ -279,7 +280,7 @@ class PrefixCache:
             return Restored()
         if drop:
             self._dram.kept.file.drop(drop)
-        restored = restore(self._table, self._dram, self._dram.kept, self._most_capacity, erased)
+        restored = restore(self._table, self._dram, self._dram.kept, self._most_capacity, erases)
         self.counters.restored += restored.entries
         return restored
 

@@ -6,7 +6,7 @@ slot ─► checksum ─► fits this tier? ─► user erased meanwhile? ─►
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Final
 
 from relaygr_stream.cache.entry import Source, StoredCopy
@@ -15,14 +15,13 @@ from relaygr_stream.cache.kept import KeptCopies, Restored
 from relaygr_stream.cache.tier_file import SlotRecord
 from relaygr_stream.cache.tiers import DramTier, capacity_for
 from relaygr_stream.errors import CacheCorruption
+from relaygr_stream.wire.erase import Erase
 
-#: Whether a user was erased since the copies were written.
-Erased = Callable[[str], bool]
 #: More uses than any tier counts.
 MOST_USES: Final = 1e9
 
 
-def restore(table: EntryTable, dram: DramTier, kept: KeptCopies, most: int, erased: Erased) -> Restored:
+def restore(table: EntryTable, dram: DramTier, kept: KeptCopies, most: int, erases: Sequence[Erase]) -> Restored:
     """See PrefixCache.restore. most: largest capacity of a region."""
     assert not dram.used, "restored into a tier in use: its copies may be overwritten"
     found = Restored()
@@ -34,7 +33,7 @@ def restore(table: EntryTable, dram: DramTier, kept: KeptCopies, most: int, eras
         if not _fits(record, dram, most) or record.user_id in table.by_user:
             kept.file.forget(record.extent)
             found.drop("unfit")
-        elif erased(record.user_id):
+        elif any(erase.names(record.user_id) for erase in erases):
             kept.freed(copy, erased=True)
             found.drop("erased")
         elif not _held(copy, dram):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
-from relaygr_stream.cli.options import F, settings_options
+from relaygr_stream.cli.options import AddOptions, F, settings_options
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.workload.formats import FORMATS
@@ -35,7 +34,7 @@ def _named(_: click.Context, __: click.Parameter, value: str | None) -> str | No
     return value
 
 
-def _tenant_option(words: str) -> Callable[[F], F]:
+def _tenant_option(words: str) -> AddOptions:
     return click.option("--tenant", metavar="NAME", callback=_named, help=f"{words}  [client.tenant]")
 
 

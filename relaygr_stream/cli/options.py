@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import click
 
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from relaygr_stream.workload.traffic import Mix, Shift, Tide
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class AddOptions(Protocol):
+    """A decorator that adds options to a command."""
+
+    def __call__(self, command: F, /) -> F:
+        """The same command, with them."""
 
 
 def parse_flags(assignments: tuple[str, ...]) -> dict[str, str]:
@@ -201,7 +208,7 @@ _TRAFFIC: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-def traffic_options(**defaults: str) -> Callable[[F], F]:
+def traffic_options(**defaults: str) -> AddOptions:
     """Add the named options of traffic, with the defaults as help shows them; the command gets None where not given."""
 
     def add(command: F) -> F:

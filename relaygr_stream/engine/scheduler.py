@@ -164,8 +164,7 @@ class Scheduler:
         elif isinstance(command, EraseUser):
             return self._erase(command)
         elif isinstance(command, Restore):
-            erases = [*command.erases, *self._erased_early]
-            return self.cache.restore(lambda user: any(erase.names(user) for erase in erases), drop=command.drop)
+            return self.cache.restore([*command.erases, *self._erased_early], drop=command.drop)
         elif isinstance(command, LanesLost):
             self.pins.release_lanes(command.lanes)
         elif isinstance(command, Query):

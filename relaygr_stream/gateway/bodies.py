@@ -6,10 +6,10 @@ columns as they came; each is counted against the relay's limits, and converted 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, Raw, UnsetType
 
 from relaygr_stream.errors import Rejected
@@ -20,12 +20,8 @@ from relaygr_stream.wire.features import MAX_COLUMNS, Columns, FeatureTables
 
 B = TypeVar("B", Announce, Rank)
 _ABSENT: Final = Raw(b"")
-_Pack = Callable[[list[Any], str], bytes]
-_PACK: Final[dict[str, _Pack]] = {
-    "items": pack_ids,
-    "actions": lambda values, name: pack(values, ACTION_DTYPE, name),
-    "times": lambda values, name: pack(values, TIME_DTYPE, name),
-}
+#: Of the arrays that are no item ids.
+_DTYPES: Final[dict[str, np.dtype[Any]]] = {"actions": ACTION_DTYPE, "times": TIME_DTYPE}
 #: Most bytes of a behaviour in JSON, its numbers followed by a comma and a blank: 21 of the item, 5, 22 of the time.
 _BEHAVIOUR_BYTES: Final = 48
 _CANDIDATE_BYTES: Final = 21
@@ -77,7 +73,7 @@ class _Reader:
         listed = {part: self._count(array) for part, array in parts.items()}
         _bound(relay, limit, max(listed.values()))  # first: converting a history that is too long would be in vain
         arrays: dict[str, Any] = {
-            part: self._array(f"{name}.{part}", f"{name}: {part}", parts[part], _PACK[part]) for part in parts
+            part: self._array(f"{name}.{part}", f"{name}: {part}", parts[part], _DTYPES.get(part)) for part in parts
         }
         _bound(relay, limit, len(arrays["actions"]))
         if not listed["items"] and len(arrays["items"]) != item_bytes * len(arrays["actions"]):
@@ -94,7 +90,7 @@ class _Reader:
         """The candidates, packed, and the bytes of each; stated: those of a packed one."""
         count = self._count(raw)
         _bound(relay, "candidates", count)
-        packed = self._array("candidates", "candidates: item ids", raw, pack_ids)
+        packed = self._array("candidates", "candidates: item ids", raw)
         size = len(packed) // count if count and packed else stated
         _bound(relay, "candidates", len(packed) // size)
         if len(packed) % size:
@@ -116,12 +112,15 @@ class _Reader:
             return int.from_bytes(data[1 : 3 if kind == 0xDC else 5], "big")
         return kind & 0x0F if kind & 0xF0 == 0x90 else 0
 
-    def _array(self, place: str, name: str, raw: Raw, packed: _Pack) -> bytes:
+    def _array(self, place: str, name: str, raw: Raw, dtype: np.dtype[Any] | None = None) -> bytes:
+        """A part as it travels. dtype: None: item ids."""
         if raw is _ABSENT:
             return b""
         values: bytes | list[Any] = _at(place, self._packed, raw)
         try:
-            return values if isinstance(values, bytes) else packed(values, name)
+            if isinstance(values, bytes):
+                return values
+            return pack_ids(values, name) if dtype is None else pack(values, dtype, name)
         except ValueError as error:
             raise Rejected(f"{error} of `$.{place}`") from error
 

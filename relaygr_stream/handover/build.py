@@ -50,7 +50,7 @@ def handover_for(
         longest_sequence(settings, runtime.model),
         runtime.model.layout,
         token_bytes(schema_of(runtime.model)),
-        lambda: runtime.scheduler.works,
+        runtime.scheduler,
         topics,
     )
 

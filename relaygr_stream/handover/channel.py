@@ -7,8 +7,10 @@ import ssl
 from types import UnionType
 from typing import Any, Final, TypeVar, overload
 
+from prometheus_client import Counter
+
 from relaygr_stream.errors import DecodeError, RelayError
-from relaygr_stream.handover.pace import CopyPace, Count
+from relaygr_stream.handover.pace import CopyPace
 from relaygr_stream.handover.tls import TlsSocket
 from relaygr_stream.handover.wire import HEADER, Message, decode, encode
 
@@ -42,14 +44,14 @@ class Channel:
         except OSError as error:
             raise PeerError(_describe(error, "accepted nothing", ANSWER_S)) from error
 
-    async def send_copy(self, data: memoryview, pace: CopyPace, count: Count) -> None:
+    async def send_copy(self, data: memoryview, pace: CopyPace, count: Counter) -> None:
         """Send a copy, at this pace. count: gets the bytes of each slice, in a thread."""
         try:
             await self._connection.send_copy(data, pace, ANSWER_S, count)
         except OSError as error:
             raise PeerError(_describe(error, "accepted nothing", ANSWER_S)) from error
 
-    async def receive_copy(self, into: memoryview, pace: CopyPace, count: Count) -> None:
+    async def receive_copy(self, into: memoryview, pace: CopyPace, count: Counter) -> None:
         """Receive a copy of this length, as send_copy. A peer that trickles it is hung up on."""
         try:
             await self._connection.receive_copy(into, pace, ANSWER_S, count)

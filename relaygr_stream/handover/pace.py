@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 #: Most of one processor's time that copies take while there is a ranking. So a ranking should take a twentieth
 #: longer at most, even where every processor is busy (bench-change measures it).
@@ -13,10 +12,13 @@ SHARE: Final = 0.05
 #: What may go at once after a pause, in seconds of the rate.
 BURST_S: Final = 1 / 30
 
-#: Whether the worker has a ranking, or a prefix that one will need, to compute; called in the threads that copy.
-Works = Callable[[], bool]
-#: Gets the bytes of each slice, in the thread that copies.
-Count = Callable[[int], None]
+
+class Computing(Protocol):
+    """What copies give way to: a scheduler."""
+
+    @property
+    def works(self) -> bool:
+        """Whether there is a ranking, or a prefix that one will need, to compute. The threads that copy ask."""
 
 
 class Bandwidth:
@@ -41,26 +43,30 @@ class Bandwidth:
 class CopyPace:
     """The pace of all copies of one worker, for the threads that make them.
 
-    bytes_per_s: a bound; 0: none. slice_bytes: of a slice.
+    beside: what they give way to; None: nothing. bytes_per_s: a bound; 0: none. slice_bytes: of a slice.
     """
 
-    def __init__(self, works: Works, bytes_per_s: float = 0.0, slice_bytes: int = 0) -> None:
-        self._works = works
+    def __init__(self, beside: Computing | None = None, bytes_per_s: float = 0.0, slice_bytes: int = 0) -> None:
+        self._beside = beside
         now = time.monotonic()
         self._cpu = Bandwidth(SHARE, SHARE * BURST_S, now)
         burst = max(slice_bytes, bytes_per_s * BURST_S)
         self._bytes = Bandwidth(bytes_per_s, burst, now) if bytes_per_s else None
         self._lock = threading.Lock()
 
+    @property
+    def _works(self) -> bool:
+        return self._beside is not None and self._beside.works
+
     def wait_s(self, nbytes: int) -> float:
         """Seconds to wait before the next slice, of so many bytes."""
         with self._lock:
             now = time.monotonic()
             bound_s = 0.0 if self._bytes is None else self._bytes.take(nbytes, now)
-            return max(bound_s, self._cpu.take(0.0, now) if self._works() else 0.0)
+            return max(bound_s, self._cpu.take(0.0, now) if self._works else 0.0)
 
     def spent(self, cpu_s: float) -> None:
         """A slice took so many seconds of a processor."""
-        if self._works():
+        if self._works:
             with self._lock:
                 self._cpu.take(cpu_s, time.monotonic())

@@ -25,7 +25,7 @@ from relaygr_stream.handover.certificates import Credentials, Networks, identity
 from relaygr_stream.handover.channel import Channel, PeerError
 from relaygr_stream.handover.connection import PROVE_S, accept, connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
-from relaygr_stream.handover.pace import CopyPace, Works
+from relaygr_stream.handover.pace import Computing, CopyPace
 from relaygr_stream.handover.session import Giver, SessionProgress, Taker
 from relaygr_stream.handover.tls import SLICE_BYTES
 from relaygr_stream.handover.wire import TOKEN_BYTES, PrefixIdentity
@@ -73,7 +73,7 @@ class HandoverService:
     """Serves and fetches from `start` to `stop`. peers: what the workers state.
 
     max_tokens: the longest sequence. layout: of a copy in the DRAM tier. token_bytes: of a token in an offer.
-    works: see CopyPace. counted: has the number of lanes now; None: it stays that of the identity.
+    beside: see CopyPace. counted: has the number of lanes now; None: it stays that of the identity.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HandoverService:
         max_tokens: int,
         layout: KVLayout,
         token_bytes: int = TOKEN_BYTES,
-        works: Works = lambda: False,
+        beside: Computing | None = None,
         counted: Counted | None = None,
     ) -> None:
         self._settings = settings
@@ -97,7 +97,7 @@ class HandoverService:
         self._identity, self._counted = identity, counted or identity
         self._networks = Networks(settings.networks)
         self._credentials: Credentials | None = None
-        given, taken = CopyPace(works, settings.mib_per_s * MIB, SLICE_BYTES), CopyPace(works)
+        given, taken = CopyPace(beside, settings.mib_per_s * MIB, SLICE_BYTES), CopyPace(beside)
         self._giver = Giver(identity, desk, given, metrics)
         self._taker = Taker(identity, desk, taken, metrics, max_tokens, layout, token_bytes)
         self._background = Background()

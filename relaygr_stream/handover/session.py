@@ -91,7 +91,7 @@ class Giver:
         await channel.send(Offer.of(user_id, lease.tokens, lease.capacity, nbytes, lease.uses))
         choice = await channel.receive(Take | SkipOffer | Enough, MAX_CHOICE, CHOICE_S)
         if isinstance(choice, Take):
-            count = self._metrics.bytes.labels("given").inc
+            count = self._metrics.bytes.labels("given")
             await channel.send_copy(lease.data.numpy().data, self._pace, count)
             progress.entries += 1
             progress.nbytes += nbytes
@@ -178,7 +178,7 @@ class Taker:
                 await channel.send(SkipOffer())
                 return place != "full"
             await channel.send(Take())
-            count = self._metrics.bytes.labels("taken").inc
+            count = self._metrics.bytes.labels("taken")
             await channel.receive_copy(place.data.numpy().data, self._pace, count)
         if not place.filled:
             self._metrics.declined.labels("held").inc()

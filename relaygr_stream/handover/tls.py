@@ -16,7 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from relaygr_stream.handover.pace import CopyPace, Count
+from prometheus_client import Counter
+
+from relaygr_stream.handover.pace import CopyPace
 
 T = TypeVar("T")
 
@@ -85,12 +87,12 @@ class TlsSocket:
             view = view[got:]
         return bytes(data)
 
-    async def send_copy(self, data: memoryview, pace: CopyPace, seconds: float, count: Count) -> None:
+    async def send_copy(self, data: memoryview, pace: CopyPace, seconds: float, count: Counter) -> None:
         """Send all of `data` in a thread, each slice within so many seconds. count: gets the bytes of each slice, in
         the thread."""
         await self._in_thread(data, pace, seconds, count, sending=True)
 
-    async def receive_copy(self, into: memoryview, pace: CopyPace, seconds: float, count: Count) -> None:
+    async def receive_copy(self, into: memoryview, pace: CopyPace, seconds: float, count: Counter) -> None:
         """Fill all of `into`, as send_copy. Raises EOFError where the connection ends before."""
         await self._in_thread(into, pace, seconds, count, sending=False)
 
@@ -133,7 +135,7 @@ class TlsSocket:
             (loop.remove_reader if reading else loop.remove_writer)(fd)
 
     async def _in_thread(
-        self, data: memoryview, pace: CopyPace, seconds: float, count: Count, *, sending: bool
+        self, data: memoryview, pace: CopyPace, seconds: float, count: Counter, *, sending: bool
     ) -> None:
         """Copy. When it is over, on every path, no thread touches the copy's memory any more."""
         running = self._loop.run_in_executor(_copies, self._copy, data, pace, seconds, count, sending)
@@ -152,7 +154,7 @@ class TlsSocket:
         data: memoryview,
         pace: CopyPace,
         seconds: float,
-        count: Count,
+        count: Counter,
         sending: bool,
     ) -> None:
         one = self._send_slice if sending else self._receive_slice
@@ -165,7 +167,7 @@ class TlsSocket:
                 began = time.thread_time()
                 one(piece, time.monotonic() + seconds)
                 pace.spent(time.thread_time() - began)
-                count(len(piece))
+                count.inc(len(piece))
         finally:
             with suppress(OSError):
                 self._socket.settimeout(0)

@@ -12,9 +12,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from types import FrameType
-from typing import Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from relaygr_stream.telemetry.process import LoopFactory
 
 T = TypeVar("T")
 
@@ -29,7 +32,7 @@ AGAIN_S: Final = 20.0
 
 def run_until_stopped(
     work: Coroutine[Any, Any, T],
-    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    loop_factory: LoopFactory | None = None,
     *,
     line: str = "stopped; nothing is left behind",
     exit_code: int | None = None,

@@ -115,6 +115,8 @@ class ProcessContext:
 
 
 Main = Callable[[ProcessContext], Awaitable[None]]
+#: Makes event loops.
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 @contextlib.asynccontextmanager
@@ -311,7 +313,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> LoopFactory | None:
     """The factory of event loops: uvloop's if installed; None: asyncio's own."""
     try:
         import uvloop  # noqa: PLC0415  (absent on Windows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -134,7 +134,7 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float, away:
         )
         if not (lanes := sorted(events.keys() & signals.keys())):
             away.check()
-        shadow = Shadow(policy, topics, directory, lanes, settings.slo_ms_of)
+        shadow = Shadow(policy, topics, directory, lanes, settings)
         background = Background()
         for topic, read, on_records in (
             (topics.worker_status, [0], directory.on_records),
@@ -208,12 +208,12 @@ class Shadow:
         topics: TopicSet,
         directory: OwnerDirectory,
         lanes: Iterable[int],
-        slo_ms_of: Callable[[str], float] | None = None,
+        settings: Settings | None = None,
     ) -> None:
         self._topics = topics
         self._directory = directory
         self.answers = SampledAnswers(topics, directory)
-        self._slo_ms_of = slo_ms_of or Settings().slo_ms_of
+        self._settings = settings or Settings()
         self._core = TriggerCore(policy, directory, delegation=Delegation(directory, SentBooks(), topics.lanes))
         for lane in lanes:
             self._core.take_lane(lane)
@@ -276,7 +276,7 @@ class Shadow:
     def _completed(self, row: Explanation) -> Explanation:
         key = tenant_key(row.tenant, row.request_id)
         sent = self._delegates  # the running trigger's choices, which are random: shown instead of those made here
-        answer, overload = self.answers.of(row.request_id, row.owner, self._slo_ms_of(row.scenario))
+        answer, overload = self.answers.of(row.request_id, row.owner, self._settings.slo_ms_of(row.scenario))
         return replace(
             row,
             signalled=key in self._signalled or key in sent,

@@ -29,6 +29,7 @@ from relaygr_stream.cache.tier_file import (
 from relaygr_stream.cache.tier_file_open import open_tier_file
 from relaygr_stream.cache.transit import Lease, Reservation
 from relaygr_stream.errors import CapacityError, ConfigError
+from relaygr_stream.wire.erase import Erase, user_mark
 from tests.unit.cache.worlds import Flaky, compute, entries, file_of, holds, make, sequence, settle, write
 
 DRAM = 40
@@ -142,7 +143,7 @@ def test_of_an_erased_user_nothing_stays_in_the_file(tmp_path: Path) -> None:
 def test_a_user_erased_while_the_process_was_away_is_not_found(tmp_path: Path) -> None:
     filled(tmp_path / "f")
     cache, _, file = opened(tmp_path / "f")
-    found = cache.restore(lambda user: user == "u1")
+    found = cache.restore([Erase(id="e", user=user_mark("e", "u1"), sent_ms=0)])
     assert (found.entries, found.dropped) == (2, {"erased": 1})
     assert sequence(1, 0, 70).array[0].tobytes() not in (tmp_path / "f").read_bytes()
     file.close()

@@ -90,7 +90,7 @@ class Peer:
 
     def taker(self) -> Taker:
         """For a session apart from the hand-over."""
-        return Taker(self.identity, self.desk, CopyPace(lambda: False), self.metrics, MAX_TOKENS, self.layout)
+        return Taker(self.identity, self.desk, CopyPace(), self.metrics, MAX_TOKENS, self.layout)
 
     def on_answers(self, answers: list[Answer]) -> None:
         self.answers += answers

@@ -45,9 +45,9 @@ def test_a_pause_saves_up_no_more_than_the_burst() -> None:
 def test_copies_take_a_twentieth_of_a_processor_while_it_computes(
     slice_s: float, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, works = [50.0], [True]
+    now, device = [50.0], SimpleNamespace(works=True)
     monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    made = pace.CopyPace(lambda: works[0], bound, slice_bytes=1000)
+    made = pace.CopyPace(device, bound, slice_bytes=1000)
 
     def copy(slices: int) -> float:
         start = now[0]
@@ -58,8 +58,8 @@ def test_copies_take_a_twentieth_of_a_processor_while_it_computes(
 
     copy(100)  # what a pause saved up
     assert copy(100) <= pace.SHARE * 1.001
-    works[0] = False
+    device.works = False
     assert copy(100) >= min(1.0, bound * slice_s / 1000 or 1.0) * 0.9, "as fast as the wire, or the bound"
-    works[0] = True
+    device.works = True
     copy(100)
     assert copy(100) <= pace.SHARE * 1.001

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import pytest
+from prometheus_client import Counter
 
 from relaygr_stream.handover import channel as channel_module
 from relaygr_stream.handover.channel import PeerError
@@ -73,7 +74,7 @@ async def test_a_taker_that_reads_nothing_of_its_copy_is_hung_up_on(monkeypatch:
 
     async def give(channel: RawChannel) -> None:
         with pytest.raises(PeerError, match=r"accepted nothing for 0\.5 s"):
-            await channel.send_copy(memoryview(bytes(64 << 20)), CopyPace(lambda: False), lambda _: None)
+            await channel.send_copy(memoryview(bytes(64 << 20)), CopyPace(), Counter("copied", "bytes", registry=None))
         ended.set()
 
     async with peers() as (old, _), giver(give, "old") as address:
@@ -106,7 +107,9 @@ async def half_a_copy(channel: RawChannel) -> None:
 async def too_much(channel: RawChannel) -> None:
     await channel.send(an_offer(user_of(0)))
     await channel.receive(Take, 100)
-    await channel.send_copy(memoryview(bytes(16 * 1024) + b"\xff" * 8), CopyPace(lambda: False), lambda _: None)
+    await channel.send_copy(
+        memoryview(bytes(16 * 1024) + b"\xff" * 8), CopyPace(), Counter("copied", "bytes", registry=None)
+    )
     await channel.receive(Take, 100)  # until it hangs up
 
 
