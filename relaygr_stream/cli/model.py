@@ -171,7 +171,7 @@ def import_sasrec(checkpoint: Path, out: Path, heads: int, activation: str | Non
 
 
 @model_command.command(name="map-items")
-@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("checkpoint")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--dtype",
@@ -183,10 +183,11 @@ def import_sasrec(checkpoint: Path, out: Path, heads: int, activation: str | Non
 @click.option(
     "--shard-gib", type=click.FloatRange(min=0, min_open=True), default=8.0, show_default=True, help="Per file."
 )
-def map_items_command(checkpoint: Path, out: Path, dtype: Any, shard_gib: float) -> None:
+def map_items_command(checkpoint: str, out: Path, dtype: Any, shard_gib: float) -> None:
     """Write a checkpoint with its item table in files that workers map, for tables larger than device or memory.
 
-    Prints the largest error of a value. A mapped file must not change: write another folder for new weights.
+    CHECKPOINT is named as in model.checkpoint. Prints the largest error of a value. A mapped file must not change:
+    write another folder for new weights.
 
     \b
     Example:
@@ -196,9 +197,10 @@ def map_items_command(checkpoint: Path, out: Path, dtype: Any, shard_gib: float)
     from relaygr_stream.models.devices import select_device
 
     select_device("cpu")
+    from relaygr_stream.models.loading import checkpoint_folder
     from relaygr_stream.models.map_items import map_items
 
-    done = map_items(checkpoint, out, dtype, int(shard_gib * (1 << 30)))
+    done = map_items(checkpoint_folder(checkpoint), out, dtype, int(shard_gib * (1 << 30)))
     click.echo(
         f"{out}: {done.rows:,} rows in {done.shards} files, {done.nbytes:,} bytes; largest error {done.error:.3g}, "
         f"{done.share:.2%} of its row's largest value"
