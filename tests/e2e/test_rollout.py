@@ -33,10 +33,10 @@ from tests.waiting import until
 pytestmark = pytest.mark.stack
 USERS = 400
 CANDIDATES = 20
-#: So many send at a time, each with a pause behind an answer: both workers are asked, neither is overloaded, and the
-#: processes that start beside them have a share of the machine.
+#: So many send at a time, each with a pause behind an answer: both workers are asked, neither is overloaded. A longer
+#: one while processes start, which need the machine.
 AT_ONCE = 16
-PAUSE_S = 0.5
+PAUSE_S, LONG_PAUSE_S = 0.5, 4.0
 
 
 class Traffic:
@@ -47,6 +47,15 @@ class Traffic:
         self.versions: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.total = 0
+        self._pause_s = LONG_PAUSE_S
+
+    def hurry(self) -> None:
+        """From now on answers are waited for."""
+        self._pause_s = PAUSE_S
+
+    def calm(self) -> None:
+        """From now on processes start."""
+        self._pause_s = LONG_PAUSE_S
 
     async def more(self, count: int) -> None:
         """Until so many more are answered."""
@@ -69,7 +78,7 @@ class Traffic:
             except RelayError as error:
                 self.errors[f"{type(error).__name__}: {error}"[:200]] += 1
             self.total += 1
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(self._pause_s)
 
 
 @contextlib.asynccontextmanager
@@ -153,12 +162,9 @@ class Bad(NamedTuple):
     slow: bool = False
 
 
+#: The judgement's and the comparison's own tests have these in seconds (tests/unit/rollout).
 BAD: Final = (
     Bad("overflow", "failed or were rejected", canary=False, factor=1e38),
-    Bad("scale", "another distribution", canary=True, factor=30.0),
-)
-#: The judgement's and the comparison's own tests have these in seconds (tests/unit/rollout).
-ALSO_BAD: Final = (
     Bad("vocabulary", "in another order", canary=False, items_shuffled=True),
     Bad("slow", "P99 of", canary=True, slow=True),
 )
@@ -185,39 +191,50 @@ async def share(fleet: Fleet) -> int:
     return 0 if routes is None else routes.share_of("next")
 
 
-@pytest.mark.parametrize("models", [BAD, pytest.param(ALSO_BAD, marks=pytest.mark.long)], ids=["bad", "also bad"])
-async def test_bad_models_are_stopped_at_the_canary_or_before(
-    models: tuple[Bad, ...], embedded_settings: Kafka, tmp_path: Path
-) -> None:
+async def stopped(fleet: Fleet, folder: Path, asked: Traffic, bad: Bad, *more: str) -> None:
+    """Roll this model out: nobody gets an error, and all users are where they were."""
+    checkpoint = changed_model(folder, bad.name, bad.factor, items_shuffled=bad.items_shuffled)
+    arguments = ("--checkpoint", checkpoint, "--canary", "50%", "--steps", "100", "--hold", "1h", "--cold")
+    async with rollout(fleet, folder, *arguments, *more) as command:
+        await command.said("group next serves")
+        asked.hurry()
+        code = await command.process.wait()
+        await until(lambda: "the users came back" in command.text or "nobody moved" in command.text)
+    assert code == 1
+    assert re.search(bad.reason, command.text), bad.name
+    assert ("step 1 of 2" in command.text) is bad.canary, bad.name
+    assert "step 2 of 2" not in command.text
+    assert await share(fleet) == 0
+    await asked.more(100)
+    assert asked.errors == {}
+
+
+@pytest.mark.long
+async def test_bad_models_are_stopped_at_the_canary_or_before(embedded_settings: Kafka, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     slowly = ("--set", "model.factory=slow:make", "--set", f"model.path={tmp_path}")
     async with serving_fleet(embedded_settings, tmp_path, "w") as fleet, traffic(fleet) as asked:
-        for bad in models:
-            checkpoint = changed_model(tmp_path, bad.name, bad.factor, items_shuffled=bad.items_shuffled)
-            arguments = ["--checkpoint", checkpoint, *(slowly if bad.slow else ())]
-            arguments += ["--canary", "50%", "--steps", "100", "--hold", "1h", "--cold"]
-            async with rollout(fleet, tmp_path, *arguments) as command:
-                code = await command.process.wait()
-                await until(lambda: "the users came back" in command.text or "nobody moved" in command.text)
-            assert code == 1
-            assert re.search(bad.reason, command.text), bad.name
-            assert ("step 1 of 2" in command.text) is bad.canary, bad.name
-            assert "step 2 of 2" not in command.text
-            assert await share(fleet) == 0
-            await asked.more(100)
-            assert asked.errors == {}
+        for bad in BAD:
+            await stopped(fleet, tmp_path, asked, bad, *(slowly if bad.slow else ()))
 
 
-async def test_a_good_model_gets_all_users_and_nobody_an_error(embedded_settings: Kafka, tmp_path: Path) -> None:
-    """With more lanes, too; when its processes end, the former ones answer again."""
+async def test_a_bad_model_stops_at_the_canary_and_a_good_one_gets_all_users(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    """With more lanes, too, and nobody gets an error; when its processes end, the former ones answer again."""
     async with serving_fleet(embedded_settings, tmp_path, "w") as fleet, traffic(fleet) as asked:
-        await until(lambda: asked.total > 50)
-        (version,) = asked.versions
+        lanes = ("--lanes", str(2 * fleet.topics.lanes))
+        bad = Bad("scale", "another distribution", canary=True, factor=30.0)
+        await stopped(fleet, tmp_path, asked, bad, *lanes)
+        version = fleet.statuses["w"].model_version
+        asked.versions.clear()
+        asked.calm()
         good = changed_model(tmp_path, "good", 1.0001)
         arguments = ("--checkpoint", good, "--canary", "40%", "--steps", "100", "--hold", "1s")
-        lanes = str(2 * fleet.topics.lanes)
-        async with rollout(fleet, tmp_path, *arguments, "--lanes", lanes) as command:
-            for step in ("group next serves", "step 1 of 2", "step 2 of 2", "done: all users"):
+        async with rollout(fleet, tmp_path, *arguments, *lanes) as command:
+            await command.said("group next serves")
+            asked.hurry()
+            for step in ("step 1 of 2", "step 2 of 2", "done: all users"):
                 await command.said(step)  # one bound for each: on a busy machine all of it takes minutes
             assert command.process.returncode is None
             assert await share(fleet) == POSITIONS
