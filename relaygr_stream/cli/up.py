@@ -189,11 +189,17 @@ def plan(
     """Triggers first, then a planner where there are workers to move, then workers: those of no scenario, then those of
     each, in the order of the names, then so many in reserve.
 
-    Devices and ports are given in turn. Raises ConfigError where the ports are not enough.
+    Devices and ports are given in turn. Raises ConfigError where ports are not enough, or devices for the reserve.
     """
     of = {each.name: each.min_workers for each in scenarios}
     listed = _listed(devices or "")
-    spare = max(0, len(listed) - workers - sum(of.values()) - reserve) if scenarios else 0
+    serving = workers + sum(of.values())
+    if listed and reserve and serving + reserve > len(listed):
+        raise ConfigError(
+            f"--reserve {reserve}: {serving} workers serve, and --devices has {len(listed)}; each that stands by "
+            f"needs a device of its own: list {serving + reserve}, or have fewer"
+        )
+    spare = max(0, len(listed) - serving - reserve) if scenarios else 0
     for _, each in zip(range(spare), cycle(sorted(scenarios, key=lambda each: -each.priority)), strict=False):
         of[each.name] += 1
     first = [("trigger", name) for name in (*([""] if trigger else []), *of)]

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from relaygr_stream.cli.main import main
 from relaygr_stream.ops.planner.metrics import PlannerMetrics
 from relaygr_stream.settings.load import FIELDS, Config, load_settings
+from relaygr_stream.settings.scenarios import RESERVE
 from tests import needs
 from tests.chart import CHART, EXAMPLES, ROOT, Object, container, of_kind, processes, rendered
 
@@ -71,6 +72,8 @@ def effective(template: Object, objects: list[Object], folder: Path) -> Config:
     parameters = parsed(held["args"])
     assert not parameters["assignments"] and parameters["bootstrap"] is None
     config = load_settings([folder / name.lstrip("/") for name in parameters["files"]], environ=environ)
+    if parameters.get("reserve"):
+        return Config(config.settings.standing_by(), config.values)
     scenario = parameters.get("scenario")
     return config if scenario is None else Config(config.settings.serving(scenario), config.values)
 
@@ -94,7 +97,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 def test_each_process_reads_its_settings(example: str, tmp_path: Path) -> None:
     objects, values = rendered()[example], EXAMPLES[example]
     scenarios = values["fleet"].get("scenario", {})
-    served = {container(each)["args"][-1] for each in processes(objects).values()}
+    served = {container(each)["args"][-1] for each in processes(objects).values()} - {"--reserve"}
     assert {name for name in scenarios if name in served} == {n for n, s in scenarios.items() if "served_by" not in s}
     for name, template in processes(objects).items():
         config = effective(template, objects, tmp_path / name)
@@ -107,7 +110,7 @@ def test_each_process_reads_its_settings(example: str, tmp_path: Path) -> None:
                 assert {key for key in keys if f"{section}.{key}" not in FIELDS} == set()
         group = template["metadata"]["labels"].get("relaygr/group", "")
         prefix = values["fleet"]["kafka"].get("prefix", "relaygr.")
-        assert settings.kafka.prefix == prefix + (f"{group}." if group not in {"", "default"} else "")
+        assert settings.kafka.prefix == prefix + (f"{group}." if group not in {"", "default", RESERVE} else "")
         if group in scenarios:
             assert settings.relay.slo_ms == scenarios[group].get("slo_ms", 50)
             assert {settings.model.checkpoint, settings.model.factory} == {scenarios[group].get("model", ""), ""}

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from relaygr_stream.settings.load import FIELDS, load_settings
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.section import section_fields
-from tests.chart import CHART, ROOT, Object, of_kind, processes, render, rendered
+from tests.chart import CHART, ROOT, Object, container, of_kind, processes, render, rendered
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 PLAIN: Object = {"fleet": {"kafka": {"bootstrap": "kafka:9092"}}}
@@ -61,6 +61,7 @@ REFUSED: list[tuple[Object, str]] = [
         },
         "groups.ads: fleet.scenario has no ads with workers of its own",
     ),
+    ({**FEED, "groups": {"reserve": {}}}, "groups.reserve: these workers stand by until a planner moves them"),
     ({**PLAIN, "gateway": {"enabled": True}}, "secrets: {gateway.tokens:"),
     ({**PLAIN, "workers": {"resources": {"limits": {"memory": "4Gi"}}}}, "is less than the worker takes, 4416Mi"),
     ({**PLAIN, "workers": {"settings": {"worker.hbm_bytes": "1 GB"}}}, 'worker.hbm_bytes = "1 GB" is no size'),
@@ -97,6 +98,18 @@ def test_a_group_that_a_rollout_left_has_no_workers_and_no_other_has_none() -> N
     workers = {name: each["spec"]["replicas"] for name, each in of_kind(left, "StatefulSet").items()}
     assert workers == {"shop-worker-default": 0, "shop-worker-next": 1}
     assert [each["spec"]["replicas"] for each in of_kind(none, "StatefulSet").values()] == [1]
+
+
+def test_a_reserve_has_workers_that_stand_by_for_all_scenarios_and_no_trigger() -> None:
+    act = {"planner": {"mode": "act"}, "groups": {"reserve": {"replicas": 3}}}
+    (made, more) = render(FEED | act, {"fleet": {**PLAIN["fleet"], "scenario": {"feed": {}, "ads": {}}}} | act)
+    assert not isinstance(made, str) and not isinstance(more, str)
+    found, later = ({name: each for name, each in processes(one).items() if "reserve" in name} for one in (made, more))
+    assert {*found} == {"shop-worker-reserve"}
+    assert container(found["shop-worker-reserve"])["args"][-1] == "--reserve"
+    assert of_kind(made, "StatefulSet")["shop-worker-reserve"]["spec"]["replicas"] == 3
+    assert {name for name in of_kind(made, "PodDisruptionBudget") if "reserve" in name} == {"shop-worker-reserve"}
+    assert found != later, "it must know where it may be moved to"
 
 
 def test_the_schema_has_what_the_program_has() -> None:

@@ -333,6 +333,8 @@ def test_devices_beyond_min_workers_get_workers_by_priority_and_a_planner_moves_
         "--reserve",
     ]
     assert [each.role for each in plan("h", 0, scenarios[:1], settings, reserve=1, trigger=False)].count("planner") == 1
+    with pytest.raises(ConfigError, match="--reserve 2: 3 workers serve, and --devices has 4"):
+        plan("h", 0, scenarios, settings, "cpu,cpu,cpu,cpu", reserve=2)
     alone = plan("h", 0, scenarios[:1], settings, "cpu,cpu", trigger=False)
     assert [each.role for each in alone] == ["trigger", "worker", "worker"], "a single scenario has nobody to give to"
 

@@ -64,9 +64,15 @@ RELAYGR_{{ . | replace "." "_" | upper }}
 {{- range $name, $keys := .Values.fleet.scenario }}{{ if not $keys.served_by }}{{ $_ := set $groups $name dict }}{{ end }}{{ end }}
 {{- if or (not $groups) (hasKey $own "default") }}{{ $_ := set $groups "default" dict }}{{ end }}
 {{- if hasKey $own "next" }}{{ $_ := set $groups "next" dict }}{{ end }}
+{{- if hasKey $own "reserve" }}
+{{- if not (and .Values.fleet.scenario (eq .Values.planner.mode "act")) }}
+{{- fail "groups.reserve: these workers stand by until a planner moves them to a scenario; set planner.mode to act, and fleet.scenario" }}
+{{- end }}
+{{- $_ := set $groups "reserve" dict }}
+{{- end }}
 {{- range $name, $options := $own }}
 {{- if not (hasKey $groups $name) }}
-{{- fail (printf "groups.%s: fleet.scenario has no %s with workers of its own; a group is such a scenario's, or default, or next" $name $name) }}
+{{- fail (printf "groups.%s: fleet.scenario has no %s with workers of its own; a group is such a scenario's, or default, next or reserve" $name $name) }}
 {{- end }}
 {{- $_ := set $groups $name $options }}
 {{- end }}
