@@ -19,7 +19,7 @@ import numpy.typing as npt
 import structlog
 
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.client.sender import STUCK_S, Waits
+from relaygr_stream.client.sender import Waits, may_be_lost
 from relaygr_stream.errors import (
     DeadlineExceeded,
     DecodeError,
@@ -290,9 +290,13 @@ class ReplyRoute:
     def _led(self, partition: int) -> bool:
         return self._unacknowledged_s(partition) < math.inf
 
-    def is_stuck(self, partition: int) -> bool:
-        """Whether the partition's broker acknowledges nothing: most likely it is gone, and brings no answers."""
-        return self._unacknowledged_s(partition) > STUCK_S
+    def broker_of(self, partition: int) -> int | None:
+        """The broker that leads the partition; None: not known."""
+        return None if self._waits is None else self._waits.broker_of(partition)
+
+    def may_be_lost(self, partition: int, broker: int | None) -> bool:
+        """Whether an answer to a request that was sent while this broker led the partition may be lost."""
+        return may_be_lost(self._waits, partition, broker)
 
     def counted(self, count: int) -> None:
         """Note how many partitions the topic has now: fewer than before if it was deleted and made anew."""

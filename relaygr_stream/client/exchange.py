@@ -20,7 +20,7 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.metrics import ClientMetrics
-from relaygr_stream.client.sender import STUCK_S, Sender, Settled, Waits
+from relaygr_stream.client.sender import STUCK_S, Sender, Settled, Waits, may_be_lost
 from relaygr_stream.errors import BrokerError, DeadlineExceeded, RelayError
 from relaygr_stream.fleet import OwnerDirectory, better_of_two, draw_sample
 from relaygr_stream.telemetry.clocks import Clock
@@ -90,15 +90,23 @@ class Hedges:
     def _owner_known(self, lane: int) -> bool:
         return self._clock() >= self._all_known_s or self._owners.owner(lane, math.inf) is not None
 
+    def broker_of(self, lane: int) -> int | None:
+        """The broker that leads the lane; None: not known."""
+        return None if self._waits is None else self._waits.broker_of(lane)
+
+    def may_be_lost(self, lane: int, broker: int | None) -> bool:
+        """Whether a copy that this broker of the lane has acknowledged may be lost."""
+        return may_be_lost(self._waits, lane, broker)
+
     def other_lane(self, home: int, tried: Collection[int], reached: Collection[int], late_s: float) -> int | None:
         """A lane whose owner is alive and has time, and was not asked; None if there is none.
 
         home: the user's lane. tried: lanes that copies were sent on. reached: those of them whose brokers have a copy.
+        Neither has lanes whose copy, or its answer, may be lost.
         late_s: a lane whose broker has acknowledged nothing for this long gets the copy only if no other can.
         A dead broker is noticed after half a second, and by then all copies would have been sent: so lanes whose
         broker acknowledges are preferred, and on these the owner of a lane that was not reached counts as not asked.
         """
-        tried = (home, *tried)
         claim = self._owners.owner(home, self._max_age_ms)
         owner = None if claim is None else claim.worker
         choices = self._choices(owner, late_s, tried, reached) or self._choices(owner, STUCK_S, tried, tried)
@@ -173,7 +181,8 @@ HEDGE_SHARE: Final = 1 / MAX_ATTEMPTS
 
 
 class Copies:
-    """Sends copies of one ranking request: unchanged on its own lane, with one hop and the time left on another."""
+    """Sends copies of one ranking request: the first unchanged, later ones with the time left; with one hop on another
+    lane than its own."""
 
     def __init__(
         self,
@@ -189,31 +198,32 @@ class Copies:
         self._request = request
         self._message = message
         self._reply_to = route.choose()  # the reply partition of the last copy
+        self._replies: dict[int, tuple[int, int | None]] = {}  # lane → that of its last copy, and the broker of that
         self._began_s = route.clock()
         self._sent_s: float | None = None  # when the last copy was sent
         self._unanswered: Counter[int] = Counter()  # reply partition → copies that the brokers have
 
-    @property
-    def answers_stuck(self) -> bool:
-        """Whether the broker that is to bring the last copy's answer acknowledges nothing."""
-        return self._route.is_stuck(self._reply_to)
+    def answer_may_be_lost(self, lane: int) -> bool:
+        """Whether that to the last copy on this lane may be."""
+        return lane in self._replies and self._route.may_be_lost(*self._replies[lane])
 
     async def send(self, lane: int, correlation: bytes, *, hedge: bool, settled: Settled) -> None:
         """Send a copy; `settled` is called once, possibly before this returns."""
-        if self._sent_s is not None:
+        if again := self._sent_s is not None:
             self._reply_to = self._route.choose_again(self._unanswered, self._sent_s)
         reply_to, value = self._reply_to, self._message.value
+        self._replies[lane] = reply_to, self._route.broker_of(reply_to)
         self._sent_s = self._route.clock()
 
         def done(error: BrokerError | None) -> None:
             self._unanswered[reply_to] += error is None
             settled(error)
 
-        if hedge:  # the worker measures the copy's age from now on, so it gets the time that is left
+        if hedge or again:  # the worker measures the copy's age from now on, so it gets the time that is left
             spent_ms = (self._sent_s - self._began_s) * 1000
             left_ms = max(1.0, self._request.timeout_ms - spent_ms)
-            again = msgspec.structs.replace(self._request, hops=1, sent_ms=now_ms(), timeout_ms=left_ms)
-            value = encode(again)
+            hops = 1 if hedge else self._request.hops
+            value = encode(msgspec.structs.replace(self._request, hops=hops, sent_ms=now_ms(), timeout_ms=left_ms))
         headers = [
             (HEADER_CORRELATION, correlation),
             (HEADER_REPLY_PARTITION, str(reply_to).encode()),
@@ -254,7 +264,7 @@ class Exchange:
         self._metrics = metrics
         self._lane = lane
         self._tried: list[int] = []
-        self._reached: set[int] = set()  # lanes whose broker has acknowledged a copy
+        self._reached: dict[int, int | None] = {}  # lane → the broker that has acknowledged a copy
         self._sending: list[asyncio.Task[None]] = []
         self._errors: list[BrokerError] = []  # of copies that no broker has
         self._timer: asyncio.TimerHandle | None = None
@@ -289,7 +299,7 @@ class Exchange:
     def _settled(self, lane: int, copy: bytes, error: BrokerError | None) -> None:
         """The send of a copy has completed; after an error, try another lane at once if there is one."""
         if error is None:
-            self._reached.add(lane)
+            self._reached[lane] = self._hedges.broker_of(lane)
             return
         self._errors.append(error)
         if not self._call.reply.done():
@@ -306,16 +316,23 @@ class Exchange:
         answer is gone."""
         if self._call.reply.done():
             return
-        why = self._hedges.why_unreachable(self._tried[-1])
-        self._hedge(why or ("unsent" if self._copies.answers_stuck else "slow"))
+        last = self._tried[-1]
+        self._hedge(self._hedges.why_unreachable(last) or ("unsent" if self._may_be_lost(last) else "slow"))
         self._rearm()
+
+    def _may_be_lost(self, lane: int) -> bool:
+        """Whether the lane's copy that a broker has, or the answer to it, may be lost with a broker."""
+        acknowledged = lane in self._reached and self._hedges.may_be_lost(lane, self._reached[lane])
+        return acknowledged or self._copies.answer_may_be_lost(lane)
 
     def _hedge(self, reason: str) -> bool:
         if len(self._tried) >= MAX_ATTEMPTS:
             return False
         if reason == "slow" and not self._hedges.may_spend:  # before the search: in a slow fleet every call comes here
             return False
-        lane = self._hedges.other_lane(self._lane, self._tried, self._reached, LATE_SHARE * self._hedge_s)
+        lost = {lane for lane in self._tried if self._may_be_lost(lane)}
+        tried = {self._lane, *self._tried} - lost
+        lane = self._hedges.other_lane(self._lane, tried, self._reached.keys() - lost, LATE_SHARE * self._hedge_s)
         if lane is None or (reason == "slow" and not self._hedges.spend()):
             return False
         self._metrics.hedges.labels(reason).inc()

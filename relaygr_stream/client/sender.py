@@ -90,6 +90,10 @@ class Sender:
             waiting_s = max(waiting_s, now - silence.since_s)
         return waiting_s
 
+    def broker_of(self, topic: str, partition: int) -> int | None:
+        """As `Producer.broker_of`."""
+        return self._producer.broker_of(topic, partition)
+
     def check(self, topic: str, partition: int, patience_s: float = 0.0) -> None:
         """Raise BrokerUnavailable while the partition's broker is away, or throttles this client for so long that the
         message would be late. A caller that passes must send: where `probe` had an answer, its send is the first.
@@ -217,10 +221,21 @@ class Sender:
 
 
 class Waits(Protocol):
-    """Knows of one topic's partitions how long their brokers have acknowledged nothing."""
+    """Knows of one topic's partitions which brokers lead them, and how long these have acknowledged nothing."""
 
     def waiting_s(self, partition: int) -> float:
         """Seconds; 0: it acknowledges; infinite: it has no leader."""
+
+    def broker_of(self, partition: int) -> int | None:
+        """The broker's id; NO_LEADER; None: not known."""
+
+
+def may_be_lost(waits: Waits | None, partition: int, broker: int | None) -> bool:
+    """Whether a message that this broker has acknowledged may be lost with it: it acknowledges nothing more, or another
+    one, which need not have had the message, leads the partition. broker: None: not known."""
+    if waits is None:
+        return False
+    return waits.waiting_s(partition) > STUCK_S or broker not in (None, waits.broker_of(partition))
 
 
 class TopicWaits:
@@ -233,6 +248,10 @@ class TopicWaits:
     def waiting_s(self, partition: int) -> float:
         """As `Sender.waiting_s`."""
         return self._sender.waiting_s(self._topic, partition)
+
+    def broker_of(self, partition: int) -> int | None:
+        """As `Producer.broker_of`."""
+        return self._sender.broker_of(self._topic, partition)
 
 
 # Batches of request events.

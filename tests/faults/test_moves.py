@@ -1,5 +1,5 @@
 """A broker dies at each step of a worker's move between scenarios, under load: the worker arrives, every lane has an
-owner, and no ranking is lost but those that the broker alone had."""
+owner, and no ranking is lost, though the broker alone had it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import RelayError
 from relaygr_stream.wire.messages import WorkerStatus
 from relaygr_stream.wire.routes import routes_topic
 from relaygr_stream.wire.topic_files import load_topics
@@ -24,8 +23,8 @@ from tests.waiting import until
 pytestmark = [pytest.mark.faults, pytest.mark.kafka, pytest.mark.timeout(800)]
 
 LANES = 4
-#: Longer than a broker is missed before others lead what it led, and the lanes are read again.
-TIMEOUT_S = 15.0
+#: Longer than a broker is missed before others lead what it led, and a client that sends nothing else learns that.
+TIMEOUT_S = 20.0
 
 
 async def test_a_broker_is_killed_at_each_step_of_a_move(cluster: ThreeBrokers, tmp_path: Path) -> None:
@@ -43,13 +42,11 @@ async def test_a_broker_is_killed_at_each_step_of_a_move(cluster: ThreeBrokers, 
             ("serving", "feed", "search", partial(cluster.leader, routes_topic(load_topics(kafka)).name)),
         )
         longest_s: list[float] = []
-        lost: list[str] = []
         async with RelayClient(settings=scene.settings) as relay, asyncio.TaskGroup() as group:
-            load = [group.create_task(asking(scene, relay, scenario, lost)) for scenario in groups]
+            load = [group.create_task(scene.ask(relay, scenario, TIMEOUT_S)) for scenario in groups]
             await answers_of(scene, groups)
             for state, source, target, chosen in steps:
                 begun, victim = len(scene.answers), await chosen()
-                lost.clear()
                 reached = at_step(scene, state, target if state == "serving" else source)
                 epoch = await scene.assign(mover=target)
                 await reached.wait()
@@ -59,23 +56,12 @@ async def test_a_broker_is_killed_at_each_step_of_a_move(cluster: ThreeBrokers, 
                 await cluster.heal()
                 await until(partial(all_owned, scene, groups), "every lane has one owner")
                 await answers_of(scene, groups)
-                # Both scenarios had one under way, which it had acknowledged and no other had yet (acks=1).
-                assert len(lost) <= len(groups), (state, lost)
                 longest_s.append(max(each[3] for each in scene.answers[begun:]))
             for each in load:
                 each.cancel()
         print("longest wait for scores while a broker died at a step, seconds:", *(f"{each:.1f}" for each in longest_s))
     for group_kafka in (*groups.values(), kafka):
         await cluster.forget(load_topics(group_kafka))
-
-
-async def asking(scene: Scene, relay: RelayClient, scenario: str, lost: list[str]) -> None:
-    """As Scene.ask, but goes on behind a ranking without scores, and notes it."""
-    while True:
-        try:
-            await scene.ask(relay, scenario, timeout_s=TIMEOUT_S)
-        except RelayError as error:
-            lost.append(f"{scenario}: {error!r}")
 
 
 async def answers_of(scene: Scene, scenarios: Iterable[str]) -> None:
