@@ -230,7 +230,7 @@ def _model_notes(largest_item: int, settings: Settings) -> list[str]:
         notes.append(f"item ids go up to {largest_item}; the model takes those from vocab = {shape.vocab} on {taken}")
     if not model.factory and not model.checkpoint:
         notes.append(
-            "these settings have no model.checkpoint; without one in the workers' settings, weights are random and "
-            "rankings as good as chance"
+            "these settings have no model.checkpoint; workers without one rank as chance does, with random weights or, "
+            "as `relaygr up` starts them, with the packaged model, which knows generated users alone"
         )
     return notes

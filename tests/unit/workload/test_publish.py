@@ -164,7 +164,7 @@ def test_notes_about_the_model(udata: Path, tmp_path: Path) -> None:
 
     assert notes(saved(vocab=1000)) == ""
     assert "from vocab = 300 on in 8 rows by hash" in notes(saved(vocab=300, oov_rows=8))
-    assert "weights are random" in notes(Model())
+    assert "random weights or, as `relaygr up`" in notes(Model())
     assert "from vocab = 300 on modulo it" in notes(Model(vocab=300))
     assert notes(Model(factory="mine:make", vocab=300)) == ""
 
