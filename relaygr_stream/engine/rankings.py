@@ -135,19 +135,21 @@ class Rankings:
             else:
                 self._residents.place_again(ranking)
 
-    def next_batch(self, *, late: bool) -> list[Ranking]:
-        """The next rankings that are ready, up to the first job: as many as there are where batches pay, else so few
-        that they take no longer than a chunk may, or two."""
+    def next_batch(self, first: Ranking) -> list[Ranking]:
+        """This ranking, which is next, and those behind it that are ready, up to the first job: as many as there are
+        where batches pay, else so few that they take no longer than a chunk may, or two."""
         factor, score_ms = self._admission.calibration.factor, self._admission.score_ms
         within_ms = math.inf if self._batching.pays else SLICE_SHARE * self.max_delay_ms
-        turns = self._queue.late if late else self._queue.in_time
+        turns = self._queue.late if first.late else self._queue.in_time
         batch: list[Ranking] = []
-        while len(batch) < self._most and isinstance(ranking := turns.first(), Ranking):
+        ranking: Ranking | PrefillJob | None = first
+        while isinstance(ranking, Ranking):
             within_ms -= factor * score_ms(ranking)
             if within_ms < 0 and len(batch) >= ALWAYS_TOGETHER:
                 break
             turns.remove(ranking.booking.account)
             batch.append(ranking)
+            ranking = turns.first() if len(batch) < self._most else None
         return batch
 
     def score(self, now: float, together: list[Ranking]) -> float:

@@ -331,7 +331,7 @@ class Scheduler:
         """Advance a job, or score a ranking, with those behind it unless `alone`; returns the milliseconds."""
         if not isinstance(work, Ranking):
             return self._advance(work, now)
-        batch = [work] if alone else self.rankings.next_batch(late=work.late)
+        batch = [work] if alone else self.rankings.next_batch(work)
         ms = self.rankings.score(now, batch)
         self.time.ranking_ms += ms
         for each in batch:

@@ -79,6 +79,7 @@ async def test_off_makes_nothing() -> None:
         assert not tracing.on
 
 
+@pytest.mark.stack  # torch imported anew
 def test_off_loads_nothing() -> None:
     program = (
         "import sys; import relaygr_stream.client, relaygr_stream.worker.process, relaygr_stream.trigger.service;"
