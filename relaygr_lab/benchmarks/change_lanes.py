@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from relaygr_lab.bench.broker_warm_up import SECONDS, compile_broker
+from relaygr_lab.bench.statistics import ratio_bounds
 from relaygr_lab.cpu_times import CpuTimes, disturbance
 from relaygr_lab.emulate.process import FACTORY, MODULE
 from relaygr_lab.rollouts import ChangingFleet, Sample, Traffic
@@ -61,7 +62,8 @@ LARGEST: Final = 0.85
 
 @dataclass(frozen=True)
 class Seen:
-    """A stretch of the load, under one assignment. largest: load of the worker with most, over its fair share."""
+    """A stretch of the load, under one assignment. largest: load of the worker with most, over its fair share.
+    of_largest: that worker's rankings."""
 
     lanes: Mapping[str, int]
     largest: float
@@ -71,6 +73,7 @@ class Seen:
     p99_ms: float
     rankings: int
     lost: int
+    of_largest: int
 
 
 class LaneWatch:
@@ -108,21 +111,26 @@ class LaneWatch:
         some(those, f"rankings in the last {self._window_s:.0f} s")
         loads = Counter(self.owners[lane_of(f"user-{sample.user}", LANES)] for sample in those)
         fair = len(those) / sum(SPEEDS.values())
+        most = max(SPEEDS, key=lambda name: loads[name] / SPEEDS[name])
         latencies = [sample.latency_ms for sample in those if not sample.lost]
         return Seen(
             Counter(self.owners.values()),
-            max(loads[name] / (fair * speed) for name, speed in SPEEDS.items()),
+            loads[most] / (fair * SPEEDS[most]),
             self.busy(begin_s, end_s),
             sum(sample.hit for sample in those) / len(those),
             quantile(latencies, 0.5) or float("nan"),
             quantile(latencies, 0.99) or float("nan"),
             len(those),
             sum(sample.lost for sample in those),
+            loads[most],
         )
 
 
 def report(numbers: Seen, measured: Seen, moved: Sequence[int], lost: int, rankings: int) -> list[str]:
-    """Print both; returns the targets missed. moved: lanes, each as often as it moved; lost: of all rankings."""
+    """Print both; returns the targets missed. moved: lanes, each as often as it moved; lost: of all rankings.
+
+    Raises NotValid for too few rankings to tell.
+    """
     print(f"{'lanes':<14} {'of each':>9} {'largest / fair':>15} {'busy':>16} {'hits':>5} {'P50 ms':>7} {'P99 ms':>7}")
     for name, seen in (("by number", numbers), ("by what is measured", measured)):
         of_each = " ".join(str(seen.lanes.get(each, 0)) for each in SPEEDS)
@@ -134,8 +142,16 @@ def report(numbers: Seen, measured: Seen, moved: Sequence[int], lost: int, ranki
     again = len(moved) - len(set(moved))
     print(f"{len(set(moved))} of {LANES} lanes moved, {again} again; {lost} of {rankings} rankings lost")
     missed = [f"lanes: {lost} rankings lost"] if lost else []
-    if measured.largest > LARGEST * numbers.largest:
-        missed.append(f"lanes: largest load {measured.largest:.2f} of fair by load, {numbers.largest:.2f} by number")
+    ratio = measured.largest / above_0(numbers.largest, "the largest load by number")
+    shares = ratio_bounds(measured.rankings, measured.of_largest, numbers.rankings, numbers.of_largest)
+    of_share = ratio * numbers.of_largest / numbers.rankings / (measured.of_largest / measured.rankings)
+    low, high = (bound * of_share for bound in shares)
+    told = f"largest load by load {ratio:.2f} × that by number, {low:.2f} to {high:.2f} with 95 % confidence"
+    print(told)
+    if low <= LARGEST and high >= 1.0:
+        raise NotValid(f"lanes: {told}: too few rankings to tell {LARGEST:g} from 1")
+    if low > LARGEST:
+        missed.append(f"lanes: {told}; at most {LARGEST:g} is wanted")
     if measured.p99_ms > above_0(numbers.p99_ms, "P99 by number"):
         missed.append(f"lanes: P99 {measured.p99_ms:.0f} ms by load, {numbers.p99_ms:.0f} by number")
     if again:

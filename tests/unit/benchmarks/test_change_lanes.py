@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from change_lanes import LANES, LARGEST, SPEEDS, WINDOW_S, LaneWatch, Seen, report
+from change_lanes import LANES, SPEEDS, WINDOW_S, LaneWatch, Seen, report
 from relaygr_lab.rollouts import Sample
+from relaygr_lab.verdicts import NotValid
 
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import LaneStatus
@@ -42,9 +43,10 @@ def test_a_lane_moves_when_another_worker_states_it_and_loads_are_over_fair_shar
     assert seen.largest == pytest.approx(max(4 * loads[name] / (4000 * speed) for name, speed in SPEEDS.items()))
     assert (seen.lanes[first], seen.lanes[second], seen.lanes[fast]) == (15, 16, 33)
     assert (seen.rankings, seen.lost, seen.hits) == (4000, 0, 1.0)
+    assert seen.of_largest in loads.values()
 
 
-GOOD = Seen(dict.fromkeys(SPEEDS, 21), 1.4, dict.fromkeys(SPEEDS, 0.5), 0.9, 20.0, 100.0, 1000, 0)
+GOOD = Seen(dict.fromkeys(SPEEDS, 21), 1.4, dict.fromkeys(SPEEDS, 0.5), 0.9, 20.0, 100.0, 1000, 0, 350)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ GOOD = Seen(dict.fromkeys(SPEEDS, 21), 1.4, dict.fromkeys(SPEEDS, 0.5), 0.9, 20.
     [
         (replace(GOOD, largest=1.1), [1, 2], 0, []),
         (replace(GOOD, largest=1.1), [1, 2], 3, ["3 rankings lost"]),
-        (replace(GOOD, largest=1.4 * LARGEST + 0.01), [1], 0, ["largest load 1.20"]),
+        (replace(GOOD, largest=1.5, of_largest=375), [1], 0, ["largest load by load 1.07 × that by number"]),
         (replace(GOOD, largest=1.1, p99_ms=101.0), [1], 0, ["P99 101 ms"]),
         (replace(GOOD, largest=1.1), [1, 2, 1], 0, ["1 moved more than once"]),
     ],
@@ -61,6 +63,12 @@ def test_what_is_missed(measured: Seen, moved: list[int], lost: int, missed: lis
     found = report(GOOD, measured, moved, lost, 1000)
     assert len(found) == len(missed)
     assert all(part in line for part, line in zip(missed, found, strict=True))
+
+
+def test_few_rankings_do_not_tell() -> None:
+    few = replace(GOOD, rankings=100, of_largest=35)
+    with pytest.raises(NotValid, match=r"0\.93 × .* too few rankings to tell 0\.85 from 1"):
+        report(few, replace(few, largest=1.3), [1], 0, 1000)
 
 
 def test_without_statuses_nothing_is_busy() -> None:
