@@ -129,7 +129,7 @@ def simulated(chosen: argparse.Namespace) -> list[str]:
         capacity = {each.name: rate for each, (rate, _) in zip(SCENARIOS, found, strict=True)}
         rates = rates_of(chosen.load or LOAD, devices, capacity)
         for (name, rate), (_, need) in zip(capacity.items(), found, strict=True):
-            say = f"for which the planner's bound asks for {need:.2f} devices"
+            say = f"for which the planner asks for {need:.2f} devices"
             floors = [rates[name] * (1 + swing) / rate for swing in (-SWING, 0, SWING)]
             print(
                 f"{name}: a device carries {rate:.1f}/s, {say}; the day has {rates[name]:.1f}/s ± {SWING:.0%}: "

@@ -86,6 +86,14 @@ class DeviceTime:
     full_ms: float = 0.0
 
 
+@dataclass
+class DeviceSquares:
+    """Running totals of the squares of the device time of one prefix, and of one ranking: what their variances need."""
+
+    prefix_ms2: float = 0.0
+    ranking_ms2: float = 0.0
+
+
 class Snapshot(msgspec.Struct, frozen=True):  # made for every statement; a frozen dataclass takes a microsecond more
     """The scheduler's numbers at one moment.
 
@@ -132,6 +140,7 @@ class Scheduler:
         self._probe_after = GIVE_UP_AFTER
         self._erased_early: list[Erase] = []  # before the tier's file was read
         self.time = DeviceTime()
+        self.squares = DeviceSquares()
         self.times: defaultdict[str, DeviceTime] = defaultdict(DeviceTime)  # by scenario, where there are several
         self._residents = residents = Residents(executor, cache, self._jobs, self._queue, self._waiters, auditor)
         self.pins = residents.pins
@@ -236,6 +245,7 @@ class Scheduler:
             **{name: float(total) for name, total in vars(self.signals.counters).items()},
             **{name: float(total) for name, total in vars(self._jobs.counters).items()},
             **vars(self.time),
+            **vars(self.squares),
             "device_failures": float(self._executor.failures),
             "out_of_memory": float(self._executor.out_of_memory),
             "unknown_items": unknown_items(self._executor.model),
@@ -334,6 +344,7 @@ class Scheduler:
         batch = [work] if alone else self.rankings.next_batch(work)
         ms = self.rankings.score(now, batch)
         self.time.ranking_ms += ms
+        self.squares.ranking_ms2 += ms * ms / len(batch)
         for each in batch:
             if each.task.scenario:
                 self.times[each.task.scenario].ranking_ms += ms / len(batch)
@@ -343,7 +354,9 @@ class Scheduler:
         """Give a job a slice of device time, and do what follows if it was the last; returns the milliseconds."""
         if job.waiters:
             self.rankings.started((each for each in job.waiters if not each.answered), now)
+        before = job.ms
         ms = self._jobs.advance(job, now)
+        self.squares.prefix_ms2 += job.ms**2 - before**2
         full = any(ranking.measured.outcome in MISSES for ranking in job.waiters)
         for ranking in job.waiters:
             self.admission.charge(ranking, ms, of=len(job.waiters))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from relaygr_stream.ops.planner.seen import GroupSeen, PartSeen, WorkerSeen
+from relaygr_stream.ops.planner.seen import VARIATION, GroupSeen, PartSeen, WorkerSeen
 from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.ops.status.tally import KINDS, Tally, growth, lately, told_of
 from relaygr_stream.wire.messages import WorkerStatus
@@ -14,6 +14,9 @@ from relaygr_stream.wire.messages import WorkerStatus
 #: Device time for prefixes and for scores, in a status's counters.
 PREFIX_MS: Final = ("pre_infer_ms", "full_ms")
 SCORE_MS: Final = "ranking_ms"
+#: The squares of that for one prefix, and for one score.
+PREFIX_MS2: Final = "prefix_ms2"
+SCORE_MS2: Final = "ranking_ms2"
 #: The counters of signals whose prefix KV are, or become, ready here.
 READY: Final = tuple(f"signal_{result}" for result in ("computed", "extended", "hbm", "dram", "joined"))
 
@@ -28,6 +31,7 @@ def observed(view: Overview) -> GroupSeen:
     seen = [view.workers[name] for name, status in sorted(view.living_workers().items()) if status.state == "serving"]
     tally, per_second = lately(seen)
     prefix_ms = score_ms = prefixes = 0.0
+    squares = Counter[str]()
     workers = []
     for each in seen:
         grown = growth(each.last.counters, each.since.counters)
@@ -37,17 +41,26 @@ def observed(view: Overview) -> GroupSeen:
         seconds = (each.last.sent_ms - each.since.sent_ms) / 1e3
         prefix_ms += sum(grown[name] for name in PREFIX_MS)
         score_ms += grown[SCORE_MS] if told else each.last.busy_share * seconds * 1e3
+        squares += Counter({name: grown[name] for name in (PREFIX_MS2, SCORE_MS2)})
         prefixes += max(own.answers["ok"], sum(grown[name] for name in READY) + own.outcomes["full"])
         late = max(0, own.judged - own.within_slo)
         workers.append(_worker(each.last, answers=own.all, late=late, busy=each.last.busy_share))
+    told_all = all(PREFIX_MS2 in each.last.counters for each in seen)
     return GroupSeen(
         workers=tuple(workers),
         per_second=per_second,
         prefix_ms=prefix_ms / prefixes if prefixes else 0.0,
         score_ms=score_ms / scored if (scored := tally.answers["ok"]) else 0.0,
+        prefix_variation=variation(prefix_ms, squares[PREFIX_MS2], prefixes) if told_all else VARIATION,
+        score_variation=variation(score_ms, squares[SCORE_MS2], scored) if told_all else VARIATION,
         p99_ms=tally.quantile_ms(0.99, *KINDS),
         parts=_parts(seen),
     )
+
+
+def variation(total: float, squares: float, count: float) -> float:
+    """The squared coefficient of variation of `count` times, by their sum and that of their squares."""
+    return max(0.0, count * squares / total**2 - 1) if total else VARIATION
 
 
 def _worker(status: WorkerStatus, answers: int = 0, late: int = 0, busy: float = 0.0) -> WorkerSeen:

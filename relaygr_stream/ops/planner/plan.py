@@ -14,9 +14,10 @@ from typing import Final
 
 import msgspec
 
-from relaygr_stream.ops.planner.demand import ALLOWED_LATE, MOST_USE, demand_of
+from relaygr_stream.ops.planner.demand import demand_of
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation
 from relaygr_stream.ops.planner.shared import Group, shared_group, with_members
+from relaygr_stream.ops.planner.utilisation import ALLOWED_LATE, MOST_USE
 from relaygr_stream.settings.scenarios import RESERVE, Scenario, groups_of
 from relaygr_stream.wire.planner_status import FleetPlan, Move, ScenarioPlan
 
@@ -35,8 +36,8 @@ BEHIND: Final = 0.05
 #: Wanted workers fall where their use is below this share of the wanted use.
 DOWN: Final = 0.7
 DOWN_SPARE: Final = 0.1
-#: What workers show corrects the bound, by this factor at most, which fades within days: all are late though the demand
-#: fits, or none is though it does not.
+#: What workers show corrects the simulated demand, by this factor at most, which fades within days: all are late though
+#: the demand fits, or none is though it does not.
 MOST_FACTOR: Final = 3.0
 FADE_S: Final = 86_400.0
 #: How much better off an equal must be that gives a worker which it needs.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -11,6 +11,8 @@ Amount = Annotated[float, Meta(ge=0, le=1e12)]
 Count = Annotated[int, Meta(ge=0, le=10_000_000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Epoch = Annotated[int, Meta(ge=0, lt=2**53)]
+#: The squared coefficient of variation of device times where no worker tells more than their sum.
+VARIATION: Final = 0.25
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,13 +43,16 @@ class PartSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class GroupSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A scenario's group in the window. per_second: rankings. prefix_ms, score_ms: device time of one. p99_ms: of the
-    answers with scores, on the worker; None: there were none. parts: by scenario, where it serves several."""
+    """A scenario's group in the window. per_second: rankings. prefix_ms, score_ms: mean device time of one; variation:
+    its squared coefficient. p99_ms: of the answers with scores, on the worker; None: there were none. parts: by
+    scenario, where it serves several."""
 
     workers: tuple[WorkerSeen, ...] = ()
     per_second: Amount = 0.0
     prefix_ms: Amount = 0.0
     score_ms: Amount = 0.0
+    prefix_variation: Amount = VARIATION
+    score_variation: Amount = VARIATION
     p99_ms: Amount | None = None
     parts: dict[str, PartSeen] = {}
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from relaygr_stream.ops.planner.demand import SLICE, demand_in_parts
+from relaygr_stream.ops.planner.demand import demand_in_parts
 from relaygr_stream.ops.planner.seen import GroupSeen, PartSeen
+from relaygr_stream.ops.planner.utilisation import SLICE
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.wire.planner_status import ScenarioPlan, SharedGroup
 

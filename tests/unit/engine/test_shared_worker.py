@@ -153,6 +153,23 @@ def test_device_time_is_told_of_each_scenario() -> None:
             assert sum(each[name] for each in totals.values()) == pytest.approx(now.totals[name])
 
 
+def test_squares_of_device_time_are_those_of_whole_prefixes_and_of_each_ranking() -> None:
+    squares, slices = {"prefix_ms2": 0.0, "ranking_ms2": 0.0}, 0
+    with world() as made:
+        for user, length in enumerate((192, 64)):
+            before = made.scheduler.totals()
+            made.signal(f"s{user}", user, length)
+            while made.step():
+                slices += 1
+            made.rank(f"s{user}", user, length)
+            made.settle()
+            after = made.scheduler.totals()
+            for spent, name in (("pre_infer_ms", "prefix_ms2"), ("ranking_ms", "ranking_ms2")):
+                squares[name] += (after[spent] - before[spent]) ** 2
+        assert slices > 2
+        assert {name: after[name] for name in squares} == pytest.approx(squares)
+
+
 # ---- waiting rankings ----
 
 

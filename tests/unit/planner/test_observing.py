@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from relaygr_stream.ops.planner.observing import observed
+from relaygr_stream.ops.planner.seen import VARIATION
 from relaygr_stream.ops.status.overview import LATELY_S, Overview
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
@@ -30,6 +31,8 @@ COUNTERS = {
     "pre_infer_ms": 800.0,
     "full_ms": 200.0,
     "ranking_ms": 180.0,
+    "prefix_ms2": 20_000.0,
+    "ranking_ms2": 540.0,
 }
 
 
@@ -59,12 +62,23 @@ def test_rates_costs_and_late_answers_are_those_of_the_window() -> None:
     assert seen.per_second == pytest.approx(20.0)
     assert seen.prefix_ms == pytest.approx(1000.0 / 100)  # 90 signals, and 10 rankings that did it themselves
     assert seen.score_ms == pytest.approx(180.0 / 90)
+    assert seen.prefix_variation == pytest.approx(20_000 / 100 / 10**2 - 1)
+    assert seen.score_variation == pytest.approx(540 / 90 / 2**2 - 1)
     assert [(each.name, each.answers, each.late, each.busy) for each in seen.workers] == [
         ("w1", 100, 15, 0.4),
         ("w2", 100, 15, 0.4),
     ]
     assert seen.p99_ms is not None
     assert 3.0 < seen.p99_ms <= 5.0
+
+
+def test_where_a_worker_tells_no_squares_the_variation_is_assumed() -> None:
+    after = {name: 2 * total for name, total in COUNTERS.items()}
+    told = [status("w1", 1.0, COUNTERS), status("w1", 11.0, after)]
+    for second, totals in ((1.0, COUNTERS), (11.0, after)):
+        told.append(status("w2", second, {name: total for name, total in totals.items() if "ms2" not in name}))
+    seen = observed(view(*told))
+    assert (seen.prefix_variation, seen.score_variation) == (VARIATION, VARIATION)
 
 
 def test_without_signals_each_ranking_with_scores_counts() -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.ops.planner.demand import demand_of, utilisation
+from relaygr_stream.ops.planner.demand import demand_of
 from relaygr_stream.ops.planner.plan import DAY, Memory, decide
-from relaygr_stream.ops.planner.seen import Observation
+from relaygr_stream.ops.planner.seen import VARIATION, Observation
+from relaygr_stream.ops.planner.utilisation import Work, utilisation
 from relaygr_stream.settings.scenarios import RESERVE, Scenario
 from tests.unit.planner.worlds import FEED, SEARCH, World, group, rate_for
 
@@ -33,19 +34,13 @@ def constant(**loads: float) -> object:
 
 def test_demand_is_that_of_the_formula() -> None:
     seen = group(2, 100.0, p=12.0, r=2.0)
-    by_hand = 100 * (12 / utilisation(12, 150) + 2 / utilisation(2, 0.8 * 50)) / 1e3
-    assert demand_of(seen, FEED) == pytest.approx(by_hand)
+    use = utilisation(Work(12.0, VARIATION), Work(2.0, VARIATION), 150.0, 50.0)
+    assert demand_of(seen, FEED) == pytest.approx(100 * (12 + 2) / use / 1e3)
 
 
-@pytest.mark.parametrize("within_ms", [1.0, 20.0, 1e6])
-def test_a_utilisation_is_within_its_bounds(within_ms: float) -> None:
-    assert 0.1 <= utilisation(5.0, within_ms) <= 0.8
-
-
-@given(service=st.floats(0.01, 100), within=st.floats(1, 1000), more=st.floats(1, 10))
-def test_a_longer_limit_allows_more_use_and_longer_work_less(service: float, within: float, more: float) -> None:
-    assert utilisation(service, within) <= utilisation(service, within * more)
-    assert utilisation(service, within) >= utilisation(service * more, within)
+def test_a_scenario_whose_times_vary_more_needs_more() -> None:
+    seen = group(2, 100.0, p=12.0, r=8.0)
+    assert demand_of(msgspec.structs.replace(seen, score_variation=2.0), FEED) > 1.1 * demand_of(seen, FEED)
 
 
 @given(

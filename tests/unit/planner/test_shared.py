@@ -91,7 +91,7 @@ def test_a_shared_group_needs_what_its_scenarios_need_together_within_the_tighte
         "feed": PartSeen(per_second=20.0, prefix_share=0.9, score_share=0.25, p99_ms=30.0),
         "search": PartSeen(per_second=80.0, prefix_share=0.1, score_share=0.75, p99_ms=15.0),
     }
-    seen = msgspec.structs.replace(group(2, 100.0, p=10.0, r=2.0), parts=parts)
+    seen = msgspec.structs.replace(group(2, 100.0, p=10.0, r=6.0), parts=parts)
     told = shared([FEED, search], seen)
     tightest = msgspec.structs.replace(FEED, slo_ms=20.0)
     assert told["feed"].demand == pytest.approx(demand_of(seen, tightest))

@@ -12,6 +12,8 @@ from tests.unit.engine.worlds import world
 
 #: Of `worker-status` alone: numbers that only a reader of statuses calculates with.
 STATED_ONLY = {
+    "prefix_ms2",
+    "ranking_ms2",
     *("signals", "device_failures", "out_of_memory", "audits", "audits_waiting", "audit_deviation"),
 }
 
