@@ -1,15 +1,13 @@
 """Access to the device thread's cache from the event loop, and the hand-over's metrics.
 
-Each command runs between two steps of the device thread, for a fraction of a millisecond. Leases and reservations are
-context managers, so they end on every path.
+Each command runs between two steps of the device thread, for a fraction of a millisecond.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter
@@ -58,7 +56,7 @@ class HandoverMetrics:
 
 
 class Desk:
-    """Runs the cache's transit commands on the device thread."""
+    """Runs the cache's transit commands on the device thread. What it returns is given back, filled or discarded."""
 
     def __init__(self, device: DeviceThread) -> None:
         self._device = device
@@ -80,36 +78,8 @@ class Desk:
                 await asyncio.sleep(0)
         return (user for _, user in heapq.merge(*runs, reverse=True))
 
-    @asynccontextmanager
-    async def lease(self, user_id: str) -> AsyncIterator[Lease | None]:
+    async def lend(self, user_id: str) -> Lease | None:
         """A lease of the user's copy in DRAM, made first if the entry is only in HBM; None if there is none."""
-        lease = await self._lend(user_id)
-        try:
-            yield lease
-        finally:
-            if lease is not None:
-                self._device.submit(GiveBack(lease))
-
-    @asynccontextmanager
-    async def reservation(
-        self, user_id: str, tokens: Tokens, capacity: int, uses: float
-    ) -> AsyncIterator[Reservation | Literal["held", "full"]]:
-        """A reservation for a copy, or why there is none (see Transit.reserve).
-
-        Leaving the context makes the copy the user's entry (`filled`), unless one as good has come meanwhile. Leaving
-        it with an exception frees the reservation.
-        """
-        got: Reservation | Literal["held", "full"] = await self._device.ask(Reserve(user_id, tokens, capacity, uses))
-        try:
-            yield got
-        except BaseException:
-            if isinstance(got, Reservation):
-                self._device.submit(Discard(got))
-            raise
-        if isinstance(got, Reservation):
-            await self._device.ask(Fill(got))
-
-    async def _lend(self, user_id: str) -> Lease | None:
         for _ in range(int(COPY_OUT_S / LOOK_S)):
             got: Lease | Literal["soon", "never"] = await self._device.ask(Lend(user_id))
             if isinstance(got, Lease):
@@ -118,3 +88,23 @@ class Desk:
                 return None
             await asyncio.sleep(LOOK_S)
         return None
+
+    def give_back(self, lease: Lease) -> None:
+        """End a lease."""
+        self._device.submit(GiveBack(lease))
+
+    async def reserve(
+        self, user_id: str, tokens: Tokens, capacity: int, uses: float
+    ) -> Reservation | Literal["held", "full"]:
+        """A reservation for a copy, or why there is none (see Transit.reserve)."""
+        got: Reservation | Literal["held", "full"] = await self._device.ask(Reserve(user_id, tokens, capacity, uses))
+        return got
+
+    async def fill(self, place: Reservation) -> bool:
+        """Make the whole copy the user's entry; False: one as good has come meanwhile. The reservation ends."""
+        filled: bool = await self._device.ask(Fill(place))
+        return filled
+
+    def discard(self, place: Reservation) -> None:
+        """End a reservation whose copy does not arrive."""
+        self._device.submit(Discard(place))

@@ -1,15 +1,16 @@
 """One session: the old owner of lanes gives the copies of their users' entries, the new one takes them.
 
-The giver offers the entries of the requested lanes, the most valuable first; it leases and sends one copy at a time, in
-one piece, at its pace. The taker decides on every offer, and fills its DRAM tier. It trusts an authenticated peer
+The giver offers the entries of the requested lanes, the most valuable first, AHEAD of the copy that it sends, in one
+piece, at its pace. The taker decides on every offer, and fills its DRAM tier. It trusts an authenticated peer
 for the contents of a copy only: it checks lengths, shapes, users and order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Final
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from relaygr_stream.cache.tiers import capacity_for
 from relaygr_stream.cache.transit import Lease, Reservation
@@ -44,6 +45,9 @@ LOOK_THROUGH_S: Final = 30.0
 #: The session ends after this many offers in a row without room. The most valuable entries come first, but a smaller
 #: entry may still find a hole.
 FULL_IN_A_ROW: Final = 8
+#: Offers made before the copy of the oldest is sent, so that their answers come while it is. Each holds a copy's memory
+#: at the taker.
+AHEAD: Final = 1
 
 
 @dataclass
@@ -56,6 +60,22 @@ class SessionProgress:
     nbytes: int = 0
     ended: bool = False  # complete: all entries were offered, or the taker wants no more
     useless: bool = False  # the taker can use none of them
+
+
+@dataclass
+class Offers:
+    """The offers of a session as its taker sees them. waiting: for their copies; None: declined. full: in a row."""
+
+    waiting: deque[Reservation | None] = field(default_factory=deque)
+    full: int = 0
+    follow: bool = True  # a message comes before the next copy
+    all_made: bool = False
+    enough: bool = False  # the taker wants no more
+
+    @property
+    def done(self) -> bool:
+        """Whether no copy is to come."""
+        return (self.all_made or self.enough) and not any(self.waiting)
 
 
 class Giver:
@@ -75,28 +95,51 @@ class Giver:
             progress.useless = True
             await channel.send(SessionRefused(difference[:MAX_TEXT]))
             raise PeerError(f"was refused: {difference}")
-        for user_id in await self._desk.most_valuable_first(progress.lanes, ask.identity.lanes, ask.max_tokens):
-            async with self._desk.lease(user_id) as lease:
-                if lease is None or not _fits(lease, ask.max_tokens):
-                    continue
-                if not await self._offer(channel, user_id, lease, progress):
-                    progress.ended = True
-                    return
-        await channel.send(End())
+        users = await self._desk.most_valuable_first(progress.lanes, ask.identity.lanes, ask.max_tokens)
+        offered, all_offered, ahead = deque[Lease](), False, min(ask.ahead, AHEAD)
+        try:
+            while True:
+                while not all_offered and len(offered) <= ahead:
+                    lease = await self._next_lease(users, ask.max_tokens)
+                    if lease is None:
+                        all_offered = True
+                        await channel.send(End())
+                    else:
+                        offered.append(lease)
+                        await channel.send(_offer_of(lease, more=len(offered) <= ahead))
+                if not offered:
+                    break
+                choice = await channel.receive(Take | SkipOffer | Enough, MAX_CHOICE, CHOICE_S)
+                if isinstance(choice, Enough):
+                    break
+                if isinstance(choice, Take):
+                    await self._send(channel, offered[0], progress)
+                self._desk.give_back(offered.popleft())
+        finally:
+            for lease in offered:
+                self._desk.give_back(lease)
         progress.ended = True
 
-    async def _offer(self, channel: Channel, user_id: str, lease: Lease, progress: SessionProgress) -> bool:
-        """Offer one entry, and send it if the taker takes it. Returns False if the taker wants no more."""
-        nbytes = lease.data.numel()
-        await channel.send(Offer.of(user_id, lease.tokens, lease.capacity, nbytes, lease.uses))
-        choice = await channel.receive(Take | SkipOffer | Enough, MAX_CHOICE, CHOICE_S)
-        if isinstance(choice, Take):
-            count = self._metrics.bytes.labels("given")
-            await channel.send_copy(lease.data.numpy().data, self._pace, count)
-            progress.entries += 1
-            progress.nbytes += nbytes
-            self._metrics.entries.labels("given").inc()
-        return not isinstance(choice, Enough)
+    async def _next_lease(self, users: Iterator[str], max_tokens: int) -> Lease | None:
+        """A lease of the next user's copy that fits; None: there is none."""
+        for user_id in users:
+            lease = await self._desk.lend(user_id)
+            if lease is not None and _fits(lease, max_tokens):
+                return lease
+            if lease is not None:
+                self._desk.give_back(lease)
+        return None
+
+    async def _send(self, channel: Channel, lease: Lease, progress: SessionProgress) -> None:
+        await channel.send_copy(lease.data.numpy().data, self._pace, self._metrics.bytes.labels("given"))
+        progress.entries += 1
+        progress.nbytes += lease.data.numel()
+        self._metrics.entries.labels("given").inc()
+
+
+def _offer_of(lease: Lease, *, more: bool) -> Offer:
+    nbytes = lease.data.numel()
+    return Offer.of(lease.entry.user_id, lease.tokens, lease.capacity, nbytes, lease.uses, more=more)
 
 
 def _fits(lease: Lease, max_tokens: int) -> bool:
@@ -137,31 +180,57 @@ class Taker:
 
         Raises PeerError.
         """
-        identity = self.identity
-        await channel.send(Ask(identity, tuple(sorted(lanes)), self._max_tokens))
         progress.lanes = lanes
-        full, longest = 0, max_offer_bytes(self._max_tokens, self._token_bytes)
-        while True:
-            message = await channel.receive(Offer | End | SessionRefused, longest, LOOK_THROUGH_S)
-            if isinstance(message, SessionRefused):
-                raise PeerError(f"refused: {message.reason}")
-            if isinstance(message, End):
-                break
-            assert isinstance(message, Offer)
-            if not lanes & set(wanted) or full >= FULL_IN_A_ROW:
-                await channel.send(Enough())
-                break
-            lane = lane_of_key(message.user_id, identity.lanes)
-            if lane not in lanes:
-                raise PeerError(f"offered an entry of lane {lane}, which was not asked for")
-            if lane in wanted:
-                full = 0 if await self._judge(channel, message, progress) else full + 1
-            else:
-                await channel.send(SkipOffer())
+        await channel.send(Ask(self.identity, tuple(sorted(lanes)), self._max_tokens, AHEAD))
+        offers = Offers()
+        try:
+            while not offers.done:
+                while offers.follow:
+                    await self._next_message(channel, offers, lanes, wanted)
+                if offers.waiting:
+                    await self._next_copy(channel, offers, progress)
+                offers.follow = not offers.all_made
+        finally:
+            for place in filter(None, offers.waiting):
+                self._desk.discard(place)
         progress.ended = True
 
-    async def _judge(self, channel: Channel, offer: Offer, progress: SessionProgress) -> bool:
-        """Take or skip one offer. Returns False if there was no room for it."""
+    async def _next_message(
+        self, channel: Channel, offers: Offers, lanes: frozenset[int], wanted: Collection[int]
+    ) -> None:
+        """Read a message, and take or decline what it offers."""
+        longest = max_offer_bytes(self._max_tokens, self._token_bytes)
+        message = await channel.receive(Offer | End | SessionRefused, longest, LOOK_THROUGH_S)
+        if isinstance(message, SessionRefused):
+            raise PeerError(f"refused: {message.reason}")
+        if isinstance(message, End):
+            offers.all_made, offers.follow = True, False
+            return
+        assert isinstance(message, Offer)
+        offers.follow = message.more
+        if len(offers.waiting) > AHEAD:
+            raise PeerError(f"made more than {AHEAD + 1} offers before a copy")
+        if offers.enough:
+            offers.waiting.append(None)
+        elif not lanes & set(wanted) or offers.full >= FULL_IN_A_ROW:
+            offers.enough = True
+            offers.waiting.append(None)
+            await channel.send(Enough())
+        else:
+            place = await self._place(message, lanes, wanted)
+            offers.full = offers.full + 1 if place == "full" else 0
+            offers.waiting.append(place if isinstance(place, Reservation) else None)
+            await channel.send(Take() if isinstance(place, Reservation) else SkipOffer())
+
+    async def _place(
+        self, offer: Offer, lanes: frozenset[int], wanted: Collection[int]
+    ) -> Reservation | Literal["held", "full", "lost"]:
+        """A reservation for the offered copy, or why it is declined."""
+        lane = lane_of_key(offer.user_id, self.identity.lanes)
+        if lane not in lanes:
+            raise PeerError(f"offered an entry of lane {lane}, which was not asked for")
+        if lane not in wanted:
+            return "lost"
         try:
             tokens = offer.sequence(self._max_tokens, self._token_bytes)
         except DecodeError as error:
@@ -172,18 +241,22 @@ class Taker:
                 f"offered {offer.nbytes} bytes with room for {offer.capacity} tokens; the largest copy here has room "
                 f"for {most} tokens in {self._layout.nbytes(most)} bytes"
             )
-        async with self._desk.reservation(offer.user_id, tokens, offer.capacity, offer.uses) as place:
-            if not isinstance(place, Reservation):
-                self._metrics.declined.labels(place).inc()
-                await channel.send(SkipOffer())
-                return place != "full"
-            await channel.send(Take())
-            count = self._metrics.bytes.labels("taken")
-            await channel.receive_copy(place.data.numpy().data, self._pace, count)
-        if not place.filled:
+        place = await self._desk.reserve(offer.user_id, tokens, offer.capacity, offer.uses)
+        if not isinstance(place, Reservation):
+            self._metrics.declined.labels(place).inc()
+        return place
+
+    async def _next_copy(self, channel: Channel, offers: Offers, progress: SessionProgress) -> None:
+        """Receive the copy of the oldest offer, if it was taken, and make it the user's entry."""
+        place = offers.waiting[0]
+        if place is not None:
+            await channel.receive_copy(place.data.numpy().data, self._pace, self._metrics.bytes.labels("taken"))
+        offers.waiting.popleft()
+        if place is None:
+            return
+        if await self._desk.fill(place):
+            progress.entries += 1
+            progress.nbytes += place.data.numel()
+            self._metrics.entries.labels("taken").inc()
+        else:
             self._metrics.declined.labels("held").inc()
-            return True
-        progress.entries += 1
-        progress.nbytes += offer.nbytes
-        self._metrics.entries.labels("taken").inc()
-        return True

@@ -3,6 +3,10 @@
     new owner → Ask              old owner → Refused | Offer … | End
     per Offer: new owner → Take | Skip | Enough; after Take the old owner sends the copy's bytes
 
+Answers and copies have the order of the offers. The old owner sends a message, and then the copy of the oldest offer
+that waits for its own, if that is taken; but after an offer with `more` it sends another message first. So answers and
+the next offers travel while a copy does. A worker of the last release states no `ahead` and no `more`.
+
 TLS (connection.py) authenticates the workers, encrypts the connection, and negotiates the protocol's version. A message
 is its length (4 bytes, big-endian), and that many bytes of MessagePack. A copy's bytes are sent unchanged, as one
 contiguous region without a frame: its length was offered.
@@ -64,11 +68,15 @@ class PrefixIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """Asks for the entries of these lanes' users. max_tokens: longer entries are not offered; 0: all are."""
+    """Asks for the entries of these lanes' users. max_tokens: longer entries are not offered; 0: all are.
+
+    ahead: offers that may be made before the copy of the oldest has been sent.
+    """
 
     identity: PrefixIdentity
     lanes: Annotated[tuple[int, ...], Meta(max_length=10_000)]
     max_tokens: Annotated[int, Meta(ge=0)] = 0
+    ahead: Annotated[int, Meta(ge=0)] = 0
 
 
 class SessionRefused(msgspec.Struct, frozen=True, tag="refused"):
@@ -81,6 +89,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """Offers one entry, the most valuable first. tokens: (rows, length) int64, little-endian, row-major.
 
     Item, action and gap are the first rows; a model that reads features has more, as both sides know by its version.
+    more: another message follows before the copy of any offer.
     """
 
     user_id: UserKey
@@ -88,11 +97,14 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     tokens: bytes
     nbytes: Annotated[int, Meta(ge=1)]
     uses: Annotated[float, Meta(ge=0, le=1e9)] = 1.0  # faded, as the old owner counts them
+    more: bool = False
 
     @classmethod
-    def of(cls, user_id: str, tokens: Tokens, capacity: int, nbytes: int, uses: float = 1.0) -> Offer:
+    def of(
+        cls, user_id: str, tokens: Tokens, capacity: int, nbytes: int, uses: float = 1.0, *, more: bool = False
+    ) -> Offer:
         """The offer of a copy."""
-        return cls(user_id, capacity, tokens.array.astype("<i8").tobytes(), nbytes, uses)
+        return cls(user_id, capacity, tokens.array.astype("<i8").tobytes(), nbytes, uses, more)
 
     def sequence(self, max_tokens: int, token_bytes: int = TOKEN_BYTES) -> Tokens:
         """The entry's tokens. Raises DecodeError unless there are 1 to max_tokens and at most `capacity`."""

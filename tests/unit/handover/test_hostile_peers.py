@@ -9,14 +9,16 @@ from contextlib import suppress
 import pytest
 from prometheus_client import Counter
 
+from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.handover import channel as channel_module
 from relaygr_stream.handover.channel import PeerError
 from relaygr_stream.handover.connection import connect
 from relaygr_stream.handover.pace import CopyPace
-from relaygr_stream.handover.session import SessionProgress
+from relaygr_stream.handover.session import AHEAD, SessionProgress
 from relaygr_stream.handover.wire import HEADER, Ask, End, Offer, Take, encode
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.wire.topic_files import lane_of
+from tests.unit.cache.worlds import entries
 from tests.unit.engine.worlds import history
 from tests.unit.handover.peers import (
     ALL,
@@ -34,11 +36,18 @@ from tests.waiting import until
 # ---- hostile takers ----
 
 
-async def test_a_taker_that_vanishes_lets_go_of_what_was_lent() -> None:
+def leases(core: Scheduler) -> int:
+    return sum(entry.leases for entry in entries(core.cache))
+
+
+@pytest.mark.parametrize("ahead", [0, 10**9])
+async def test_a_taker_that_vanishes_lets_go_of_what_was_lent(ahead: int) -> None:
     async with peers() as (old, _):
         channel = await connected(old)
-        await channel.send(Ask(old.identity, tuple(ALL)))
-        assert isinstance(await channel.receive(Offer, 10**6), Offer)
+        await channel.send(Ask(old.identity, tuple(ALL), ahead=ahead))
+        while (await channel.receive(Offer, 10**6)).more:
+            pass
+        assert await old.on_core(leases) == 1 + min(ahead, AHEAD)
         await channel.close()
         await until(lambda: old.total("failed", way="given") == 1)
         await old.at_rest()
@@ -94,14 +103,29 @@ def user_of(lane: int) -> str:
     return next(f"v{n}" for n in range(1000) if lane_of(f"v{n}", LANES) == lane)
 
 
-def an_offer(user: str, tokens: Tokens = SIXTY_FOUR, capacity: int = 64, nbytes: int = 64 * 256) -> Offer:
-    return Offer.of(user, tokens, capacity, nbytes)
+def an_offer(
+    user: str, tokens: Tokens = SIXTY_FOUR, capacity: int = 64, nbytes: int = 64 * 256, *, more: bool = False
+) -> Offer:
+    return Offer.of(user, tokens, capacity, nbytes, more=more)
 
 
 async def half_a_copy(channel: RawChannel) -> None:
     await channel.send(an_offer(user_of(0)))
     await channel.receive(Take, 100)
     await channel.write(bytes(8 * 1024))
+
+
+async def none_of_two_copies(channel: RawChannel) -> None:
+    await channel.send(an_offer(user_of(0), more=True))
+    await channel.send(an_offer(user_of(0)))
+    for _ in range(2):
+        await channel.receive(Take, 100)
+
+
+async def offers_alone(channel: RawChannel) -> None:
+    while True:  # until it hangs up
+        await channel.send(an_offer(user_of(0), more=True))
+        await channel.receive(Take, 100)
 
 
 async def too_much(channel: RawChannel) -> None:
@@ -134,6 +158,8 @@ def offering(offer: Offer) -> Callable[[RawChannel], Awaitable[None]]:
     ("talk", "words"),
     [
         (half_a_copy, "hung up"),
+        (none_of_two_copies, "hung up"),
+        (offers_alone, "made more than 2 offers before a copy"),
         (too_much, "a frame of 4294967295 bytes"),
         (byte_by_byte, "sent nothing for 0.5 s"),
         (offering(an_offer(user_of(1))), "not asked for"),
@@ -143,7 +169,7 @@ def offering(offer: Offer) -> Callable[[RawChannel], Awaitable[None]]:
         (offering(Offer(user_of(0), 64, b"123", 64 * 256)), "an invalid offer"),
         (offering(Offer(user_of(0), 64, bytes(10**6), 64 * 256)), "a frame of 1000"),
     ],
-    ids=["half", "more", "trickle", "lane", "bytes", "huge", "long", "shape", "frame"],
+    ids=["half", "none", "offers", "more", "trickle", "lane", "bytes", "huge", "long", "shape", "frame"],
 )
 async def test_a_false_giver_brings_nothing_in(
     talk: Callable[[RawChannel], Awaitable[None]], words: str, monkeypatch: pytest.MonkeyPatch

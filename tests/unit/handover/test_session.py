@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict, deque
 from itertools import pairwise
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import Counter
 from structlog.testing import capture_logs
 
 from relaygr_stream.cache.transit import Transit
+from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.handover import service
+from relaygr_stream.handover.connection import connect
+from relaygr_stream.handover.pace import CopyPace
 from relaygr_stream.handover.service import advertised_host
-from relaygr_stream.handover.session import Taker
-from relaygr_stream.handover.wire import Ask, SessionRefused
+from relaygr_stream.handover.session import AHEAD, SessionProgress, Taker
+from relaygr_stream.handover.wire import Ask, End, Enough, Offer, SessionRefused, SkipOffer, Take
 from relaygr_stream.settings.worker import Handover as HandoverSettings
 from relaygr_stream.wire.topic_files import lane_of
 from tests.statuses import SECRET_CHANGE, lane_statuses
-from tests.unit.handover.peers import ALL, LANES, connected, peers, status
+from tests.unit.cache.worlds import entries, table_of
+from tests.unit.engine.worlds import history
+from tests.unit.handover.peers import (
+    ALL,
+    LANES,
+    NETWORKS,
+    RawChannel,
+    connected,
+    credentials,
+    giver,
+    peers,
+    status,
+)
 from tests.waiting import until
 
 
@@ -141,6 +159,71 @@ async def test_what_the_receiver_has_by_the_time_it_has_come_does_not_count_as_t
         await new.at_rest()
         assert new.total("entries", way="taken") == 0
         assert new.total("bytes", way="taken") > 0
+
+
+async def test_a_taker_of_the_last_release_gets_each_copy_before_the_next_offer() -> None:
+    async with peers() as (old, _):
+        channel = await connected(old)
+        await channel.send(Ask(old.identity, tuple(ALL)))
+        taken = []
+        while isinstance(offer := await channel.receive(Offer | End, 10**6), Offer):
+            assert not offer.more
+            await channel.send(Take())
+            await channel.receive_copy(
+                memoryview(bytearray(offer.nbytes)), CopyPace(), Counter("copied", "bytes", registry=None)
+            )
+            taken.append(offer.user_id)
+        assert len(taken) == old.total("entries", way="given") == 6
+        await channel.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_each_copy_becomes_the_entry_that_was_offered(seed: int) -> None:
+    """Whatever is taken, declined or offered twice, by a giver of this release or the last; a copy has its number."""
+    random = Random(seed)
+    ahead, wanted = random.choice((0, AHEAD)), frozenset(random.sample(range(LANES), LANES - 1))
+    users = [f"u{random.randrange(12)}" for _ in range(random.randrange(1, 20))]
+    sent: dict[str, set[int]] = defaultdict(set)
+
+    async def give(channel: RawChannel) -> None:
+        offers, waiting = iter([*enumerate(users), None]), deque[int]()
+        over = False
+        while True:
+            while not over and len(waiting) <= ahead:
+                if over := (offer := next(offers)) is None:
+                    await channel.send(End())
+                else:
+                    number, user = offer
+                    waiting.append(number)
+                    await channel.send(Offer.of(user, history(number, 64), 64, 64 * 256, more=len(waiting) <= ahead))
+            if not waiting:
+                return
+            if isinstance(await channel.receive(Take | SkipOffer | Enough, 100), Take):
+                sent[users[waiting[0]]].add(waiting[0])
+                data = memoryview(bytes([waiting[0]]) * 64 * 256)
+                await channel.send_copy(data, CopyPace(), Counter("copied", "bytes", registry=None))
+            waiting.popleft()
+
+    async with peers(dram=random.choice((3, 30))) as (_, new), giver(give, "raw") as address:
+        channel = await connect(address, "raw", credentials("new"), NETWORKS)
+        progress = SessionProgress()
+        await new.taker().take(channel, ALL, wanted, progress)
+        await channel.close()
+        await new.at_rest()
+        found = await new.on_core(first_bytes)
+        assert len(found) <= progress.entries
+        assert all(number in sent[user] for user, number in found.items())
+        assert all(lane_of(user, LANES) in wanted for user in found)
+
+
+def first_bytes(core: Scheduler) -> dict[str, int]:
+    """Of each user's copy in DRAM; all its bytes are the same."""
+    dram, found = table_of(core.cache).dram, {}
+    assert dram is not None
+    for entry in entries(core.cache):
+        if entry.stored is not None:
+            (found[entry.user_id],) = set(dram.view(entry.stored).tolist())
+    return found
 
 
 async def test_a_session_broken_off_leaves_the_books_balanced_and_is_tried_again(
