@@ -28,7 +28,7 @@ from relaygr_stream.cache.transit import ListUsers
 from relaygr_stream.engine.commands import Restore
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.erase import AWAY_MS, KEPT_MS, MARGIN_MS, Erase, read_erase
+from relaygr_stream.wire.erase import AWAY_MS, CLOCK_MS, KEPT_MS, MARGIN_MS, Erase, read_erase
 from relaygr_stream.wire.topic_files import TopicSet, lane_of_key
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.device import Device
@@ -53,7 +53,8 @@ async def find_again(kafka: Kafka, topics: TopicSet, reader: StatusReader, devic
         name = topics.worker_status.name
         statuses = next(row for row in await describe_topics(kafka) if row.topic.name == name)
         if not (drop := _why_too_late(file, statuses)):
-            erases = await _erased_since(kafka, name, file.until_ms - MARGIN_MS, reader)
+            # A broker's clock that was set back gives requests of now the times of before.
+            erases = await _erased_since(kafka, name, min(file.until_ms, now_ms()) - MARGIN_MS, reader)
     found: Restored = await device.thread.ask(Restore(erases, drop if file.holds else ""))
     log.info(
         "the DRAM tier is in a file",
@@ -90,6 +91,11 @@ def _why_too_late(file: TierFile, statuses: TopicRow) -> str:
     away_ms = now_ms() - file.until_ms
     if away_ms > AWAY_MS:
         return f"the last process ended {away_ms / 6e4:.0f} minutes ago, users may have been erased unseen since"
+    if away_ms < -CLOCK_MS:
+        return (
+            f"by the broker's clock the last process ends in {-away_ms / 6e4:.0f} minutes: a clock is wrong, or was "
+            f"set back, and users may have been erased unseen"
+        )
     return ""
 
 

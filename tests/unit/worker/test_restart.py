@@ -9,7 +9,7 @@ import pytest
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.topic_check import FoundTopic, TopicRow
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.erase import AWAY_MS, KEPT_MS, MARGIN_MS
+from relaygr_stream.wire.erase import AWAY_MS, CLOCK_MS, KEPT_MS, MARGIN_MS
 from relaygr_stream.wire.messages import tenant_key
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.worker.restart import LAG, _why_too_late, warm_lanes
@@ -24,6 +24,8 @@ TOPIC = load_topics(Kafka()).worker_status
         (0, {}, ""),
         (AWAY_MS - 60_000, {LAG: str(KEPT_MS)}, ""),
         (AWAY_MS + 60_000, {}, "11 minutes ago"),
+        (60_000 - CLOCK_MS, {}, ""),
+        (-60_000 - CLOCK_MS, {}, "ends in 6 minutes: a clock is wrong"),
         (0, {LAG: "0"}, "topics apply --alter"),
         (0, {LAG: str(KEPT_MS - 1)}, "erased unseen"),
         (None, {}, "before it served"),
@@ -38,8 +40,7 @@ def test_what_may_be_taken(tmp_path: Path, away_ms: int | None, configs: dict[st
 
 
 def test_the_topic_keeps_requests_long_enough_by_its_own_file() -> None:
-    clock_off_ms = 300_000
-    assert TOPIC.min_compaction_lag_ms == KEPT_MS >= AWAY_MS + clock_off_ms + MARGIN_MS
+    assert TOPIC.min_compaction_lag_ms == KEPT_MS >= AWAY_MS + CLOCK_MS + MARGIN_MS
 
 
 @pytest.mark.parametrize("tenant", ["", "shop"])
