@@ -72,9 +72,11 @@ async def grow(fleet: GrowingCluster, lanes: int, say: Say, owned_s: float = OWN
             )
         await asyncio.sleep(LOOK_S)
     say(f"every lane of {lanes} has a worker and a trigger")
-    if told == lanes:
+    if (told := await fleet.announced()) == lanes:
         say(f"clients go by {lanes} lanes already")
         return
+    if told > lanes:
+        raise ConfigError(f"{lanes} lanes: {told} were announced meanwhile, by another command; clients go by those")
     await fleet.announce(lanes)
     say(f"announced: clients go by {lanes} lanes, {before} before")
 

@@ -192,6 +192,20 @@ async def test_lanes_without_an_owner_are_named_and_not_announced() -> None:
     assert fleet.announcements == [16]
 
 
+async def test_of_two_commands_the_larger_number_stays() -> None:
+    class Grown(Fleet):
+        def unowned(self, lanes: int) -> dict[str, list[int]]:
+            if lanes == 32 and self.clients < 64:  # another command is done meanwhile
+                self.partitions = dict.fromkeys(TOPICS, 64)
+                self.clients = 64
+            return super().unowned(lanes)
+
+    fleet = Grown()
+    with pytest.raises(ConfigError, match="64 were announced meanwhile"):
+        await grow(fleet, 32, print)
+    assert fleet.clients == 64
+
+
 async def test_what_a_broker_refuses_is_said() -> None:
     class Refusing(Fleet):
         async def add(self, counts: Mapping[str, int]) -> None:
