@@ -44,7 +44,9 @@ async def test_no_client_makes_a_worker_wait_longer_than_its_setting(embedded_se
 
 async def test_messages_that_would_end_a_worker_do_not(embedded_settings: Kafka) -> None:
     """Null headers, times that overflow, a dead letter near the size limit: each once ended or stuck a worker."""
-    ends = Behaviours.of([1], [0], [-(1 << 63) + 1]), Behaviours.of([1], [0], [(1 << 63) - 1])
+    ends = [
+        Behaviours(bytes(4), bytes(1), at.to_bytes(8, "little", signed=True)) for at in (1 - (1 << 63), (1 << 63) - 1)
+    ]
     large = b"\xc1" * (MIB - 2048)
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
         with capture_logs() as lines:
