@@ -23,7 +23,7 @@ import torch
 from relaygr_lab.drawing import INSTALL, can_draw
 
 from examples.movielens.conform import deviation_from_float64
-from examples.movielens.data import DataError, Histories, History, Ints, check_same_rows, read_histories
+from examples.movielens.data import Histories, History, Ints, check_same_rows, exit_code, read_histories
 from examples.movielens.evaluate import (
     ENOUGH_USERS,
     LENGTHS,
@@ -41,7 +41,6 @@ from examples.movielens.recipe import Recipe
 from examples.movielens.serve import WAYS, Latency, Served, latencies, rank_all, running, settings_for
 from examples.movielens.train import parse, train
 from examples.movielens.training import PROGRESS_FILE
-from relaygr_stream.errors import RelayError
 from relaygr_stream.models.loading import load_checkpoint
 from relaygr_stream.settings.schema import Settings
 
@@ -93,14 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--serve-users", type=int, default=0, help="users ranked through Kafka (0: all; --quick: 300)")
     options, recipe = parse(parser, arguments)
     torch.set_num_threads(options.threads)
-    try:
-        return run(options, recipe)
-    except (DataError, RelayError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
-        return 130
+    return exit_code(lambda: run(options, recipe))
 
 
 def run(options: argparse.Namespace, recipe: Recipe) -> int:

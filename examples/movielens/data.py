@@ -6,6 +6,8 @@ Histories are arrays in the order of time. Item ids become 0 … items - 1; `His
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from relaygr_stream.errors import InputError
+from relaygr_stream.errors import InputError, RelayError
 from relaygr_stream.models.item_ids import ITEMS_FILE
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.workload.logfile import BrokenLine, TextLog, head, refuse_binary
@@ -30,6 +32,18 @@ _PAIR: Final = re.compile(r" *[^\s,;|]+ +[^\s,;|]+\s*")
 
 class DataError(Exception):
     """A file that cannot be read as interactions: which line, what was found, what is expected."""
+
+
+def exit_code(work: Callable[[], int], stopped: str = "stopped; the same command goes on") -> int:
+    """What `work` returns; after a line, 1 for what it cannot take, and 130 if Ctrl-C ended it. stopped: that line."""
+    try:
+        return work()
+    except (DataError, RelayError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(stopped, file=sys.stderr)
+        return 130
 
 
 @dataclass(frozen=True)

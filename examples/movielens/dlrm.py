@@ -24,12 +24,11 @@ import numpy as np
 import torch
 
 from examples.dlrmv3.measures import Flags, auc, entropies, ndcg
-from examples.movielens.data import DataError, Histories, Ints, read_histories
+from examples.movielens.data import DataError, Histories, Ints, exit_code, read_histories
 from examples.movielens.dlrm_task import ASKED, BITS, FEWEST, DlrmRun, Floats, Request, chances
 from examples.movielens.evaluate import Gain, paired_gain
 from examples.movielens.recipe import Recipe
 from examples.movielens.training import PROGRESS_FILE, epoch_line
-from relaygr_stream.errors import RelayError
 from relaygr_stream.models.dlrm.config import DlrmConfig, changed
 from relaygr_stream.models.dlrm.model import DlrmHSTU
 from relaygr_stream.models.loading import load_any_checkpoint
@@ -126,6 +125,18 @@ def report(found: dict[str, Floats], by_means: Floats, requests: list[Request]) 
             yield f"    NDCG@10 {paired_gain(ndcg(one, liked), ndcg(base, liked))}"
 
 
+def compare_forms(file: Path, recipe: Recipe, out: Path) -> int:
+    """Train each form, and print the table. Raises DataError or RelayError."""
+    data = read_histories(file)
+    check(data, file)
+    found: dict[str, Floats] = {}
+    for name, config in forms(recipe, len(data.users), len(data.names)).items():
+        run = DlrmRun(data, recipe, out / name.replace(" ", "-"), config)
+        found[name] = chances(trained(run, name), requests := run.last_requests(0))
+    print(*report(found, means(run), requests), sep="\n")
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit code."""
     parser = argparse.ArgumentParser("examples.movielens.dlrm", description=(__doc__ or "").split("\n")[0])
@@ -139,21 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     out = options.out or Path("out/dlrm-quick" if options.quick else "out/dlrm")
     recipe = replace(RECIPE, epochs=2 if options.quick else options.epochs, seed=options.seed)
-    try:
-        data = read_histories(options.data)
-        check(data, options.data)
-        found: dict[str, Floats] = {}
-        for name, config in forms(recipe, len(data.users), len(data.names)).items():
-            run = DlrmRun(data, recipe, out / name.replace(" ", "-"), config)
-            found[name] = chances(trained(run, name), requests := run.last_requests(0))
-        print(*report(found, means(run), requests), sep="\n")
-    except (DataError, RelayError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(lambda: compare_forms(options.data, recipe, out))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from examples.movielens.data import DataError, History, Ints, check_same_rows, read_histories
+from examples.movielens.data import DataError, History, Ints, check_same_rows, exit_code, read_histories
 from examples.movielens.evaluate import TEST, behaviours_of, ndcg, rank_of, split
 from examples.movielens.serve import TIMEOUT_S, running, settings_for
 from relaygr_stream.client import RelayClient, Request
@@ -174,12 +174,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--least", type=int, default=200, help="behaviours that a user must have (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
-    try:
+
+    def work() -> int:
         print("\n".join(asyncio.run(compare(options))))
-    except (DataError, RelayError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return exit_code(work, "stopped")
 
 
 if __name__ == "__main__":

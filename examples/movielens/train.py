@@ -25,7 +25,7 @@ from torch import Tensor
 
 from examples.movielens import catalogue, forward
 from examples.movielens.card import write_card
-from examples.movielens.data import DataError, Histories, History, Ints, read_histories
+from examples.movielens.data import DataError, Histories, History, Ints, exit_code, read_histories
 from examples.movielens.evaluate import VALIDATION, Quality, evaluate, ndcg, paired_gain, popularity_ranks, quality
 from examples.movielens.losses import losses
 from examples.movielens.recipe import QUICK, Recipe, new_model
@@ -181,13 +181,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     options, recipe = parse(parser, arguments)
     torch.set_num_threads(options.threads)
-    try:
+
+    def work() -> int:
         run = train(read_histories(options.data), recipe, options.out, resume=options.resume)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"checkpoint: {options.out}, epoch {run.progress.best_epoch} (validation NDCG@10 {run.progress.best:.4f})")
-    return 0
+        best, epoch = run.progress.best, run.progress.best_epoch
+        print(f"checkpoint: {options.out}, epoch {epoch} (validation NDCG@10 {best:.4f})")
+        return 0
+
+    return exit_code(work, "stopped; --resume goes on")
 
 
 if __name__ == "__main__":
