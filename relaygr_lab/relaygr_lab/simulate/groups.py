@@ -24,7 +24,7 @@ from relaygr_lab.simulate.scenario import Scenario as FleetScenario
 from relaygr_lab.simulate.timeline import Timeline
 from relaygr_lab.simulate.worker import SimulatedWorker
 from relaygr_stream.engine.commands import Answer
-from relaygr_stream.ops.planner.observing import PREFIX_MS, PREFIX_MS2, READY, SCORE_MS, SCORE_MS2, variation
+from relaygr_stream.ops.planner.observing import PREFIX_MS, READY, SCORE_MS, SQUARES, works_of
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation, WorkerSeen
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Settings
@@ -224,7 +224,7 @@ class GroupsDay:
         for worker in fleet.members:
             totals = worker.scheduler.totals()
             before = self._totals.get(worker, {})
-            told = (*PREFIX_MS, SCORE_MS, *READY, PREFIX_MS2, SCORE_MS2)
+            told = (*PREFIX_MS, SCORE_MS, *READY, *SQUARES)
             sums.update({name: totals[name] - before.get(name, 0.0) for name in told})
             busy = worker.model.busy_until(now)
             share = min(1.0, max(0.0, busy - self._busy.get(worker, 0.0)) / self._period_s)
@@ -234,15 +234,15 @@ class GroupsDay:
             workers.append(WorkerSeen(name=worker.name, answers=counts["answers"], late=counts["late"], busy=share))
         fleet.counts.clear()
         waits, fleet.waits = fleet.waits, []
-        prefix_ms = sum(sums[name] for name in PREFIX_MS)
         prefixes = max(sums["ok"], sum(sums[name] for name in READY) + sums["full"])
+        prefix, score = works_of(sums, prefixes, sums["ok"])
         return GroupSeen(
             workers=tuple(workers),
             per_second=sums["answers"] / self._period_s,
-            prefix_ms=prefix_ms / prefixes if prefixes else 0.0,
-            score_ms=sums[SCORE_MS] / sums["ok"] if sums["ok"] else 0.0,
-            prefix_variation=variation(prefix_ms, sums[PREFIX_MS2], prefixes),
-            score_variation=variation(sums[SCORE_MS], sums[SCORE_MS2], sums["ok"]),
+            prefix_ms=prefix.mean_ms,
+            score_ms=score.mean_ms,
+            prefix_variation=prefix.variation,
+            score_variation=score.variation,
             p99_ms=nearest_rank(sorted(waits), 0.99) if waits else None,
         )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from relaygr_stream.ops.planner.seen import VARIATION, GroupSeen, PartSeen, WorkerSeen
+from relaygr_stream.ops.planner.utilisation import Work
 from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.ops.status.tally import KINDS, Tally, growth, lately, told_of
 from relaygr_stream.wire.messages import WorkerStatus
@@ -17,6 +18,7 @@ SCORE_MS: Final = "ranking_ms"
 #: The squares of that for one prefix, and for one score.
 PREFIX_MS2: Final = "prefix_ms2"
 SCORE_MS2: Final = "ranking_ms2"
+SQUARES: Final = (PREFIX_MS2, SCORE_MS2)
 #: The counters of signals whose prefix KV are, or become, ready here.
 READY: Final = tuple(f"signal_{result}" for result in ("computed", "extended", "hbm", "dram", "joined"))
 
@@ -30,8 +32,7 @@ def observed(view: Overview) -> GroupSeen:
     """The group's serving workers lately (ops/status/overview.py: LATELY_S)."""
     seen = [view.workers[name] for name, status in sorted(view.living_workers().items()) if status.state == "serving"]
     tally, per_second = lately(seen)
-    prefix_ms = score_ms = prefixes = 0.0
-    squares = Counter[str]()
+    spent, prefixes = defaultdict[str, float](float), 0.0
     workers = []
     for each in seen:
         grown = growth(each.last.counters, each.since.counters)
@@ -39,28 +40,40 @@ def observed(view: Overview) -> GroupSeen:
         # A worker that withholds its outcomes tells only for how much of the time its device works.
         told = SCORE_MS in each.last.counters
         seconds = (each.last.sent_ms - each.since.sent_ms) / 1e3
-        prefix_ms += sum(grown[name] for name in PREFIX_MS)
-        score_ms += grown[SCORE_MS] if told else each.last.busy_share * seconds * 1e3
-        squares += Counter({name: grown[name] for name in (PREFIX_MS2, SCORE_MS2)})
+        for name in (*PREFIX_MS, *SQUARES):
+            spent[name] += grown[name]
+        spent[SCORE_MS] += grown[SCORE_MS] if told else each.last.busy_share * seconds * 1e3
         prefixes += max(own.answers["ok"], sum(grown[name] for name in READY) + own.outcomes["full"])
         late = max(0, own.judged - own.within_slo)
         workers.append(_worker(each.last, answers=own.all, late=late, busy=each.last.busy_share))
-    told_all = all(PREFIX_MS2 in each.last.counters for each in seen)
+    if not all(PREFIX_MS2 in each.last.counters for each in seen):
+        for name in SQUARES:
+            spent.pop(name, None)
+    prefix, score = works_of(spent, prefixes, tally.answers["ok"])
     return GroupSeen(
         workers=tuple(workers),
         per_second=per_second,
-        prefix_ms=prefix_ms / prefixes if prefixes else 0.0,
-        score_ms=score_ms / scored if (scored := tally.answers["ok"]) else 0.0,
-        prefix_variation=variation(prefix_ms, squares[PREFIX_MS2], prefixes) if told_all else VARIATION,
-        score_variation=variation(score_ms, squares[SCORE_MS2], scored) if told_all else VARIATION,
+        prefix_ms=prefix.mean_ms,
+        score_ms=score.mean_ms,
+        prefix_variation=prefix.variation,
+        score_variation=score.variation,
         p99_ms=tally.quantile_ms(0.99, *KINDS),
         parts=_parts(seen),
     )
 
 
-def variation(total: float, squares: float, count: float) -> float:
-    """The squared coefficient of variation of `count` times, by their sum and that of their squares."""
-    return max(0.0, count * squares / total**2 - 1) if total else VARIATION
+def works_of(spent: Mapping[str, float], prefixes: float, scores: float) -> tuple[Work, Work]:
+    """Device time of a request's prefix, and of its score. spent: by counter, for so many of them; without squares the
+    variation is VARIATION."""
+    prefix_ms = sum(spent[name] for name in PREFIX_MS)
+    return _work(prefix_ms, spent.get(PREFIX_MS2), prefixes), _work(spent[SCORE_MS], spent.get(SCORE_MS2), scores)
+
+
+def _work(total_ms: float, squares: float | None, count: float) -> Work:
+    """By the sum of `count` times, and that of their squares."""
+    known = squares is not None and total_ms > 0
+    variation = max(0.0, count * (squares or 0.0) / total_ms**2 - 1) if known else VARIATION
+    return Work(total_ms / count if count else 0.0, variation)
 
 
 def _worker(status: WorkerStatus, answers: int = 0, late: int = 0, busy: float = 0.0) -> WorkerSeen:

@@ -39,8 +39,10 @@ def test_a_ranking_waits_for_the_slice_that_has_begun_and_no_longer() -> None:
 @pytest.mark.parametrize("of", DEVICES)
 def test_the_requests_are_typical(of: tuple[Work, Work, float, float], monkeypatch: pytest.MonkeyPatch) -> None:
     found = utilisation(*of)
-    monkeypatch.setattr(module, "REQUESTS", 10 * module.REQUESTS)
-    assert found == pytest.approx(utilisation.__wrapped__(*of), rel=0.15)
+    module._utilisation.cache_clear()
+    monkeypatch.setattr(module, "REQUESTS", 4 * module.REQUESTS)
+    assert found == pytest.approx(utilisation(*of), rel=0.1)
+    module._utilisation.cache_clear()
 
 
 works = st.builds(Work, st.floats(0, 100), st.floats(0, 10))
@@ -48,7 +50,9 @@ works = st.builds(Work, st.floats(0, 100), st.floats(0, 10))
 
 @given(works, works, st.floats(0, 1000), st.floats(1, 1000), st.floats(1, 10))
 def test_a_longer_slo_allows_no_less_use(prefix: Work, score: Work, lead: float, slo: float, longer: float) -> None:
-    use, more = (utilisation(prefix, score, lead, each) for each in (slo, slo * longer))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "REQUESTS", 500)
+        use, more = (module._utilisation.__wrapped__(prefix, score, lead, each) for each in (slo, slo * longer))
     assert LEAST_USE <= use <= more <= MOST_USE
 
 
@@ -57,6 +61,15 @@ def test_of_a_short_slo_half_is_left_for_the_device() -> None:
     assert LEAST_USE < utilisation(*one, 150.0, 2 * BUS_MS) < utilisation(*one, 150.0, 4 * BUS_MS)
 
 
+def test_what_is_within_a_step_is_simulated_once() -> None:
+    one = (Work(10.0, 0.5), Work(5.0, 0.0), 150.0, 50.0)
+    use = utilisation(*one)
+    before = module._utilisation.cache_info()
+    assert utilisation(Work(10.001, 0.501), Work(5.001, 0.0005), 150.0, 50.0) == use
+    assert module._utilisation.cache_info().hits == before.hits + 1
+
+
 def test_it_is_a_function() -> None:
-    again = [utilisation.__wrapped__(*each) for each in DEVICES]
-    assert again == [utilisation(*each) for each in DEVICES]
+    found = [utilisation(*each) for each in DEVICES]
+    module._utilisation.cache_clear()
+    assert found == [utilisation(*each) for each in DEVICES]
