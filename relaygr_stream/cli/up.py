@@ -147,6 +147,8 @@ def up_command(
             roles[process.role] += 1
         if workers := roles["worker"]:
             _say_memory(settings.worker, workers, {*_listed(devices or settings.worker.device)} == {"cpu"})
+        if scenarios and 0 < (count := len(_listed(devices or ""))) < workers:
+            click.echo(f"warning: {workers} workers share {count} devices; lower min_workers, or list more devices")
         if scenarios:
             asyncio.run(make_groups(config.settings, click.echo))
         stop_s = settings.worker.drain_ms / 1e3 + BEYOND_DRAIN_S

@@ -26,7 +26,7 @@ from relaygr_stream.settings.inputs import MARK, read_text
 from relaygr_stream.settings.scenarios import IN_A_FILE, SECTION, read_scenarios
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.section import ENV_PREFIX, Field, Value, env_name, fields_of
-from relaygr_stream.settings.values import checked
+from relaygr_stream.settings.values import checked, shortened
 
 log = logging.getLogger(__name__)  # settings are loaded before logging is set up; stdlib's goes to stderr then
 
@@ -263,12 +263,13 @@ def _read_file(file: str | Path) -> Iterable[tuple[str, Any, str]]:
         tables = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from error
-    except (UnicodeError, RecursionError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: int refuses 5,000 digits
         found = _OTHER_FORMATS.get(path.suffix.lower(), "")
-        raise ConfigError(f"{path}: {found}not TOML: {error}; write {TOML_LIKE}") from error
+        raise ConfigError(f"{path}: {found}not TOML: {shortened(str(error))}; TOML looks like {TOML_LIKE}") from error
     for section, table in tables.items():
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: `{section}` stands outside any section; write it under [section]")
+            hint = IN_A_FILE if section == SECTION[:-1] else "; write it under [section]"
+            raise ConfigError(f"{path}: `{shortened(section)}` stands outside any section{hint}")
         for name, raw in table.items():
             yield f"{section}.{name}", raw, str(path)
 
@@ -281,8 +282,8 @@ def _current(key: str, source: str) -> str | None:
     if key in RETIRED:
         _warn(f"{source}: `{key}` is no setting from the next release on: {replacement_of(key)}")
     elif key not in FIELDS:
-        hint = IN_A_FILE if key.startswith(SECTION) else _did_you_mean(key, FIELDS)
-        raise ConfigError(f"{source}: no setting `{key}`{hint}")
+        hint = IN_A_FILE if key.startswith(SECTION[:-1]) else _did_you_mean(key, FIELDS)
+        raise ConfigError(f"{source}: no setting `{shortened(key)}`{hint}")
     return key
 
 

@@ -23,7 +23,7 @@ from msgspec import Meta, structs
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.section import BYTES, LABEL, FilePath, Ms, Positive, Section, Value, doc, section_fields
-from relaygr_stream.settings.values import checked
+from relaygr_stream.settings.values import checked, shortened
 
 #: What the keys of all scenarios begin with.
 SECTION: Final = "scenario."
@@ -37,8 +37,9 @@ NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,23}")
 RESERVE: Final = "reserve"
 #: Keys of other records on `routes` (wire/routes.py, wire/assignments.py), and the group that `relaygr rollout` makes.
 RESERVED: Final = ("default", "assignments", RESERVE, "next")
-#: Scenarios that one group serves: a status tells of each of them.
+#: Scenarios that one group serves: a status tells of each of them. Of a fleet: a plan does.
 MAX_SHARING: Final = 16
+MAX_SCENARIOS: Final = 256
 #: Longest kafka.prefix (schema.py).
 LONGEST_PREFIX: Final = 64
 #: A model's factory, module:name; anything else is a checkpoint.
@@ -59,7 +60,9 @@ class Scenario(Section, frozen=True, kw_only=True):
         FilePath, doc("checkpoint folder, packaged checkpoint, or module:factory, in place of those of [model]")
     ] = ""
     served_by: Annotated[
-        str, doc("the scenario whose workers, with their model, serve this one, too; empty: it has workers of its own")
+        str,
+        LABEL,
+        doc("the scenario whose workers, with their model, serve this one, too; empty: it has workers of its own"),
     ] = ""
     lead_ms: Annotated[Ms, doc("usual head start, from a request event to its ranking")] = 150.0
     priority: Annotated[int, Meta(ge=0, le=100), doc("where workers lack, those of lower priority give theirs")] = 1
@@ -80,7 +83,7 @@ class Scenario(Section, frozen=True, kw_only=True):
 
 
 def read_scenarios(
-    tables: Iterable[tuple[str, Any, str]], prefix: str, slo_ms: float
+    tables: Sequence[tuple[str, Any, str]], prefix: str, slo_ms: float
 ) -> tuple[tuple[Scenario, ...], tuple[Value, ...]]:
     """The scenarios, in the order of their names, and the value of each of their keys.
 
@@ -97,8 +100,15 @@ def read_scenarios(
             values["slo_ms"] = Value(fields["slo_ms"], slo_ms, "relay.slo_ms")
         for key, raw in table.items():
             if key not in keys:
-                raise ConfigError(f"{source}: no key `{SECTION}{name}.{key}`; a scenario has {', '.join(keys)}")
+                raise ConfigError(
+                    f"{source}: no key `{SECTION}{name}.{shortened(key)}`; a scenario has {', '.join(keys)}"
+                )
             values[key] = checked(fields[key], raw, source)
+    if len(found) > MAX_SCENARIOS:
+        raise ConfigError(
+            f"{tables[-1][2]}: {len(found)} sections [{SECTION}NAME], at most {MAX_SCENARIOS} are possible: give some "
+            f"of them another `kafka.prefix`, in a file of their own"
+        )
     _check_tenants(found)
     _check_served_by(found)
     scenarios = (
@@ -137,11 +147,14 @@ def groups_of(scenarios: Sequence[Scenario]) -> tuple[Scenario, ...]:
 def _check_name(name: str, table: Any, source: str, prefix: str) -> None:
     if not NAME.fullmatch(name) or name in RESERVED:
         raise ConfigError(
-            f"{source}: [{SECTION}{name}]: a scenario's name is part of its topics' names: up to 24 of a–z, 0–9 and -, "
-            f"the first no -, and not {', '.join(RESERVED[:-1])} or {RESERVED[-1]}; choose another one"
+            f"{source}: [{SECTION}{shortened(name)}]: a scenario's name is part of its topics' names: up to 24 of a–z, "
+            f"0–9 and -, the first no -, and not {', '.join(RESERVED[:-1])} or {RESERVED[-1]}; choose another one"
         )
     if not isinstance(table, dict):
-        raise ConfigError(f"{source}: `{SECTION}{name}` is no section; write [{SECTION}{name}], and below it its keys")
+        raise ConfigError(
+            f"{source}: `{SECTION}{name}` is no section; write [{SECTION}NAME], with the scenario's name, and below it "
+            f"its keys"
+        )
     if len(prefix) + len(name) + 1 > LONGEST_PREFIX:
         raise ConfigError(
             f"{source}: [{SECTION}{name}]: {prefix}{name}. has more than {LONGEST_PREFIX} characters; shorten the name "

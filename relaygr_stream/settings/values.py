@@ -68,11 +68,15 @@ def _refuse_impossible(field: Field, raw: str, source: str) -> None:
                 )
 
 
+def shortened(text: str, characters: int = 0) -> str:
+    """For a message. characters: of what the text stands for; 0: of the text."""
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]}… ({characters or len(text)} characters)"
+
+
 def _shown(field: Field, raw: object) -> str:
     if field.is_secret or "@" in str(raw):  # it may be a URL with a password
         return SECRET_SHOWN
-    text = repr(raw)
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]}… ({len(str(raw))} characters)"
+    return shortened(repr(raw), len(str(raw)))
 
 
 def _parse_size(key: str, raw: str, source: str) -> int:

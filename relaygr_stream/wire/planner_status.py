@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from relaygr_stream.errors import DecodeError
+from relaygr_stream.settings.scenarios import MAX_SCENARIOS
 from relaygr_stream.wire.messages import Finite, Id, Label, LeastVersion, UnixMillis
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.versions import SCHEMA_VERSION, VersionedDecoder
@@ -21,7 +22,9 @@ KIND: Final = "planner"
 KEY_PREFIX: Final = "planner/"
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
-Text = Annotated[str, Meta(max_length=500)]
+#: Longest reason.
+MOST_TEXT: Final = 500
+Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
 class ScenarioPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +52,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 class SharedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Scenarios that had better share one group."""
 
-    scenarios: Annotated[tuple[Label, ...], Meta(max_length=256)]
+    scenarios: Annotated[tuple[Label, ...], Meta(max_length=MAX_SCENARIOS)]
     reason: Text = ""
 
 
@@ -57,7 +60,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The proposals at a Unix time in seconds."""
 
     at_s: Finite
-    scenarios: Annotated[dict[Label, ScenarioPlan], Meta(max_length=256)]
+    scenarios: Annotated[dict[Label, ScenarioPlan], Meta(max_length=MAX_SCENARIOS)]
     move: Move | None = None
     shared: SharedGroup | None = None
 

@@ -253,3 +253,11 @@ def test_what_no_process_could_start_with_is_said_once_before_any(arguments: tup
     assert done.exit_code == 1
     assert done.output.count(said) == 1
     assert done.stdout == ""
+
+
+def test_a_fleet_whose_workers_share_devices_is_told_so(tmp_path: Path) -> None:
+    toml = tmp_path / "fleet.toml"
+    toml.write_text("[scenario.feed]\nmin_workers = 3\n", encoding="utf-8")
+    given = ("--fleet", str(toml), "--devices", "cpu,cpu", "--set", "model.checkpoint=", "--bootstrap", "127.0.0.1:1")
+    done = CliRunner().invoke(main, ["up", *given, "--set", f"kafka.prefix=up-{os.getpid()}."])
+    assert "warning: 3 workers share 2 devices; lower min_workers, or list more devices" in done.stdout

@@ -153,7 +153,7 @@ def test_a_file_of_another_format_is_called_one(name: str, text: str, message: s
     path.write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load_settings([path], environ={})
-    assert 'write the line [kafka], and below it bootstrap = "kafka:9092"' in str(caught.value)
+    assert 'TOML looks like the line [kafka], and below it bootstrap = "kafka:9092"' in str(caught.value)
 
 
 def test_a_mistake_in_a_flag_names_it() -> None:

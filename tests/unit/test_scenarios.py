@@ -22,7 +22,7 @@ from relaygr_stream.ops.children import write_settings
 from relaygr_stream.ops.scenarios import make_groups
 from relaygr_stream.settings import Scenario, Settings
 from relaygr_stream.settings.load import FIELDS, load_settings
-from relaygr_stream.settings.scenarios import MAX_SHARING, NAME, RESERVED, groups_of, scenario_of
+from relaygr_stream.settings.scenarios import MAX_SCENARIOS, MAX_SHARING, NAME, RESERVED, groups_of, scenario_of
 from relaygr_stream.settings.schema import Kafka, Telemetry
 from relaygr_stream.telemetry.otlp import _resource
 from relaygr_stream.telemetry.printable import render_plain
@@ -113,8 +113,19 @@ def test_a_later_file_counts_for_the_keys_that_it_has(tmp_path: Path) -> None:
         ("[scenario.feed]\ntenants = [3]\n", "`scenario.feed.tenants` = [3]"),
         ("[scenario.feed]\ntenants = ['a\\tb']\n".replace("'", '"'), "`scenario.feed.tenants`"),
         ("[scenario.feed]\ntenants = ['\ufeffa']\n", "has the invisible character U+FEFF"),
-        ("[scenario]\nfeed = 3\n", "`scenario.feed` is no section; write [scenario.feed]"),
-        ("scenario = 3\n", "`scenario` stands outside any section"),
+        ("[scenario]\nfeed = 3\n", "`scenario.feed` is no section; write [scenario.NAME], with"),
+        ("[scenario]\ntenants = ['shop']\n", "`scenario.tenants` is no section; write [scenario.NAME], with"),
+        ("scenario = 3\n", "`scenario` stands outside any section; scenarios stand in a file"),
+        ("[[scenario]]\nname = 'feed'\n", "`scenario` stands outside any section; scenarios stand in a file"),
+        ("[scenarios.feed]\n", "no setting `scenarios.feed`; scenarios stand in a file"),
+        ("[scenario.feed]\n[scenario.feed]\n", "twice (at line 2, column 15); TOML looks like the line [kafka]"),
+        (f"[scenario.feed]\nmin_workers = {'9' * 5000}\n", "not TOML: Exceeds the limit (4300 digits)"),
+        (f"[scenario.{'a' * 10**5}]\n", f"[scenario.{'a' * 80}… (100000 characters)]: a scenario's name is part"),
+        (f"[scenario.feed]\n{'a' * 10**5} = 1\n", f"no key `scenario.feed.{'a' * 80}… (100000 characters)`"),
+        (
+            "".join(f"[scenario.s{n}]\n" for n in range(MAX_SCENARIOS + 1)),
+            "fleet.toml: 257 sections [scenario.NAME], at most 256 are possible",
+        ),
         ("[scenario.Feed]\n", "[scenario.Feed]: a scenario's name is part of its topics' names"),
         ("[scenario.'a.b']\n", "[scenario.a.b]"),
         ("[scenario.'']\n", "[scenario.]"),

@@ -9,14 +9,19 @@ means of the requests that came; ρ follows from these and from the variances.
 
 from __future__ import annotations
 
+from typing import Final
+
 from relaygr_stream.ops.planner.seen import GroupSeen
 from relaygr_stream.ops.planner.utilisation import Work, utilisation
 from relaygr_stream.settings.scenarios import Scenario
 
+#: What asks for more is a count that no worker can have stated rightly. An average forgets it within an hour.
+MOST_WORKERS: Final = 100_000
+
 
 def demand_of(group: GroupSeen, scenario: Scenario) -> float:
-    """The workers that the group's traffic needs. scenario: the SLO and the head start to keep."""
-    return sum(demand_in_parts(group, scenario))
+    """The workers that the group's traffic needs, up to MOST_WORKERS. scenario: the SLO and the head start to keep."""
+    return min(MOST_WORKERS, sum(demand_in_parts(group, scenario)))
 
 
 def demand_in_parts(group: GroupSeen, scenario: Scenario) -> tuple[float, float]:

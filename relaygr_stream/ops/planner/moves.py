@@ -11,6 +11,7 @@ a move under way, whoever began it: a planner that takes over ends what the last
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
@@ -115,18 +116,22 @@ def _seen_in(seen: Observation, scenario: str, name: str) -> WorkerSeen | None:
     return next((each for each in group.workers if each.name == name), None) if group is not None else None
 
 
-def _where(seen: Observation, name: str) -> str | None:
-    """The scenario that the worker serves; None: it serves none now."""
-    return next((scenario for scenario in sorted(seen.groups) if _seen_in(seen, scenario, name)), None)
+def _places(seen: Observation) -> dict[str, list[str]]:
+    """By worker, the scenarios that it serves, in the order of their names."""
+    found = defaultdict[str, list[str]](list)
+    for scenario in sorted(seen.groups):
+        for worker in seen.groups[scenario].workers:
+            found[worker.name].append(scenario)
+    return found
 
 
 def _misplaced(moves: MovesMemory, seen: Observation) -> PendingMove | None:
     """The first worker by name that serves another scenario than it is assigned."""
+    places = _places(seen)
     for name, target in sorted(moves.assigned.items()):
-        if target not in seen.groups or _seen_in(seen, target, name) is not None:
-            continue
-        if (source := _where(seen, name)) is not None:
-            return PendingMove(name, source, target, moves.epoch, seen.at_s, found=True)
+        there = places.get(name)
+        if there and target in seen.groups and target not in there:
+            return PendingMove(name, there[0], target, moves.epoch, seen.at_s, found=True)
     return None
 
 
@@ -134,7 +139,7 @@ def _back(moves: MovesMemory, pending: PendingMove, seen: Observation) -> str:
     """What is assigned in place of a move that is given up: where it came from. But a worker that did not come back
     either is slow, or broken, and is left where it is: a further order would be given up, too, and so on for ever."""
     if pending.found and pending.worker in moves.given_up_s:
-        return _where(seen, pending.worker) or pending.target
+        return next(iter(_places(seen).get(pending.worker, ())), pending.target)
     return pending.source
 
 

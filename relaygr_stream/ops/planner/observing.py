@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from relaygr_stream.ops.planner.seen import VARIATION, GroupSeen, PartSeen, WorkerSeen
+from relaygr_stream.ops.planner.seen import MOST_COUNT, VARIATION, GroupSeen, PartSeen, WorkerSeen, bounded
 from relaygr_stream.ops.planner.utilisation import Work
 from relaygr_stream.ops.status.overview import Overview, Seen
 from relaygr_stream.ops.status.tally import KINDS, Tally, growth, lately, told_of
@@ -42,7 +42,7 @@ def observed(view: Overview) -> GroupSeen:
         seconds = (each.last.sent_ms - each.since.sent_ms) / 1e3
         for name in (*PREFIX_MS, *SQUARES):
             spent[name] += grown[name]
-        spent[SCORE_MS] += grown[SCORE_MS] if told else each.last.busy_share * seconds * 1e3
+        spent[SCORE_MS] += grown[SCORE_MS] if told else each.last.busy_share * max(0.0, seconds) * 1e3
         prefixes += max(own.answers["ok"], sum(grown[name] for name in READY) + own.outcomes["full"])
         late = max(0, own.judged - own.within_slo)
         workers.append(_worker(each.last, answers=own.all, late=late, busy=each.last.busy_share))
@@ -52,7 +52,7 @@ def observed(view: Overview) -> GroupSeen:
     prefix, score = works_of(spent, prefixes, tally.answers["ok"])
     return GroupSeen(
         workers=tuple(workers),
-        per_second=per_second,
+        per_second=bounded(per_second),
         prefix_ms=prefix.mean_ms,
         score_ms=score.mean_ms,
         prefix_variation=prefix.variation,
@@ -72,16 +72,16 @@ def works_of(spent: Mapping[str, float], prefixes: float, scores: float) -> tupl
 def _work(total_ms: float, squares: float | None, count: float) -> Work:
     """By the sum of `count` times, and that of their squares."""
     known = squares is not None and total_ms > 0
-    variation = max(0.0, count * (squares or 0.0) / total_ms**2 - 1) if known else VARIATION
-    return Work(total_ms / count if count else 0.0, variation)
+    variation = count / total_ms * (squares or 0.0) / total_ms - 1 if known else VARIATION
+    return Work(bounded(total_ms / count if count else 0.0), bounded(variation))
 
 
 def _worker(status: WorkerStatus, answers: int = 0, late: int = 0, busy: float = 0.0) -> WorkerSeen:
     given_up = status.given_up or None
     return WorkerSeen(
         name=status.name,
-        answers=answers,
-        late=late,
+        answers=min(answers, MOST_COUNT),
+        late=min(late, MOST_COUNT),
         busy=busy,
         lanes=len(status.lanes),
         epoch=status.assigned or 0,
@@ -103,7 +103,7 @@ def _parts(seen: Sequence[Seen[WorkerStatus]]) -> dict[str, PartSeen]:
     for name, (prefix, score) in spent.items():
         tally, per_second = lately(seen, name)
         parts[name] = PartSeen(
-            per_second=per_second,
+            per_second=bounded(per_second),
             prefix_share=prefix / prefix_ms,
             score_share=score / score_ms,
             p99_ms=tally.quantile_ms(0.99, *KINDS),

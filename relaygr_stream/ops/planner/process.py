@@ -29,7 +29,7 @@ from relaygr_stream.settings.scenarios import RESERVE, Scenario, groups_of
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext, version
-from relaygr_stream.wire.planner_status import KEY_PREFIX, KIND, FleetPlan, PlannerStatus, encode_planner
+from relaygr_stream.wire.planner_status import KEY_PREFIX, KIND, MOST_TEXT, FleetPlan, PlannerStatus, encode_planner
 from relaygr_stream.wire.records import HEADER_KIND
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader, rising_ms
@@ -117,7 +117,7 @@ class PlannerStatements:
             sent_ms=self._sent_ms,
             state="serving" if acting is None or acting.leads else "standby",
             mode="advise" if acting is None else "act",
-            moves="" if acting is None else acting.says,
+            moves="" if acting is None else acting.says[:MOST_TEXT],
             plan=plan,
             version=version(),
         )

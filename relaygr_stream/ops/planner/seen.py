@@ -7,8 +7,14 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-Amount = Annotated[float, Meta(ge=0, le=1e12)]
-Count = Annotated[int, Meta(ge=0, le=10_000_000)]
+#: Of an amount and of a count in a window; whatever a worker states beyond is not believed.
+MOST_AMOUNT: Final = 1e12
+MOST_COUNT: Final = 10_000_000
+
+Amount = Annotated[float, Meta(ge=0, le=MOST_AMOUNT)]
+Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
+#: Until the year 9999, the last that a calendar shows.
+UnixSeconds = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Epoch = Annotated[int, Meta(ge=0, lt=2**53)]
 #: The squared coefficient of variation of device times where no worker tells more than their sum.
@@ -60,7 +66,12 @@ class GroupSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Observation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All groups in a window that ended at `at_s`. reserve: workers that serve none. moving: none may begin now."""
 
-    at_s: Amount
+    at_s: UnixSeconds
     groups: dict[str, GroupSeen]
     reserve: Count = 0
     moving: bool = False
+
+
+def bounded(value: float) -> float:
+    """As an amount."""
+    return min(max(0.0, value), MOST_AMOUNT)

@@ -7,16 +7,19 @@ what is idle at each moment, and splits by no whole number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
 from relaygr_stream.ops.planner.demand import demand_in_parts
 from relaygr_stream.ops.planner.seen import GroupSeen, PartSeen
 from relaygr_stream.ops.planner.utilisation import SLICE
-from relaygr_stream.settings.scenarios import Scenario
+from relaygr_stream.settings.scenarios import Scenario, served_together
 from relaygr_stream.wire.planner_status import ScenarioPlan, SharedGroup
+
+#: Scenarios that a reason names: it has a bound on the wire.
+MOST_NAMED: Final = 3
 
 
 class Group(NamedTuple):
@@ -33,19 +36,21 @@ class Group(NamedTuple):
 
 
 def with_members(
-    plans: Mapping[str, ScenarioPlan], groups: Sequence[Group], scenarios: Iterable[Scenario]
+    plans: Mapping[str, ScenarioPlan], groups: Sequence[Group], scenarios: Sequence[Scenario]
 ) -> dict[str, ScenarioPlan]:
     """The plans of the groups, and one for each scenario that another's workers serve: its part of their demand."""
     found, by_name = dict(plans), {each.scenario.name: each for each in groups}
     for scenario in scenarios:
         host, seen = plans[scenario.group], by_name[scenario.group].seen
-        if not scenario.served_by and not seen.parts:
+        others = [] if scenario.served_by else [each.name for each in served_together(scenarios, scenario.name)[1:]]
+        if not (scenario.served_by or (others and seen.parts)):
             continue
         part = seen.parts.get(scenario.name, PartSeen())
         headroom_ms = None if part.p99_ms is None else scenario.slo_ms - part.p99_ms
         if not scenario.served_by:
-            served = ", ".join(name for name in sorted(seen.parts) if name != scenario.name)
-            found[scenario.name] = replace(host, headroom_ms=headroom_ms, reason=f"{host.reason}; with {served}")
+            more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+            told = f"{host.reason}; with {', '.join(others[:MOST_NAMED])}{more}"
+            found[scenario.name] = replace(host, headroom_ms=headroom_ms, reason=told)
             continue
         prefix, score = demand_in_parts(seen, by_name[scenario.group].scenario)
         share = (prefix * part.prefix_share + score * part.score_share) / (prefix + score) if prefix + score else 0.0

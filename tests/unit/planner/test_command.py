@@ -105,6 +105,11 @@ def test_a_recorded_day_as_lines_has_a_plan_for_each_observation(fleet: str, day
         (b'{"at_s": 1, "groups": {}, "surprise": 1}', "line 1: no observation"),
         (b'{"at_s": 2, "groups": {}}\n{"at_s": 1, "groups": {}}', "in the order of time"),
         (b"[" * 100_000, "line 1: no observation"),
+        (b'{"at_s": NaN, "groups": {}}', "line 1: no observation"),
+        (b'{"at_s": 1e300, "groups": {}}', "line 1: no observation"),
+        (b'{"at_s": 1e12, "groups": {}}', "line 1: no observation"),  # no calendar has that year
+        (b'{"at_s": 1, "groups": {"feed": {"per_second": -1}}}', "line 1: no observation"),
+        (b'{"at_s": 1, "groups": {"feed": {"workers": [{"name": "w", "busy": 2}]}}}', "line 1: no observation"),
     ],
 )
 def test_what_is_no_recorded_day_is_said(fleet: str, tmp_path: Path, content: bytes, said: str) -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from relaygr_stream.ops.planner.demand import MOST_WORKERS
 from relaygr_stream.ops.planner.observing import observed
-from relaygr_stream.ops.planner.seen import VARIATION
+from relaygr_stream.ops.planner.plan import Memory, decide
+from relaygr_stream.ops.planner.replay import read_observations
+from relaygr_stream.ops.planner.seen import VARIATION, Observation
 from relaygr_stream.ops.status.overview import LATELY_S, Overview
+from relaygr_stream.settings.scenarios import MAX_SHARING, Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.messages import GivenUp, WorkerStatus
-from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.messages import GivenUp, ScenarioTotals, WorkerStatus
+from relaygr_stream.wire.planner_status import KEY_PREFIX, KIND, PlannerStatus, encode_planner, read_planner
+from relaygr_stream.wire.records import HEADER_KIND, Record
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from tests.statuses import lane_statuses, worker_status
@@ -113,3 +123,50 @@ def test_a_worker_seen_once_tells_nothing_yet() -> None:
     seen = observed(view(status("w", 1.0, COUNTERS)))
     assert (seen.per_second, seen.prefix_ms, seen.score_ms) == (0.0, 0.0, 0.0)
     assert len(seen.workers) == 1
+
+
+# ---- statuses are foreign ----
+
+totals = st.dictionaries(
+    st.sampled_from([*COUNTERS, "answers_failed"]),
+    st.sampled_from([-sys.float_info.max, -1.0, 0.0, 5e-324, 1.0, 1e9, 2.0**53, sys.float_info.max])
+    | st.floats(allow_nan=False, allow_infinity=False),
+)
+names = st.text("ab\x00\u202e\ud7ff", min_size=1, max_size=256)
+hostile = st.builds(
+    status,
+    st.sampled_from(["a", "b"]) | names,
+    st.sampled_from([0.0, 1.0, 1.001, 9.0, 20.0, 1e12]),
+    totals,
+    busy_share=st.floats(0, 1),
+    latencies=st.just({}) | st.just({"hbm": (0, 2**53 - 1)}),
+    scenarios=st.just(msgspec.UNSET) | st.dictionaries(names, st.builds(ScenarioTotals, counters=totals), max_size=2),
+    given_up=st.builds(GivenUp, epoch=st.integers(0, 2**53 - 1), reason=names.map(lambda text: text[:200])),
+)
+SCENARIOS = (
+    Scenario(name="feed"),
+    *(Scenario(name=f"{'s' * 20}{number}", served_by="feed") for number in range(MAX_SHARING - 1)),
+    Scenario(name="gone"),
+)
+
+
+@given(statuses=st.lists(hostile, max_size=6))
+@example(statuses=[status("a", at, {"pre_infer_ms": at, "prefix_ms2": at}, busy_share=1e-200) for at in (1.0, 9.0)])
+@example(statuses=[status("a", at, {"answers_failed": at * 1e300, "answers_ok": at}) for at in (1.0, 1.001)])
+def test_whatever_workers_state_plans_are_readable_and_right_again_within_an_hour(
+    statuses: list[WorkerStatus], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    seen = Observation(at_s=0.0, groups={"feed": observed(view(*statuses))})
+    file: Path = tmp_path_factory.getbasetemp() / "hostile.ndjson"
+    file.write_bytes(msgspec.json.encode(seen))
+    assert list(read_observations(file)) == [seen], "what is recorded is replayed"
+    memory, plan = decide(Memory(), seen, SCENARIOS)
+    made = PlannerStatus(name="p", incarnation=1, sent_ms=1, state="serving", plan=plan)
+    record = Record("s", 0, 0, 1, f"{KEY_PREFIX}p".encode(), encode_planner(made), ((HEADER_KIND, KIND.encode()),))
+    assert read_planner(record, StatusReader()) == made, "`plan show` shows it"
+    assert all(each.wanted <= MOST_WORKERS for each in plan.scenarios.values())
+    after = {name: 2 * total for name, total in COUNTERS.items()}
+    calm = observed(view(status("w", 1.0, COUNTERS), status("w", 11.0, after)))
+    for at_s in range(30, 3630, 30):
+        memory, plan = decide(memory, Observation(at_s=float(at_s), groups={"feed": calm}), SCENARIOS)
+    assert plan.scenarios["feed"].wanted == 1
