@@ -285,7 +285,7 @@ class ReplyRoute:
         self._used: dict[int, float] = {}  # partition → time of the latest request
 
     def _unacknowledged_s(self, partition: int) -> float:
-        return 0.0 if self._waits is None else self._waits.waiting_s(partition)
+        return 0.0 if self._waits is None else self._waits.waits_s([partition])[partition]
 
     def _led(self, partition: int) -> bool:
         return self._unacknowledged_s(partition) < math.inf

@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Final, Literal
 
@@ -71,8 +71,8 @@ class Hedges:
         self._random = random.Random(seed)
         self._slow = SLOW_BURST
 
-    def _waiting_s(self, lane: int) -> float:
-        return 0.0 if self._waits is None else self._waits.waiting_s(lane)
+    def _waits_s(self, lanes: Collection[int]) -> Mapping[int, float]:
+        return dict.fromkeys(lanes, 0.0) if self._waits is None else self._waits.waits_s(lanes)
 
     def request(self) -> None:
         """Add one request's share to the budget."""
@@ -85,7 +85,7 @@ class Hedges:
         """
         if self._owners.owner(lane, self._max_age_ms) is None and self._owner_known(lane) and self._any_serves():
             return "silent"
-        return "unsent" if self._waiting_s(lane) > STUCK_S else None
+        return "unsent" if self._waits_s([lane])[lane] > STUCK_S else None
 
     def _owner_known(self, lane: int) -> bool:
         return self._clock() >= self._all_known_s or self._owners.owner(lane, math.inf) is not None
@@ -109,26 +109,32 @@ class Hedges:
         """
         claim = self._owners.owner(home, self._max_age_ms)
         owner = None if claim is None else claim.worker
-        choices = self._choices(owner, late_s, tried, reached) or self._choices(owner, STUCK_S, tried, tried)
-        if not choices:
+        free = self._with_time(owner)
+        waits_s = self._waits_s({lane for _, lanes in free for lane in lanes}.difference(tried))
+
+        def choices(patience_s: float, asked: Collection[int]) -> list[tuple[WorkerStatus, list[int]]]:
+            """Workers other than the owners of the lanes `asked`, and lanes of theirs that wait no longer."""
+            owners = (self._owners.owner(lane, self._max_age_ms) for lane in asked)
+            excluded = {claim.worker.name for claim in owners if claim is not None}
+            fit = {lane for lane, waiting_s in waits_s.items() if waiting_s <= patience_s}
+            left = ((status, [lane for lane in lanes if lane in fit]) for status, lanes in free)
+            return [(status, lanes) for status, lanes in left if lanes and status.name not in excluded]
+
+        found = choices(late_s, reached) or choices(STUCK_S, tried)
+        if not found:
             return None
-        for status, lanes in choices:
+        for status, lanes in found:
             if owner is not None and status.name == owner.name:
                 return self._random.choice(lanes)
         # Only the queues are compared, so that two idle workers have equal chances.
-        (_, lanes), *_ = better_of_two([(s.queue_ms, lanes) for s, lanes in choices], self._random)
+        (_, lanes), *_ = better_of_two([(s.queue_ms, lanes) for s, lanes in found], self._random)
         return self._random.choice(lanes)
 
-    def _choices(
-        self, owner: WorkerStatus | None, patience_s: float, tried: Collection[int], asked: Collection[int]
-    ) -> list[tuple[WorkerStatus, list[int]]]:
-        """Some workers with time, other than the owners of the lanes `asked`, and some of their lanes that wait no
-        longer.
+    def _with_time(self, owner: WorkerStatus | None) -> list[tuple[WorkerStatus, list[int]]]:
+        """Some workers with time, and some of the lanes of each.
 
         owner: of the user's lane; the request is due there, however long its queue is.
         """
-        owners = (self._owners.owner(lane, self._max_age_ms) for lane in asked)
-        excluded = {claim.worker.name for claim in owners if claim is not None}
         looked_at = [
             status
             for status in self._owners.sample_workers(self._random, self._max_age_ms)
@@ -136,18 +142,7 @@ class Hedges:
         ]
         if owner is not None:
             looked_at = [owner, *(status for status in looked_at if status.name != owner.name)]
-        return [
-            (status, lanes)
-            for status in looked_at
-            if status.name not in excluded
-            and (
-                lanes := [
-                    each.lane
-                    for each in draw_sample(status.lanes, self._random)
-                    if each.lane not in tried and self._waiting_s(each.lane) <= patience_s
-                ]
-            )
-        ]
+        return [(each, [lane.lane for lane in draw_sample(each.lanes, self._random)]) for each in looked_at]
 
     @property
     def may_spend(self) -> bool:

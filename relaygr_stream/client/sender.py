@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -76,19 +76,31 @@ class Sender:
         brokers = {self._producer.broker_of(*each) for each in every} - {None, NO_LEADER}
         await asyncio.gather(*(self._producer.answers(broker, SILENT_S) for broker in brokers if broker is not None))
 
-    def waiting_s(self, topic: str, partition: int) -> float:
-        """The age in seconds of the oldest send that the partition's broker has not acknowledged; 0: there is none;
-        infinite: no broker leads the partition. By the broker, so that no lane has to lose a request of its own."""
-        broker = self._producer.broker_of(topic, partition)
+    def waits_s(self, topic: str, partitions: Iterable[int]) -> dict[int, float]:
+        """Of each partition the age in seconds of the oldest send that its broker has not acknowledged; 0: there is
+        none; infinite: no broker leads the partition. By the broker, so that no lane has to lose a request of its own;
+        each broker is looked at once."""
+        now, of_brokers, found = self._clock(), dict[int | None, float | None](), dict[int, float]()
+        for partition in partitions:
+            broker = self._producer.broker_of(topic, partition)
+            if broker not in of_brokers:
+                of_brokers[broker] = self._broker_waits_s(broker, topic, partition, now)
+            if (waiting_s := of_brokers[broker]) is None:
+                found[partition] = 0.0
+            else:
+                due = self._due.get((topic, partition))
+                found[partition] = max(waiting_s, now - next(iter(due.values()))) if due else waiting_s
+        return found
+
+    def _broker_waits_s(self, broker: int | None, topic: str, partition: int, now: float) -> float | None:
+        """How long the broker, which leads this partition, has acknowledged nothing; None: it is there, and would
+        throttle a copy, too."""
         if broker == NO_LEADER:
             return math.inf
-        if self._producer.throttled_s(topic, partition) > 0:  # it is there, and would throttle a copy, too
-            return 0.0
-        now, due, silence = self._clock(), self._due.get((topic, partition)), self._silences[broker]
-        waiting_s = now - next(iter(due.values())) if due else 0.0
-        if silence.since_s is not None and not silence.answers:
-            waiting_s = max(waiting_s, now - silence.since_s)
-        return waiting_s
+        if self._producer.throttled_s(topic, partition) > 0:
+            return None
+        silence = self._silences[broker]
+        return 0.0 if silence.since_s is None or silence.answers else now - silence.since_s
 
     def broker_of(self, topic: str, partition: int) -> int | None:
         """As `Producer.broker_of`."""
@@ -223,8 +235,8 @@ class Sender:
 class Waits(Protocol):
     """Knows of one topic's partitions which brokers lead them, and how long these have acknowledged nothing."""
 
-    def waiting_s(self, partition: int) -> float:
-        """Seconds; 0: it acknowledges; infinite: it has no leader."""
+    def waits_s(self, partitions: Iterable[int]) -> Mapping[int, float]:
+        """Seconds, of each partition; 0: its broker acknowledges; infinite: it has no leader."""
 
     def broker_of(self, partition: int) -> int | None:
         """The broker's id; NO_LEADER; None: not known."""
@@ -235,7 +247,7 @@ def may_be_lost(waits: Waits | None, partition: int, broker: int | None) -> bool
     one, which need not have had the message, leads the partition. broker: None: not known."""
     if waits is None:
         return False
-    return waits.waiting_s(partition) > STUCK_S or broker not in (None, waits.broker_of(partition))
+    return waits.waits_s([partition])[partition] > STUCK_S or broker not in (None, waits.broker_of(partition))
 
 
 class TopicWaits:
@@ -245,9 +257,9 @@ class TopicWaits:
         self._sender = sender
         self._topic = topic
 
-    def waiting_s(self, partition: int) -> float:
-        """As `Sender.waiting_s`."""
-        return self._sender.waiting_s(self._topic, partition)
+    def waits_s(self, partitions: Iterable[int]) -> dict[int, float]:
+        """As `Sender.waits_s`."""
+        return self._sender.waits_s(self._topic, partitions)
 
     def broker_of(self, partition: int) -> int | None:
         """As `Producer.broker_of`."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +33,21 @@ MINE, YOURS = [lane for lane in range(LANES) if lane % 2 == OURS % 2], [
 
 def status(name: str, lanes: Sequence[int], *, queue_ms: float = 0.0, state: str = "serving") -> WorkerStatus:
     return worker_status(name, lane_statuses(lanes, budget_bytes=0), queue_ms=queue_ms, state=state)
+
+
+class Waiting:
+    """How long the brokers of lanes have acknowledged nothing."""
+
+    def __init__(self, waiting_s: Callable[[int], float]) -> None:
+        self._waiting_s = waiting_s
+        self.asked = 0
+
+    def waits_s(self, lanes: Iterable[int]) -> dict[int, float]:
+        self.asked += 1
+        return {lane: self._waiting_s(lane) for lane in lanes}
+
+    def broker_of(self, lane: int) -> None:
+        return None
 
 
 class World:
@@ -241,7 +255,7 @@ def test_idle_workers_get_equal_parts() -> None:
 
 def test_a_lane_that_no_broker_takes_is_left_and_never_chosen() -> None:
     owners = directory(status("a", [0, 1]), status("b", [2, 3]), status("c", [4]))
-    hedges = Hedges(owners, 50.0, waits=SimpleNamespace(waiting_s=lambda lane: 1.0 if lane in (0, 2, 4) else 0.0))
+    hedges = Hedges(owners, 50.0, waits=Waiting(lambda lane: 1.0 if lane in (0, 2, 4) else 0.0))
     assert hedges.why_unreachable(0) == "unsent"
     assert hedges.why_unreachable(1) is None
     assert {hedges.other_lane(1, [1], [1], LATE_S) for _ in range(50)} == {3}
@@ -250,19 +264,27 @@ def test_a_lane_that_no_broker_takes_is_left_and_never_chosen() -> None:
 def test_copies_go_to_lanes_whose_broker_acknowledges_while_there_are_some() -> None:
     """A killed broker counts as away after half a second: until then, copies on its other lanes are lost, too."""
     owners = directory(status("a", [0, 1, 2]), status("b", [3, 4, 5]), status("c", [6, 7]))
-    hedges = Hedges(owners, 50.0, seed=1, waits=SimpleNamespace(waiting_s=lambda lane: 0.2 if lane % 3 == 0 else 0.0))
+    hedges = Hedges(owners, 50.0, seed=1, waits=Waiting(lambda lane: 0.2 if lane % 3 == 0 else 0.0))
     assert {hedges.other_lane(2, [2], [2], LATE_S) for _ in range(100)} == {4, 5, 7}, "the broker of 3 and 6 does not"
     assert {hedges.other_lane(2, [2, 4], [2, 4], LATE_S) for _ in range(100)} == {7}
-    late = Hedges(owners, 50.0, seed=1, waits=SimpleNamespace(waiting_s=lambda lane: 0.2))
+    late = Hedges(owners, 50.0, seed=1, waits=Waiting(lambda lane: 0.2))
     assert {late.other_lane(2, [2], [2], LATE_S) for _ in range(100)} == {3, 4, 5, 6, 7}, (
         "all are late: none is preferred"
     )
 
 
+def test_brokers_are_looked_at_once_for_each_choice() -> None:
+    """While a broker acknowledged nothing, a quarter of the client's time went into looking at it for every lane."""
+    owners = directory(*(status(f"w{number}", range(16 * number, 16 * number + 16)) for number in range(8)))
+    waits = Waiting(lambda lane: 1.0)
+    assert Hedges(owners, 50.0, waits=waits).other_lane(0, [0], [], LATE_S) is None
+    assert waits.asked == 1
+
+
 def test_an_owner_that_a_dead_broker_kept_the_request_from_is_asked_on_another_lane() -> None:
     """It has the prefix KV; another worker runs full inference."""
     owners = directory(status("a", [0, 1, 2]), status("b", [3, 4, 5]), status("c", [6, 7]))
-    hedges = Hedges(owners, 50.0, seed=1, waits=SimpleNamespace(waiting_s=lambda lane: 0.2 if lane % 3 == 0 else 0.0))
+    hedges = Hedges(owners, 50.0, seed=1, waits=Waiting(lambda lane: 0.2 if lane % 3 == 0 else 0.0))
     assert {hedges.other_lane(0, [0], [], LATE_S) for _ in range(100)} == {1, 2}
     assert {hedges.other_lane(0, [], [], LATE_S) for _ in range(100)} == {1, 2}, "its lane is known to be stuck"
     assert {hedges.other_lane(0, [0, 1], [1], LATE_S) for _ in range(100)} == {4, 5, 7}, "it has been asked"
@@ -270,7 +292,7 @@ def test_an_owner_that_a_dead_broker_kept_the_request_from_is_asked_on_another_l
     assert {hedges.other_lane(0, [0], [], LATE_S) for _ in range(100)} == {1, 2}, (
         "it is busy, and the request is its own"
     )
-    late = Hedges(owners, 50.0, seed=1, waits=SimpleNamespace(waiting_s=lambda lane: 0.2))
+    late = Hedges(owners, 50.0, seed=1, waits=Waiting(lambda lane: 0.2))
     assert {late.other_lane(0, [0], [], LATE_S) for _ in range(100)} == {3, 4, 5, 6, 7}, (
         "nobody knows what is the matter"
     )

@@ -69,7 +69,7 @@ def test_a_partition_without_a_leader_is_not_named_while_the_other_has_one() -> 
     route = ReplyRoute(
         "scores",
         [5, 7],
-        waits=SimpleNamespace(waiting_s=lambda each: 0.0 if each in led else math.inf),
+        waits=SimpleNamespace(waits_s=lambda asked: {each: 0.0 if each in led else math.inf for each in asked}),
         clock=lambda: 0.0,
     )
     assert route.choose() == 5
