@@ -34,7 +34,11 @@ EMULATED: Final[dict[str, Any]] = {"worker.hbm_bytes": "40GiB", "worker.dram_byt
 @click.option("--broker", type=click.Choice(["embedded", "kafka"]), help="Private broker to start. [embedded]")
 @click.option("--bootstrap", metavar="HOST:PORT", help="Use this running cluster instead of a private broker.")
 @click.option("--device", metavar="cpu|cuda[:N]|npu[:N]", help="Device of the worker. [cpu]")
-@click.option("--costs", metavar="NAME|FILE", help="Emulate a device of these costs: npu, h100, cpu, or a TOML file.")
+@click.option(
+    "--costs",
+    metavar="NAME|FILE",
+    help="Emulate a device of these costs, scaled to the model by arithmetic: npu, h100, cpu, or a TOML file.",
+)
 @click.option("--modes", metavar="NAME,…", help="Of full, cache, relay, engine. [all; with --costs without engine]")
 @click.option("--users", type=click.IntRange(1), help="Users of a run, of 5,000. [a quarter of the queries]")
 @click.option("--candidates", type=click.IntRange(1, 65536), help="Items to rank. [2,048; cpu: 102]")

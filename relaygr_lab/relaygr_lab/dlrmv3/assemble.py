@@ -85,16 +85,17 @@ def _reductions(bench: Bench, mean: float, visits: Sequence[Visit]) -> dict[str,
     published = [visit._replace(length=int(visit.length / workload.scale)) for visit in visits]
     theirs = np.mean([whole.flop(visit, CANDIDATES, reused=False) for visit in published])
     ours = np.mean([shape.flop(visit, workload.candidates, reused=False) for visit in visits])
-    own = {
-        "model": f"{shape.layers} layers of {whole.layers}, D {shape.dim} of {whole.dim}, random weights; an item "
-        f"table of {ITEM_ROWS:,} rows for {ITEMS:,} ids",
-        "work of a request in full": f"{ours / 1e9:,.2f} GFLOP of {theirs / 1e9:,.0f}",
-    }
+    weights = (
+        "which computes nothing: the cost file's times, scaled by arithmetic"
+        if bench.fleet
+        else f"random weights; an item table of {ITEM_ROWS:,} rows for {ITEMS:,} ids"
+    )
     return {
         "users": f"{workload.users:,} of {USERS:,}",
         "history": f"{mean:,.0f} behaviours at the mean, {MEAN * workload.scale:g} a timestamp of {MEAN:g}",
         "candidates": f"{workload.candidates:,} of {CANDIDATES:,}",
-        **({"model": "that of the cost file, which computes nothing"} if bench.fleet else own),
+        "model": f"{shape.layers} layers of {whole.layers}, D {shape.dim} of {whole.dim}, {weights}",
+        "work of a request in full": f"{ours / 1e9:,.2f} GFLOP of {theirs / 1e9:,.0f}",
     }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from relaygr_lab.dlrmv3.workload import CATEGORIES, Visit
+from relaygr_lab.simulate.costs import DeviceCosts
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.models.dlrm.config import DlrmConfig
 from relaygr_stream.models.dlrm.model import DlrmHSTU
@@ -49,6 +50,10 @@ class Shape:
         model = DlrmHSTU(self.config(users))
         save_checkpoint(model.load_weights(draw_weights(model.state_dict(), seed), ""), folder)
         return folder
+
+    def scale(self, costs: DeviceCosts) -> DeviceCosts:
+        """The costs of a device for this model, by arithmetic from those for the model of the cost file."""
+        return costs.scaled(self.layers / costs.kv.layers, self.dim / (costs.kv.heads * costs.kv.dqk))
 
     def flop(self, visit: Visit, candidates: int, *, reused: bool) -> float:
         """Floating-point operations of a request; reused: prefix KV of the user's last one are extended.

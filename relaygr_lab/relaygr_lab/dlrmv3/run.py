@@ -49,7 +49,7 @@ from relaygr_stream.wire.messages import CostModel
 HEAD_START_S: Final = (0.02, 0.15)
 #: An emulated device's time is dilated until this share of the oracle queue's rate is at most so many queries a second,
 #: of 100 KB each: two cores then have time for the bus.
-HEADROOM_DILATED, MOST_DILATED_QPS = 1.25, 40.0
+HEADROOM_DILATED, MOST_DILATED_QPS = 1.25, 24.0
 #: The longest that a request of the warm-up may take.
 FILL_TIMEOUT_S: Final = 20.0
 #: Requests, one at a time, of which the costs of full inference are fitted; and of each mode, before its search.
@@ -132,8 +132,11 @@ class Bench:
             if options.engine:
                 await self._engine()
 
-    def _emulate(self, costs: DeviceCosts, folder: Path) -> None:
-        """Dilate time so that what the oracle queue carries is at most MOST_DILATED_QPS."""
+    def _emulate(self, measured: DeviceCosts, folder: Path) -> None:
+        """Scale a cost file to the shape of DLRMv3's model, and dilate time so that what the oracle queue carries is at
+        most MOST_DILATED_QPS.
+        """
+        costs = self.options.shape.scale(measured)
         most = self.work(Fleet(costs, 1.0).cost_model).largest_rate(RELAY.name, self.test, self.heads_s)
         self.factor = max(1.0, math.ceil(HEADROOM_DILATED * most / MOST_DILATED_QPS))
         self.fleet = Fleet(costs, self.factor)
