@@ -1,4 +1,5 @@
-"""The cache: usable memory under churn, cost per operation, eviction against other policies, two tiers, copies.
+"""The cache: usable memory under churn, cost per operation, eviction against other policies, two tiers, a
+restart, copies.
 
 python relaygr_lab/benchmarks/cache.py          prints the tables; with CHECK=1 exits non-zero naming the targets missed
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from cache_baselines import BYTES_PER_TOKEN, LRU, Belady, Cache, S3Fifo, cost_ms, lengths, traces
-from cache_tiers import two_tiers
+from cache_tiers import restart, two_tiers
 from targets import judge
 
 from relaygr_stream.cache.arena import Arena, Extent
@@ -283,6 +284,7 @@ def main() -> list[str]:
     cost_per_operation()
     eviction_policies()
     two_tiers(check)
+    restart(check)
     copies()
     return missed
 

@@ -171,12 +171,18 @@ class Arena:
         self._hold(extent)
         return extent
 
-    def hold(self, extent: Extent) -> None:
-        """Hold this extent, of an aligned place and size. Raises CacheCorruption, and changes nothing, if it is not all
-        in one hole."""
-        self._holes.remove(extent.offset, extent.size)
-        self._open.remove(extent.offset, extent.size)
-        self._hold(extent)
+    def hold_all(self, extents: Iterable[Extent]) -> None:
+        """Hold these extents, and mark them evictable, while none is held: disjoint ones, aligned, in address order."""
+        assert not self._held
+        self._holes, end = Runs(), 0
+        for extent in extents:
+            if extent.offset > end:
+                self._holes.add(end, extent.offset - end)
+            self._hold(extent)
+            end = extent.end
+        if end < self.size:
+            self._holes.add(end, self.size - end)
+        self._evictable = set(self._held)
 
     def free(self, extent: Extent) -> None:
         """Turn the extent into a hole and merge it with its neighbours. Raises ValueError if it is not held."""

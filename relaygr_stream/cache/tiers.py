@@ -235,9 +235,9 @@ class DramTier(_Tier):
         """Whether `allocate` would find room."""
         return self._memory.arena.largest_hole >= self.size_of(capacity)
 
-    def hold(self, copy: StoredCopy) -> None:
-        """Hold the extent of a copy that an earlier process made. Raises CacheCorruption where another holds it."""
-        self._memory.arena.hold(copy.extent)
+    def hold_all(self, copies: Iterable[StoredCopy]) -> None:
+        """Hold the extents of copies that an earlier process made, in address order, while there are no others."""
+        self._memory.arena.hold_all(copy.extent for copy in copies)
 
     def free(self, copy: StoredCopy, *, erased: bool = False) -> None:
         """Free a copy's extent. Its entry must have been noted without it. erased: its user was."""
