@@ -75,7 +75,12 @@ class Moves:
         return True
 
     def poll(self) -> list[Entry]:
-        """Complete finished copies and start write-backs. Returns the entries loaded, or `failed` to load."""
+        """Complete finished copies and start write-backs. Returns the entries loaded, or `failed` to load.
+
+        Raises DeviceError where the tier's file was shortened: none of its copies is to be trusted.
+        """
+        if self._kept is not None:
+            self._kept.file.check()
         loaded = []
         for entry in self._loading[:]:
             if entry.load is not None and (succeeded := self._outcome(entry.load)) is not None:
@@ -128,10 +133,12 @@ class Moves:
         Where copies are kept in a file, what is idle in HBM alone is copied there first, for KEEP_S at most.
         """
         until = time.monotonic() + KEEP_S
-        while self._kept is not None and self.keeping and time.monotonic() < until:
-            self.poll()
-            time.sleep(1e-3)
-        self._copier.close()
+        try:
+            while self._kept is not None and self.keeping and time.monotonic() < until:
+                self.poll()
+                time.sleep(1e-3)
+        finally:
+            self._copier.close()
 
     def check_integrity(self) -> None:
         """Raise CacheCorruption if an entry in these lists is not being copied."""

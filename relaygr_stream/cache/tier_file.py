@@ -8,6 +8,10 @@ the bytes' digest, after them. A process that is killed loses no write: the page
 crash, checksums and digests tell what is whole.
 
 The file holds no other bytes than this module wrote: of any other, nothing is taken. tier_file_open.py opens it.
+
+Where someone shortens it, the worker ends: an access behind its end is a bus error, and what was read of it lately may
+be zeros, which a file made whole again would serve. `check` looks before the accesses, so that the end has its reason;
+pread would avoid the bus error, at the price of a copy, and read the same zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import numpy.typing as npt
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.host import is_memory
-from relaygr_stream.errors import CapacityError
+from relaygr_stream.errors import CapacityError, DeviceError
 
 #: Extents begin at pages of this size (memory.ALIGNMENT); those of a processor may be larger.
 PAGE: Final = 4096
@@ -124,7 +128,22 @@ class TierFile:
 
     @until_ms.setter
     def until_ms(self, value: int) -> None:
-        self._words[UNTIL_AT // 8] = value
+        if self.whole:
+            self._words[UNTIL_AT // 8] = value
+
+    @property
+    def whole(self) -> bool:
+        """Whether every byte of the mapping is in the file; of a closed one, False."""
+        return self._fd >= 0 and os.fstat(self._fd).st_size >= self.shape.file_bytes
+
+    def check(self) -> None:
+        """Raise DeviceError where the file was shortened."""
+        if not self.whole:
+            raise DeviceError(
+                f"`worker.dram_path`: {self.path} was shortened to {os.fstat(self._fd).st_size} of its "
+                f"{self.shape.file_bytes} bytes while this worker had it: its prefix KV are lost, and the worker ends. "
+                f"Leave the file alone while a worker runs; to drop it, remove it while none does"
+            )
 
     # ---- slots ----
 

@@ -8,13 +8,16 @@ A checkpoint's folder may have its item table in shards beside model.safetensors
 
 The files are mapped into memory, read only: a start reads none of the rows but a sample, workers of one host share
 what the system keeps of them, and a row is read when it is asked for. A file must not change while it is mapped: write
-another folder instead. On an accelerator the host gathers rows, and the device keeps those in frequent use (HotRows).
+another folder instead. Where one does, by its size or time, no more rows are given, and the worker ends: behind the end
+of a file that became shorter is a bus error, and rows of another table are no row of this version. On an accelerator
+the host gathers rows, and the device keeps those in frequent use (HotRows).
 """
 
 from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +66,11 @@ class _Shard:
     """One mapped file: rows (n, D), scales (n,) or None, the metadata's largest value (0: unknown)."""
 
     def __init__(self, file: Path) -> None:
+        self._file, self._fd = file, -1
         try:
             with open_regular(file) as raw:
+                self._fd = os.dup(raw.fileno())
+                self._found = self._now()
                 start = raw.read(8)
                 size = int.from_bytes(start, "little")
                 if is_pointer(start + raw.read(len(LFS_POINTER) - 8)):
@@ -89,6 +95,22 @@ class _Shard:
             raise ModelError(f"{file}: no shard of an item table: {error}") from error
         if hasattr(self._mapped, "madvise"):  # a row is a page or two: what stands around it is not wanted
             self._mapped.madvise(mmap.MADV_RANDOM)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def check(self) -> None:
+        """Raise ModelError where the file has another size, or was written to, since it was mapped."""
+        if (now := self._now()) != self._found:
+            raise ModelError(
+                f"{self._file} was changed while it is mapped: {now[0]} bytes, {self._found[0]} when it was loaded; "
+                f"write another folder instead, and have workers load that"
+            )
+
+    def _now(self) -> tuple[int, int]:
+        found = os.fstat(self._fd)
+        return found.st_size, found.st_mtime_ns
 
     def _tensor(self, stated: _Tensor, dimensions: int, types: tuple[str, ...], base: int) -> torch.Tensor:
         if stated.dtype not in types or len(stated.shape) != dimensions or min(stated.shape) < 1:
@@ -154,7 +176,9 @@ class MappedTable:
         self._hot = HotRows(slots, self.dim, device, dtype) if slots else None
 
     def rows(self, ids: Ids) -> torch.Tensor:
-        """Rows (n, D) of these ids within 0 … count − 1."""
+        """Rows (n, D) of these ids within 0 … count − 1. Raises ModelError where a file has changed."""
+        for shard in self._shards:
+            shard.check()
         if self._hot is not None:
             return self._hot.rows(ids, self._read)
         return self._read(ids).to(self.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -48,6 +49,7 @@ _OF_SETTINGS: Final = (ConfigError, ModelError, CapacityError, DeviceError)
 #: Seconds for a process that is stopped while it starts to close its connections, each of which takes milliseconds.
 START_END_S: Final = 4.0
 
+STDERR: Final = 2
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -156,6 +158,8 @@ def run_process(name: str, settings: Settings, main: Main) -> int:
     SIGTERM or SIGINT sets ctx.stop; main then completes accepted work and returns. A second signal ends the process at
     once. Call it on the main thread.
     """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(STDERR)  # where a mapped file has no bytes, or native code fails, it says at which line
     configure_logging(settings.telemetry, name, **_who(name, settings))
     logging.captureWarnings(True)  # libraries' warnings become log lines
     log = structlog.get_logger(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -73,6 +74,23 @@ async def test_a_worker_that_stops_in_order_writes_down_what_is_idle(embedded_se
         assert await fleet.children["w1"].wait() == 0
         await fleet.worker()
         assert await fleet.asked("eve") == "dram"
+
+
+@pytest.mark.stack
+async def test_a_file_that_is_shortened_while_it_serves_ends_the_worker_with_the_reason(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    async with Restarted(embedded_settings, tmp_path) as fleet:
+        await fleet.worker()
+        await fleet.asked("eve")
+        await fleet.written(1)
+        ended = fleet.children.pop("w1")
+        os.truncate(fleet.file, 0)
+        await until(lambda: ended.exit_code is not None, "the worker ended")
+        assert ended.exit_code == 1
+        assert "was shortened to 0 of its" in ended.log.read_text()
+        await fleet.worker()
+        assert await fleet.asked("eve") == "full"
 
 
 @pytest.mark.stack

@@ -28,7 +28,7 @@ from relaygr_stream.cache.tier_file import (
 )
 from relaygr_stream.cache.tier_file_open import open_tier_file
 from relaygr_stream.cache.transit import Lease, Reservation
-from relaygr_stream.errors import CapacityError, ConfigError
+from relaygr_stream.errors import CapacityError, ConfigError, DeviceError
 from relaygr_stream.wire.erase import Erase, user_mark
 from tests.unit.cache.worlds import Flaky, compute, entries, file_of, holds, make, sequence, settle, write
 
@@ -195,6 +195,20 @@ def test_a_file_that_is_not_whole_is_dropped_and_made_anew(
     assert sequence(1, 0, 70).array[0].tobytes() not in path.read_bytes()
     file.close()
     assert opened(path)[2].holds
+
+
+def test_a_file_that_is_shortened_while_it_is_in_use_ends_the_worker_with_the_reason(tmp_path: Path) -> None:
+    filled(tmp_path / "f")
+    cache, _, file = opened(tmp_path / "f")
+    cache.restore()
+    compute(cache, 9, 70)
+    os.truncate(tmp_path / "f", PAGE)
+    with pytest.raises(DeviceError, match=f"was shortened to {PAGE} of its {file.shape.file_bytes} bytes"):
+        cache.poll()
+    os.truncate(tmp_path / "f", 0)
+    file.until_ms = 5  # by the event loop, which goes on for a moment: no bus error
+    with pytest.raises(DeviceError, match="was shortened"):
+        cache.close()
 
 
 def test_a_file_of_another_shape_is_dropped(tmp_path: Path) -> None:

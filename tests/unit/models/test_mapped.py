@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,21 @@ def test_the_version_is_that_of_the_rows(tmp_path: Path) -> None:
     save_checkpoint(plain, tmp_path / "newer")
     map_items(tmp_path / "newer", tmp_path / "newer-mapped", "float32", 1 << 20)
     assert load_any_checkpoint(tmp_path / "newer-mapped").version != served.version
+
+
+@pytest.mark.parametrize("change", ["shortened", "written to"])
+def test_a_shard_that_changes_while_it_is_mapped_gives_no_more_rows(tmp_path: Path, change: str) -> None:
+    _, served = mapped(tmp_path)
+    shard = sorted((tmp_path / "mapped").glob("item-*"))[1]
+    if change == "shortened":
+        os.truncate(shard, 4096)
+    else:
+        with shard.open("r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(bytes(8))
+    for _ in range(2):  # of another shard, too: a worker must see that its model is of no use any more
+        with pytest.raises(ModelError, match=f"{shard.name} was changed while it is mapped"):
+            served.embedding.table.rows(np.zeros(1, np.int64))
 
 
 IDS = st.lists(st.lists(st.integers(0, 52), min_size=1, max_size=40), min_size=1, max_size=8)
