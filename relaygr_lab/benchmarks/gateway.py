@@ -34,7 +34,7 @@ from relaygr_stream.client import RelayClient
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.ops.brokers.local import BrokerKind, broker_at_hand, local_broker
 from relaygr_stream.ops.children import Child, stop_all, write_settings
-from relaygr_stream.settings.schema import Client, Gateway, Kafka, Settings
+from relaygr_stream.settings.schema import Client, Gateway, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Model, Worker
 from relaygr_stream.telemetry.process import loop_factory
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
@@ -68,7 +68,8 @@ class Http(asyncio.Protocol):
         self._transport.write(head.encode() + body)
         answer = await self._answer
         if self._parser.get_status_code() != 200:
-            raise SystemExit(f"{self._parser.get_status_code()}: {answer.decode(errors='replace')}")
+            said = f"{self._parser.get_status_code()}: {answer.decode(errors='replace')}"
+            raise NotValid(f"the gateway answered {said}: this machine does not carry {RATE} requests/s")
         return answer
 
     def data_received(self, data: bytes) -> None:
@@ -158,11 +159,11 @@ async def block(ask: Callable[[int], Awaitable[int]], seconds: float, first: int
         assert await ask(number) == CANDIDATES
         latencies.append((time.perf_counter() - begun) * 1e3)
 
-    begin, calls = time.perf_counter(), []
-    for number in range(round(seconds * RATE)):
-        await asyncio.sleep(max(0.0, begin + number / RATE - time.perf_counter()))
-        calls.append(asyncio.create_task(one(first + number)))
-    await asyncio.gather(*calls)
+    begin = time.perf_counter()
+    async with asyncio.TaskGroup() as calls:
+        for number in range(round(seconds * RATE)):
+            await asyncio.sleep(max(0.0, begin + number / RATE - time.perf_counter()))
+            calls.create_task(one(first + number))
     return latencies
 
 
@@ -174,6 +175,7 @@ async def measure(kafka: Kafka, rounds: int, seconds: float, folder: Path) -> tu
     (port,) = free_ports(1)
     settings = Settings(
         kafka=kafka,
+        relay=Relay(slo_ms=TIMEOUT_S * 1e3),  # nothing is refused: what is measured is the way
         worker=Worker(name="w1", hbm_bytes=64 << 20, dram_bytes=0, audit_share=0.0),
         model=Model(layers=2, dim=32, heads=2, dqk=16, dv=16, vocab=5000),
         client=Client(hedge_ms=0.0, timeout_ms=TIMEOUT_S * 1e3),

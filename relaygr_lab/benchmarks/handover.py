@@ -105,7 +105,9 @@ class ScaleOut:
         name = "with" if handover else "without"
         self.settings = Settings(
             kafka=msgspec.structs.replace(kafka, prefix=f"handover-{name}.", partitions=LANES, replication=1),
-            relay=Relay(max_prefix_tokens=TOKENS, max_suffix_tokens=16, max_candidates=CANDIDATES),
+            relay=Relay(
+                slo_ms=TIMEOUT_S * 1e3, max_prefix_tokens=TOKENS, max_suffix_tokens=16, max_candidates=CANDIDATES
+            ),
             worker=Worker(hbm_bytes=512 * MIB, dram_bytes=512 * MIB, audit_share=0.0),
             # A hedge would ask the old owner, who still has the prefix: what is measured is the new one.
             client=Client(hedge_ms=0.0, silence_ms=60_000.0),
