@@ -99,6 +99,19 @@ async def read_since(
         away.check()
 
 
+async def read_from(kafka: Kafka, topic: str, partition: int, offset: int) -> AsyncGenerator[list[Record], None]:
+    """The partition's records from this offset on, as they come, in order. Raises as `read_all` does."""
+    one, away = TopicPartition(topic, partition), Away()
+    async with _reader(kafka, topic) as consumer:
+        held = await _spans(consumer, topic, [partition], away)
+        away.check()
+        begin, end = max(offset, held[partition].begin), held[partition].end
+        if begin < end:
+            async for batch in _batches(kafka, consumer, {one: OffsetSpan(begin, end)}, away):
+                yield batch
+        away.check()
+
+
 @asynccontextmanager
 async def _reader(kafka: Kafka, topic: str) -> AsyncIterator[Any]:
     """A consumer that knows the topic."""

@@ -42,6 +42,12 @@ class Erasures:
         self._eraser = eraser
         self._refused = refused
         self._done: deque[str] = deque(maxlen=STATED)
+        self._under_way = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something that `on_records` took is not carried out yet."""
+        return self._under_way > 0
 
     def on_records(self, records: Iterable[Record]) -> None:
         """Take the requests among these records, which were written since this process began."""
@@ -55,12 +61,14 @@ class Erasures:
                 limited(log.warning, "erase")("a request to erase a user is refused", detail=str(error))
                 continue
             if erase is not None:
+                self._under_way += 1
                 self._background.start(self._erase(erase))
 
     async def _erase(self, erase: Erase) -> None:
         try:
             await self._eraser.erase(erase)
-        except DeviceError:  # the process ends, and what it held with it
+        except DeviceError:  # the process ends; what it held in a file is `under_way` for the next one
             return
+        self._under_way -= 1
         self._done.append(erase.id)
         await self._eraser.on_erased(tuple(self._done))

@@ -41,8 +41,8 @@ CHECKSUM_BYTES: Final = 16
 #: Behind magic and checksum: bytes of data, unit, slots, bytes of a token, nonce, bytes of the identity.
 HEADER: Final = struct.Struct("<QQQQ16sQ")
 HEADER_AT: Final = len(MAGIC) + CHECKSUM_BYTES
-#: The last word of the header page, outside the checksum: when the process had carried out every erasure.
-UNTIL_AT: Final = PAGE - 8
+#: The last words of the header page, outside the checksum: offset + 1 and time of Until.
+UNTIL_AT: Final = PAGE - 16
 MAX_IDENTITY: Final = UNTIL_AT - HEADER_AT - HEADER.size
 #: State, offset and size of the extent, checksum of all the others.
 PLACE: Final = struct.Struct(f"<QQQ{CHECKSUM_BYTES}s")
@@ -57,6 +57,13 @@ class SlotState(enum.IntEnum):
     FREE = 0
     BUSY = 0x4245494E4757524E
     VALID = 0x434F4D504C455445
+
+
+class Until(NamedTuple):
+    """The record of `worker-status` up to which every erasure was carried out. ms: its time, the broker's (Unix)."""
+
+    offset: int
+    ms: int
 
 
 class SlotRecord(NamedTuple):
@@ -100,7 +107,7 @@ class TierFile:
     """An open file, locked for this process. Made by tier_file_open.py.
 
     holds: whether what it held before is there. dropped: why not; "": there was nothing. data: the arena's bytes.
-    One thread changes slots; `until_ms` may be set by another.
+    One thread changes slots; `until` may be set by another.
     """
 
     def __init__(self, path: Path, fd: int, shape: FileShape, dropped: str = "") -> None:
@@ -110,7 +117,7 @@ class TierFile:
         self._fd = fd
         self._map = mmap.mmap(fd, shape.file_bytes)
         whole = np.frombuffer(self._map, np.uint8)
-        self._words: npt.NDArray[np.uint64] = whole[:PAGE].view(np.uint64)
+        self._words: npt.NDArray[np.int64] = whole[:PAGE].view(np.int64)
         slots = whole[PAGE : PAGE + shape.slots * SLOT_BYTES]
         self._states: npt.NDArray[np.uint64] = slots.view(np.uint64)[:: SLOT_BYTES // 8]  # a store of a word is one
         self.data: npt.NDArray[np.uint8] = whole[shape.data_at :]
@@ -122,14 +129,15 @@ class TierFile:
             self._make_anew()
 
     @property
-    def until_ms(self) -> int:
-        """The broker's time, in Unix ms, up to which every erasure was carried out; 0: not known."""
-        return int(self._words[UNTIL_AT // 8])
+    def until(self) -> Until | None:
+        """Up to where every erasure was carried out; None: not known."""
+        after, ms = self._words[UNTIL_AT // 8 :].tolist()
+        return Until(after - 1, ms) if after else None
 
-    @until_ms.setter
-    def until_ms(self, value: int) -> None:
+    @until.setter
+    def until(self, value: Until) -> None:
         if self.whole:
-            self._words[UNTIL_AT // 8] = value
+            self._words[UNTIL_AT // 8 :] = value.offset + 1, value.ms
 
     @property
     def whole(self) -> bool:

@@ -32,12 +32,10 @@ KEYED_VERSION: Final = 3
 #: What the key of that hash is made for (signature.purpose_key).
 PURPOSE: Final = "erase 1"
 #: For so long `worker-status` keeps every request (min_compaction_lag_ms), though its tombstone came: a worker that
-#: keeps prefix KV in a file may be away for AWAY_MS, with CLOCK_MS for a clock that is off, and MARGIN_MS.
+#: keeps prefix KV in a file may be away for AWAY_MS, with CLOCK_MS for its clock and for the broker's, each.
 KEPT_MS: Final = 1_200_000
 AWAY_MS: Final = 600_000
 CLOCK_MS: Final = 300_000
-#: A request that was read so long before the worker ended has been carried out.
-MARGIN_MS: Final = 60_000
 #: Users compared with one to erase before the loop goes on: a hash of each, 0.3 ms.
 NAMES_AT_ONCE: Final = 256
 

@@ -1,11 +1,12 @@
 """Finds the prefix KV again that the worker's last process left in its DRAM tier's file, but for users erased since.
 
-    file: until when every erasure was carried out ─► `worker-status` since then ─► Restore (engine/commands.py)
+    file: up to where every erasure was carried out ─► `worker-status` from there on ─► Restore (engine/commands.py)
 
 It then asks the group for the lanes of these users (bus/balance.py).
 
 An entry is in the tables only once every erasure since is known, and none is forgotten while the worker is away for
-AWAY_MS: the topic keeps requests longer than that (wire/erase.py).
+AWAY_MS: the topic keeps requests longer than that (wire/erase.py). They are found by offset, whatever the clocks say; a
+log that has another record there, or none, is another log.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Final
 import structlog
 
 from relaygr_stream.bus.ages import now_ms
-from relaygr_stream.bus.contents import read_since
+from relaygr_stream.bus.contents import read_from
 from relaygr_stream.bus.topic_check import TopicRow
 from relaygr_stream.bus.topics import describe_topics
 from relaygr_stream.cache.kept import Restored
-from relaygr_stream.cache.tier_file import TierFile
+from relaygr_stream.cache.tier_file import Until
 from relaygr_stream.cache.transit import ListUsers
 from relaygr_stream.engine.commands import Restore
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.erase import AWAY_MS, CLOCK_MS, KEPT_MS, MARGIN_MS, Erase, read_erase
+from relaygr_stream.wire.erase import AWAY_MS, CLOCK_MS, KEPT_MS, Erase, read_erase
 from relaygr_stream.wire.topic_files import TopicSet, lane_of_key
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.device import Device
@@ -52,9 +53,9 @@ async def find_again(kafka: Kafka, topics: TopicSet, reader: StatusReader, devic
     if file.holds:
         name = topics.worker_status.name
         statuses = next(row for row in await describe_topics(kafka) if row.topic.name == name)
-        if not (drop := _why_too_late(file, statuses)):
-            # A broker's clock that was set back gives requests of now the times of before.
-            erases = await _erased_since(kafka, name, min(file.until_ms, now_ms()) - MARGIN_MS, reader)
+        until = file.until
+        if not (drop := _why_too_late(until, statuses)) and until is not None:
+            erases, drop = await erased_since(kafka, name, until, reader)
     found: Restored = await device.thread.ask(Restore(erases, drop if file.holds else ""))
     log.info(
         "the DRAM tier is in a file",
@@ -77,7 +78,7 @@ def warm_lanes(users: Iterable[str], lanes: int) -> list[int]:
     return [lane for lane, count in found.most_common() if 2 * count * len(found) >= found.total()]
 
 
-def _why_too_late(file: TierFile, statuses: TopicRow) -> str:
+def _why_too_late(until: Until | None, statuses: TopicRow) -> str:
     """Why erasures since the last process may be unknown; "": they are all on the topic."""
     assert statuses.found is not None, "verified"
     kept_ms = int(statuses.found.configs.get(LAG, statuses.topic.min_compaction_lag_ms or 0))
@@ -86,9 +87,9 @@ def _why_too_late(file: TierFile, statuses: TopicRow) -> str:
             f"{statuses.topic.name} has {LAG}={kept_ms}, so users may have been erased unseen; "
             f"`relaygr topics apply --alter` sets {KEPT_MS}"
         )
-    if not file.until_ms:
-        return "the last process ended before it served"
-    away_ms = now_ms() - file.until_ms
+    if until is None:
+        return "the last process ended before it served, or is of an earlier release"
+    away_ms = now_ms() - until.ms
     if away_ms > AWAY_MS:
         return f"the last process ended {away_ms / 6e4:.0f} minutes ago, users may have been erased unseen since"
     if away_ms < -CLOCK_MS:
@@ -99,14 +100,19 @@ def _why_too_late(file: TierFile, statuses: TopicRow) -> str:
     return ""
 
 
-async def _erased_since(kafka: Kafka, topic: str, since_ms: int, reader: StatusReader) -> list[Erase]:
-    found = []
-    async for records in read_since(kafka, topic, [0], since_ms):
+async def erased_since(kafka: Kafka, topic: str, until: Until, reader: StatusReader) -> tuple[list[Erase], str]:
+    """The requests behind this record; and why they may not be all, "": they are."""
+    found, first = list[Erase](), None
+    async for records in read_from(kafka, topic, 0, until.offset):
         for record in records:
+            if first is None:
+                first = Until(record.offset, record.timestamp_ms)
             try:
                 erase = read_erase(record, reader, fresh=False)
             except DecodeError:  # no request of this fleet
                 continue
             if erase is not None:
                 found.append(erase)
-    return found
+    if first != until:
+        return [], f"{topic} was made anew, or has lost records: users may have been erased unseen"
+    return found, ""

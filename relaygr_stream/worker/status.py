@@ -20,6 +20,7 @@ from relaygr_stream.bus.erasures import Erasures
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.throttling import throttled_ms
+from relaygr_stream.cache.tier_file import Until
 from relaygr_stream.engine.commands import DELEGATED_LANE, Query
 from relaygr_stream.engine.scheduler import Snapshot
 from relaygr_stream.errors import BrokerError, DecodeError, DeviceError, Superseded
@@ -235,9 +236,9 @@ class StatusReporter:
         if self._incarnation:  # what was there before us may be of any age
             self._peers.on_records(records)
             self._erasures.on_records(records)
-            file = self._runtime.tier_file
-            if file is not None and not self._runtime.cache.waits_for_restore:
-                file.until_ms = records[-1].timestamp_ms
+            file, last = self._runtime.tier_file, records[-1]
+            if file is not None and not (self._erasures.under_way or self._runtime.cache.waits_for_restore):
+                file.until = Until(last.offset, last.timestamp_ms)
         for record in records:
             if record.key != self._name.encode():
                 continue

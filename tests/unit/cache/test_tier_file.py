@@ -22,9 +22,11 @@ from relaygr_stream.cache.tier_file import (
     MAGIC,
     MAX_KEY,
     PAGE,
+    UNTIL_AT,
     FileShape,
     SlotRecord,
     TierFile,
+    Until,
 )
 from relaygr_stream.cache.tier_file_open import open_tier_file
 from relaygr_stream.cache.transit import Lease, Reservation
@@ -206,7 +208,7 @@ def test_a_file_that_is_shortened_while_it_is_in_use_ends_the_worker_with_the_re
     with pytest.raises(DeviceError, match=f"was shortened to {PAGE} of its {file.shape.file_bytes} bytes"):
         cache.poll()
     os.truncate(tmp_path / "f", 0)
-    file.until_ms = 5  # by the event loop, which goes on for a moment: no bus error
+    file.until = Until(5, 5)  # by the event loop, which goes on for a moment: no bus error
     with pytest.raises(DeviceError, match="was shortened"):
         cache.close()
 
@@ -302,7 +304,7 @@ def test_a_header_may_be_forged_and_nothing_happens(tmp_path: Path) -> None:
     content = bytearray(filled(path))
     fields = struct.pack("<QQQQ16sQ", 1 << 62, 1, 1 << 62, 0, bytes(16), 1 << 62) + b"x" * 9999
     content[HEADER_AT:PAGE] = fields[: PAGE - HEADER_AT]
-    content[:HEADER_AT] = MAGIC + blake2b(bytes(content[HEADER_AT : PAGE - 8]), digest_size=16).digest()
+    content[:HEADER_AT] = MAGIC + blake2b(bytes(content[HEADER_AT:UNTIL_AT]), digest_size=16).digest()
     path.write_bytes(content)
     assert not file_of(path, DRAM).holds
 

@@ -109,6 +109,35 @@ async def test_a_ranking_on_its_way_is_answered_and_leaves_nothing(
         await w.end()  # it checks the books
 
 
+@pytest.mark.stack
+async def test_a_tiers_file_says_what_was_carried_out_not_what_was_read(
+    embedded_settings: Kafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go_on, erase = asyncio.Event(), asyncio.Event(), Requests.erase
+
+    async def late(requests: Requests, request: Erase) -> None:
+        asked.set()
+        await go_on.wait()
+        await erase(requests, request)
+
+    monkeypatch.setattr(Requests, "erase", late)
+    settings = settings_with(embedded_settings, sqlite(tmp_path))
+    worker = msgspec.structs.replace(settings.worker, dram_path=str(tmp_path))
+    settings = msgspec.structs.replace(settings, worker=worker)
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
+        file = w.runtime.tier_file
+        assert file is not None
+        await until(lambda: file.until)
+        erasing = asyncio.create_task(erase_from_fleet(settings, "ann", "", 60.0))
+        await until(asked.is_set, "the worker asked to erase")
+        before, stated = file.until, len(peer.statuses)
+        await until(lambda: len(peer.statuses) > stated + 3)
+        assert file.until == before
+        go_on.set()
+        assert (await erasing).confirmed == ["w1"]
+        await until(lambda: file.until != before)
+
+
 def letter(user: str, *, tenant: str = "", value: bool = False) -> dict[str, Any]:
     message = RequestEvent(request_id="r", user_id=user, prefix=Behaviours(), candidates=1, tenant=tenant)
     headers = [(HEADER_REASON, b"invalid"), (HEADER_ORIGIN_TOPIC, b"x.retrieval")]

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiokafka import AIOKafkaProducer
 
 from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.contents import read_all
+from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topic_check import FoundTopic, TopicRow
+from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.cache.tier_file import Until
 from relaygr_stream.settings.schema import Kafka
-from relaygr_stream.wire.erase import AWAY_MS, CLOCK_MS, KEPT_MS, MARGIN_MS
+from relaygr_stream.wire.erase import AWAY_MS, CLOCK_MS, KEPT_MS, KEY_PREFIX, KIND, Erase, encode_erase
 from relaygr_stream.wire.messages import tenant_key
+from relaygr_stream.wire.records import HEADER_KIND
 from relaygr_stream.wire.topic_files import lane_of, load_topics
-from relaygr_stream.worker.restart import LAG, _why_too_late, warm_lanes
+from relaygr_stream.wire.worker_status import StatusReader
+from relaygr_stream.worker.restart import LAG, _why_too_late, erased_since, warm_lanes
 from tests.unit.cache.worlds import file_of
 
 TOPIC = load_topics(Kafka()).worker_status
@@ -33,14 +41,54 @@ TOPIC = load_topics(Kafka()).worker_status
 )
 def test_what_may_be_taken(tmp_path: Path, away_ms: int | None, configs: dict[str, str], why: str) -> None:
     file = file_of(tmp_path / "f", 40)
-    file.until_ms = 0 if away_ms is None else now_ms() - away_ms
+    if away_ms is not None:
+        file.until = Until(0, now_ms() - away_ms)
     row = TopicRow(TOPIC, FoundTopic(1, 1, configs, frozenset(configs), {0: 1}))
-    found = _why_too_late(file, row)
+    found = _why_too_late(file.until, row)
     assert found == why or (why and why in found)
 
 
 def test_the_topic_keeps_requests_long_enough_by_its_own_file() -> None:
-    assert TOPIC.min_compaction_lag_ms == KEPT_MS >= AWAY_MS + CLOCK_MS + MARGIN_MS
+    assert TOPIC.min_compaction_lag_ms == KEPT_MS >= AWAY_MS + 2 * CLOCK_MS
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The times of the records sent, the newest last: the embedded broker takes the sender's."""
+    send, given = AIOKafkaProducer.send, [now_ms()]
+
+    async def stamped(self: Any, topic: str, value: Any, key: Any, partition: Any, _: None, headers: Any) -> Any:
+        return await send(self, topic, value, key, partition, given[-1], headers)
+
+    monkeypatch.setattr(AIOKafkaProducer, "send", stamped)
+    return given
+
+
+async def test_requests_are_found_by_offset_whatever_the_brokers_clock_says(
+    embedded_settings: Kafka, times: list[int]
+) -> None:
+    await apply_topics(embedded_settings)
+    topics = load_topics(embedded_settings)
+    name, reader = topics.worker_status.name, StatusReader(topics.lanes)
+    before, after = (Erase.request(f"{number}" * 16, "u", now_ms(), reader) for number in (1, 2))
+    async with Producer(embedded_settings, client_id="test") as producer:
+
+        async def ask(erase: Erase) -> None:
+            key, headers = f"{KEY_PREFIX}{erase.id}".encode(), [(HEADER_KIND, KIND.encode())]
+            await producer.send_and_wait(name, encode_erase(erase), key=key, headers=headers)
+
+        await ask(before)
+        await producer.send_and_wait(name, b"a status", key=b"w1")
+        last = (await read_all(embedded_settings, name, [0]))[-1]
+        times.append(times[0] - 4 * 60_000)
+        await ask(after)
+    until = Until(last.offset, last.timestamp_ms)
+    assert until.ms == times[0]
+    assert await erased_since(embedded_settings, name, until, reader) == ([after], "")
+    for other in (Until(until.offset + 2, until.ms), Until(until.offset, until.ms + 1)):
+        found, why = await erased_since(embedded_settings, name, other, reader)
+        assert not found
+        assert "made anew" in why
 
 
 @pytest.mark.parametrize("tenant", ["", "shop"])
