@@ -20,11 +20,12 @@ from relaygr_stream.engine.audit import Auditor, Report
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.scheduler import Limits, Scheduler
 from relaygr_stream.engine.tier_file import tier_file_of
-from relaygr_stream.errors import CapacityError
+from relaygr_stream.errors import CapacityError, ModelError
 from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.models.mapped import HOT_PART
+from relaygr_stream.settings.scenarios import SECTION
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Worker as WorkerSettings
 from relaygr_stream.wire.worker_status import counted_bytes
@@ -89,9 +90,14 @@ def load_executor(settings: Settings) -> Executor:
         torch.set_num_threads(worker.threads)
     dtype = getattr(torch, worker.dtype)
     hot_bytes = worker.hbm_bytes // HOT_PART
-    model = load_model(
-        settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels, hot_bytes=hot_bytes
-    )
+    try:
+        model = load_model(
+            settings.model, settings.relay, device=device, dtype=dtype, kernels=worker.kernels, hot_bytes=hot_bytes
+        )
+    except ModelError as error:
+        if any(each.name == settings.scenario and each.model for each in settings.scenarios):
+            raise type(error)(f"`{SECTION}{settings.scenario}.model`: {error}") from error
+        raise
     return Executor(model, device)
 
 

@@ -17,7 +17,7 @@ from relaygr_stream.cache.tier_file import TierFile
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, PrefillTask
 from relaygr_stream.engine.executor import Executor
-from relaygr_stream.errors import CapacityError, ConfigError
+from relaygr_stream.errors import CapacityError, ConfigError, ModelError
 from relaygr_stream.models.api import Tokens
 from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.settings.scenarios import Scenario
@@ -94,6 +94,17 @@ def test_a_tenants_bytes_are_its_scenarios_and_hold_one_prefix() -> None:
     least = msgspec.structs.replace(feed, max_pinned_bytes=2 * GRANULE_BYTES - 1)
     with pytest.raises(CapacityError, match=r"scenario.feed.max_pinned_bytes = \d+ cannot hold one prefix of"):
         built(msgspec.structs.replace(fleet, scenarios=(least,), scenario="feed"))
+
+
+@pytest.mark.parametrize("model", ["models/none", "nowhere.model:build"])
+def test_a_scenarios_model_that_is_not_there_is_told_by_its_key(model: str) -> None:
+    scenarios = Scenario(name="ads", model=model), Scenario(name="feed")
+    fleet = msgspec.structs.replace(settings_of(), scenarios=scenarios)
+    with pytest.raises(ModelError, match=rf"^`scenario.ads.model`: .*{model.partition(':')[0]}"):
+        built(fleet.serving("ads"))
+    absent = msgspec.structs.replace(fleet, model=Model(checkpoint="models/none"))
+    with pytest.raises(ModelError, match=r"^models/none: no such folder"):
+        built(absent.serving("feed"))
 
 
 def test_budgets_that_just_hold_one_prefix_are_taken() -> None:
