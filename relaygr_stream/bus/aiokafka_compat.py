@@ -1,6 +1,6 @@
 """Adaptations of aiokafka: connection options, security (SASL and TLS), records, typed errors, bounded ends.
 
-Importing this module patches aiokafka (aiokafka_patches.py, embedded.py). Secrets appear in no message.
+Importing it patches aiokafka (aiokafka_patches.py, embedded.py, fetch_sessions.py). Secrets appear in no message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
 )
 
-import relaygr_stream.bus.embedded  # noqa: F401  # its patches
+import relaygr_stream.bus.embedded  # its patches
+import relaygr_stream.bus.fetch_sessions  # noqa: F401  # its patches
 from relaygr_stream.bus.aiokafka_patches import RETRY_BACKOFF_MS, ClientId
 from relaygr_stream.bus.broker_errors import unreachable
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError

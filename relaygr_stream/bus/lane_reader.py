@@ -17,6 +17,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from relaygr_stream.bus.aiokafka_compat import broker_error, client_options, read
+from relaygr_stream.bus.fetch_sessions import fetched_s
 from relaygr_stream.bus.renewed import ClientUser, Renewed
 from relaygr_stream.bus.unreadable import pass_unreadable
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
@@ -126,8 +127,7 @@ class LaneReader(ClientUser):
         self._renewed = Renewed(kafka, "the lanes' reader", self)
         self.lanes: frozenset[int] = frozenset()
         self.ledgers: Final[dict[tuple[str, int], OffsetLedger]] = {}
-        self._answered_ms = 0  # time of a broker's last answer, by aiokafka's clock, which is not monotonic
-        self._heard_s = 0.0  # monotonic time at which _answered_ms changed, or the lanes did
+        self._since_s = 0.0  # monotonic time since when brokers are to answer: the lanes changed
         self._reading = asyncio.Event()  # set while there are lanes to read
         self._halted = False
 
@@ -144,10 +144,8 @@ class LaneReader(ClientUser):
     @property
     def answered(self) -> bool:
         """Whether a broker has answered lately."""
-        answers = (self.client.last_poll_timestamp(TopicPartition(*each)) or 0 for each in self.ledgers)
-        if (answered_ms := max(answers, default=0)) != self._answered_ms:
-            self._answered_ms, self._heard_s = answered_ms, time.monotonic()
-        return time.monotonic() - self._heard_s < SILENT_S + self._kafka.fetch_max_wait_ms / 1000
+        heard_s = max(self._since_s, fetched_s(self.client))
+        return time.monotonic() - heard_s < SILENT_S + self._kafka.fetch_max_wait_ms / 1000
 
     @property
     def undone(self) -> int:
@@ -188,7 +186,7 @@ class LaneReader(ClientUser):
 
     def expect(self) -> None:
         """Lanes are about to be gained: a silent broker is noticed from now on."""
-        self._heard_s = time.monotonic()
+        self._since_s = time.monotonic()
 
     def add(self, offsets: Mapping[int, Sequence[int]]) -> None:
         """Read these lanes too. offsets: lane → the start offset of each topic."""
@@ -311,4 +309,4 @@ class LaneReader(ClientUser):
         data.assign(partitions)
         for partition in partitions:
             data.seek(partition, self.ledgers[partition].position)
-        self._heard_s = time.monotonic()
+        self._since_s = time.monotonic()
