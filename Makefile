@@ -11,9 +11,6 @@ VLLM := .cache/peers/vllm
 VLLM_STAMP := $(VLLM)/.installed
 # Many tests wait for processes and brokers: four at a time keep two cores busy. 0: one after the other.
 TEST_WORKERS ?= 4
-# Each worker has its part of the tests in their order, and takes over from the longest part left when it is through.
-# Not in make test-stack, whose files start a Kafka each.
-TEST_DIST ?= worksteal
 # What an installation compiles; it is installed again where one of them has changed.
 KERNELS := hatch_build.py $(shell find relaygr_stream/models/native -name '*.[ch]' -o -name CMakeLists.txt)
 # Length of a soak.
@@ -55,16 +52,16 @@ demo: $(STAMP) ## run the whole relay on an embedded broker and show what it doe
 	$(BIN)/relaygr demo $(ARGS)
 
 test: $(STAMP) ## unit tests, the bus on the embedded broker, one relay of real processes
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
+	$(BIN)/pytest --parallel $(TEST_WORKERS) $(ARGS)
 
 test-stack: $(STAMP) ## what make test leaves out: the wheel, real processes, on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), GPU kernels compiled and interpreted, the longest unit tests, broken workers that the ledger must find, the SLO bench
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "(kafka or stack) and not long and not faults" $(ARGS)
+	$(BIN)/pytest --parallel $(TEST_WORKERS) -m "(kafka or stack) and not long and not faults" $(ARGS)
 
 test-repeat: $(STAMP) ## make test N times beside BUSY busy loops, and what failed (N=20 BUSY=0; Ctrl-C lists what there is)
-	$(BIN)/python -m tests.repeat --times $(or $(N),20) --busy $(or $(BUSY),0) -- --hypothesis-profile=search -n $(TEST_WORKERS) --dist $(TEST_DIST) $(ARGS)
+	$(BIN)/python -m tests.repeat --times $(or $(N),20) --busy $(or $(BUSY),0) -- --hypothesis-profile=search --parallel $(TEST_WORKERS) $(ARGS)
 
 test-long: $(STAMP) ## all examples of each property, new ones; a million random operations, the books checked after each; kernels under ASan and UBSan (ARGS="--long-operations N --long-seed N")
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist $(TEST_DIST) -m "hypothesis and not long" --hypothesis-profile=search
+	$(BIN)/pytest --parallel $(TEST_WORKERS) -m "hypothesis and not long" --hypothesis-profile=search
 	$(BIN)/pytest -m long -s $(ARGS)
 
 fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, status, dead letters (INPUTS=1000000 SEED=1)

@@ -25,6 +25,7 @@ from relaygr_stream.settings.schema import Kafka
 from tests import needs, properties
 from tests.forks import SELDOM_MS, forking
 from tests.longrun import LongRun
+from tests.parallel import Parallel
 from tests.waiting import WITHIN_S
 
 # The time of an example depends on the machine, so none is limited. A run judges a change by the same examples as the
@@ -50,6 +51,9 @@ TOO_LATE = "it would begin after --begin-within"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("parallel", "tests/parallel.py").addoption(
+        "--parallel", type=int, default=0, metavar="N", help="run tests in N forks of this process; 0: in this process"
+    )
     group = parser.getgroup("long", "make test-long")
     group.addoption("--long-operations", type=int, default=1_000_000, help="operations in all (default 1,000,000)")
     group.addoption("--long-seed", type=int, default=1, help="seed of everything random in them (default 1)")
@@ -69,12 +73,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A test that is named runs, whatever marks pyproject.toml leaves out. xdist hands this on to its workers.
+    # A test that is named runs, whatever marks pyproject.toml leaves out.
     if any("::" in name for name in config.args) and not any(
         str(argument).startswith("-m") for argument in config.invocation_params.args
     ):
         config.option.markexpr = ""
     config.stash[BEGAN_S] = time.monotonic()
+    if forks := config.getoption("--parallel"):
+        config.pluginmanager.register(Parallel(forks))
     # Before torch is imported. The tests' tensors are small, and threads for them only wait for each other: on a busy
     # machine that took fifty times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

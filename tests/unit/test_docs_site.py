@@ -30,7 +30,7 @@ from relaygr_stream.worker.histories import HistoryMetrics
 from relaygr_stream.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.stack  # each of xdist's workers builds the site that its tests read
+pytestmark = pytest.mark.stack  # builds the site
 
 
 def build(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

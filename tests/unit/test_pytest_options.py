@@ -84,13 +84,44 @@ def test_a_test_that_is_named_runs_whatever_its_marks(arguments: Sequence[str], 
     assert said in done.stdout.splitlines()[-1], f"{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
-def test_what_would_begin_too_late_is_counted(workers: str, tmp_path: Path) -> None:
-    done = run_marked(tmp_path, "-n", workers, "--begin-within", "0", "test_it.py::test_it")
+@pytest.mark.parametrize("forks", ["0", "1"])
+def test_what_would_begin_too_late_is_counted(forks: str, tmp_path: Path) -> None:
+    done = run_marked(tmp_path, "--parallel", forks, "--begin-within", "0", "test_it.py::test_it")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "1 tests not run" in done.stdout
     assert "1 skipped" in done.stdout.splitlines()[-1]
     assert "not run" not in run_marked(tmp_path, "--begin-within", "900", "test_it.py::test_it").stdout
+
+
+DYING = """
+import os, time, warnings, pytest
+
+@pytest.mark.parametrize("number", range(9))
+def test_it(number, tmp_path):
+    print("number", number)
+    assert number != 4
+
+def test_that_ends_its_process():
+    os._exit(3)
+
+@pytest.fixture
+def broken():
+    yield
+    raise OSError
+
+@pytest.mark.filterwarnings("default")
+def test_whose_fixture_fails(broken):
+    warnings.warn("careful")
+"""
+
+
+def test_forks_report_everything_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "test_other.py").write_text(DYING)
+    done = run_marked(tmp_path, "--parallel", "2", "-m", "", ".", file="test_it.py")
+    assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
+    assert "2 failed, 10 passed, 1 warning, 1 error" in done.stdout.splitlines()[-1]
+    assert "the process that ran it ended with 3" in done.stdout
+    assert "number 4" in done.stdout and "number 5" not in done.stdout
 
 
 def test_where_time_is_limited_the_parts_come_before_whole_fleets(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def build_kernels(flags: str, *targets: str) -> Path:
     assert cmake is not None, "no cmake: make setup installs it"
     # A sanitiser that is loaded into the tests would be loaded into the compiler, too, and libtsan ends it.
     environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-    with (folder / "lock").open("w") as lock:  # processes of pytest-xdist build at the same time
+    with (folder / "lock").open("w") as lock:  # tests in parallel build at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
         for arguments in (
             ["-S", str(SOURCES), "-B", str(folder), f"-DCMAKE_C_FLAGS={flags}"],
