@@ -16,7 +16,7 @@ from tests import needs
 ROOT: Final = Path(__file__).parents[1]
 CHART: Final = ROOT / "deploy" / "helm" / "relaygr"
 EXAMPLES: Final[dict[str, Any]] = {
-    path.stem: yaml.safe_load(path.read_text()) for path in sorted(CHART.parent.glob("examples/*.yaml"))
+    path.stem: yaml.load(path.read_text(), yaml.CSafeLoader) for path in sorted(CHART.parent.glob("examples/*.yaml"))
 }
 #: The release and its namespace.
 RELEASE, NAMESPACE = "shop", "rank"
@@ -61,7 +61,7 @@ def container(template: Object) -> Object:
 
 def _objects(files: dict[str, str]) -> list[Object]:
     texts = (text for name, text in sorted(files.items()) if name.endswith(".yaml"))
-    return [found for text in texts for found in yaml.safe_load_all(text) if found]
+    return [found for text in texts for found in yaml.load_all(text, yaml.CSafeLoader) if found]
 
 
 def _render_all() -> None:

@@ -47,7 +47,14 @@ def record(
     return Record(topic, 3, 17, 0, key, value, headers)
 
 
-headers = st.lists(st.tuples(st.text(max_size=3000), st.none() | st.binary(max_size=3000)), max_size=5).map(tuple)
+#: Names and values of up to 3,000 characters.
+headers = st.lists(
+    st.builds(
+        lambda name, value, times: (name * times, value and value * times),
+        st.text(max_size=30), st.none() | st.binary(max_size=30), st.integers(1, 100),
+    ),
+    max_size=5,
+).map(tuple)  # fmt: skip
 
 
 @given(st.binary(max_size=200) | st.none(), st.integers(0, 5000), headers)

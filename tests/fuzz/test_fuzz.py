@@ -13,7 +13,7 @@ from tests.fuzz.on_the_bus import bus, flood
 from tests.fuzz.run import run
 from tests.fuzz.targets import Finding, holds, targets
 
-SHORT = 600
+SHORT = 300
 with ExitStack() as _stack:
     NAMES = list(targets(_stack))
 

@@ -38,7 +38,7 @@ assert spec is not None and spec.loader is not None
 locked_py = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(locked_py)
 DOCKER = ROOT / "docker"
-SERVICES = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+SERVICES = yaml.load((DOCKER / "compose.yaml").read_text(), yaml.CSafeLoader)["services"]
 #: Those that run what this repository builds.
 OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("relaygr-stream:")}
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
@@ -47,7 +47,7 @@ BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted(DOCKER.glob
 PANELS = [panel for board in BOARDS.values() for panel in board["panels"]]
 FILES = [path for path in sorted(DOCKER.rglob("*")) if path.is_file() and path.suffix != ".pyc"]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
-GROUPS = yaml.safe_load((DOCKER / "prometheus" / "alerts.yml").read_text())["groups"]
+GROUPS = yaml.load((DOCKER / "prometheus" / "alerts.yml").read_text(), yaml.CSafeLoader)["groups"]
 RULES = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule["expr"] for rule in RULES]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+from copy import copy
 from dataclasses import replace
+from functools import cache
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,12 +26,24 @@ from tests.unit.bench.test_populations import options
 JUDGEMENT = Judgement(slo_ms=50.0, samples=100, least_s=0.5, warm_up_s=0.2)
 
 
+@cache
+def made() -> tuple[Population, list[WorkItem]]:
+    """A population, and more of its requests than any probe here sends."""
+    population = Population("p", options(16, 0.0))
+    return population, list(islice(population._requests, 2000))
+
+
 def staged() -> _Staged:
-    return _Staged(Population("p", options(16, 0.0)), 400.0, JUDGEMENT)
+    population, requests = made()
+    anew = copy(population)
+    anew._requests = iter(requests)
+    return _Staged(anew, 400.0, JUDGEMENT)
 
 
-STAGE = staged().requests(1)
-DUE = sorted(item.at for item in staged() if item.at >= JUDGEMENT.warm_up_s)
+@cache
+def stage() -> int:
+    """Requests to be judged in each."""
+    return staged().requests(1)
 
 
 def result(item: WorkItem, latency_ms: float) -> Result:
@@ -66,22 +81,22 @@ def play(bad: set[int], order: int = 0, judgement: Judgement = JUDGEMENT) -> tup
 def test_one_stage_decides_where_nothing_is_late() -> None:
     tally, sent = play(set())
     assert not tally.hopeless
-    assert len(tally.judged()) == STAGE <= sent <= 2 * STAGE
+    assert len(tally.judged()) == stage() <= sent <= 2 * stage()
 
 
 def test_a_hiccup_is_judged_with_the_stages_that_follow() -> None:
-    few = {10 + i for i in range(STAGE // 100 + 1)}  # one too many for one stage
-    assert not passes(STAGE, len(few))
+    few = {10 + i for i in range(stage() // 100 + 1)}  # one too many for one stage
+    assert not passes(stage(), len(few))
     tally, _ = play(few)
     assert not tally.hopeless
-    assert len(tally.judged()) > STAGE
+    assert len(tally.judged()) > stage()
     assert sum(map(tally.is_bad, tally.judged())) == len(few)
 
 
 def test_what_cannot_pass_any_more_is_cut_short() -> None:
     tally, sent = play(set(range(50, 80)))
     assert tally.hopeless
-    assert sent < STAGE
+    assert sent < stage()
     assert not passes(len(tally.judged()), sum(map(tally.is_bad, tally.judged())))
 
 
@@ -93,15 +108,16 @@ def test_a_verdict_is_that_of_the_requests_it_is_about(bad: set[int], order: int
     assert tally.decided.is_set()
     assert passes(len(judged), sum(map(tally.is_bad, judged))) is not tally.hopeless
     if not tally.hopeless:
-        assert len(judged) in [STAGE * stages for stages in range(1, STAGES_AT_MOST + 1)]
-        assert sorted(one.item.at for one in judged) == pytest.approx(DUE[: len(judged)])
+        due = sorted(item.at for item in staged() if item.at >= JUDGEMENT.warm_up_s)
+        assert len(judged) in [stage() * stages for stages in range(1, STAGES_AT_MOST + 1)]
+        assert sorted(one.item.at for one in judged) == pytest.approx(due[: len(judged)])
 
 
 def test_a_whole_probe_goes_on_when_it_can_no_longer_pass() -> None:
     tally, sent = play(set(range(50, 80)), judgement=replace(JUDGEMENT, whole=True))
     assert not tally.decided.is_set()
     assert not tally.hopeless
-    assert len(tally.judged()) == STAGE * STAGES_AT_MOST
+    assert len(tally.judged()) == stage() * STAGES_AT_MOST
     assert sent == len(list(staged()))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def needs_loadgen() -> Any:
     return loadgen()
 
 
+@cache
 def item(index: int, head_start_ms: float) -> Item:
     return WORKLOAD.item(WORKLOAD.requests[1][index], "r", NO_FEATURES, head_start_ms)
 

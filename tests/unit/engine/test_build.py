@@ -179,7 +179,7 @@ def test_costs_are_fitted_neither_to_first_uses_nor_to_an_interruption() -> None
     *costs, readings = warmed_up(lambda reading: 0.0)
     *slow_first, _ = warmed_up(lambda reading: 0.01 if reading < readings // 3 else 0.0)
     assert slow_first == pytest.approx(costs)
-    for interrupted in range(0, readings, 3):
+    for interrupted in range(0, readings, 7):
         *found, _ = warmed_up(lambda reading, at=interrupted: 0.5 if reading == at else 0.0)  # type: ignore[misc]
         assert found == pytest.approx(costs), interrupted
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,27 +13,13 @@ from relaygr_stream.engine.clients import MOST_CLIENTS, UNBOOKED, Account, Clien
 from relaygr_stream.engine.commands import Query
 from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.engine.ranking import Ranking
-from relaygr_stream.models.api import ScoreInput, Tokens
-from relaygr_stream.models.kv import KVRegion
-from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKEN_MS, Simulation, Timed
+from tests.unit.engine.test_overload import CAPACITY_PER_S, Simulation
 from tests.unit.engine.test_queue import ranking, removed
 from tests.unit.engine.worlds import LIMITS, World, world
 
 #: What one well-behaved client asks for: a tenth of what the device can do.
 LIGHT_PER_S, LIGHT_TIMEOUT_S = 0.1 * CAPACITY_PER_S, 0.1
-REQUESTS = 100
-
-
-class Idle(Timed):
-    """Takes the time, and computes nothing."""
-
-    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
-        kv.length += len(tokens)
-        self.now += len(tokens) * TOKEN_MS / 1e3
-
-    def score(self, batch: Sequence[ScoreInput]) -> list[torch.Tensor]:
-        self.now += (self.batch_ms + self.ranking_ms * len(batch)) / 1e3
-        return [torch.zeros(len(one.candidates), len(self.model.tasks)) for one in batch]
+REQUESTS = 60
 
 
 def beside(
@@ -47,7 +32,7 @@ def beside(
 
     scenarios: of the light one, and of the other.
     """
-    simulation = Simulation(Idle)
+    simulation = Simulation()
     simulation.run(0.5 * CAPACITY_PER_S, 100, seed=1)  # predictions are compared with measurements
     begun, hogs = simulation.device.now, 0
     for number in range(REQUESTS):

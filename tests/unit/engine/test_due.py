@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.clients import Clients
@@ -14,7 +14,6 @@ from relaygr_stream.engine.commands import Rank, RankTask, Times
 from relaygr_stream.engine.forecast import IDLE_S, Forecast, IdleShare
 from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION
-from tests.properties import examples
 from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKENS, USERS, Simulation, waiting
 from tests.unit.engine.test_queue import job, ranking
 
@@ -84,7 +83,7 @@ class Served(Simulation):
         return sum(status == "ok" and took <= SLO_S for status, took in ends)
 
 
-@pytest.mark.parametrize("load", [1.1, 2.0, 3.0])
+@pytest.mark.parametrize("load", [1.1, 3.0])
 def test_goodput_stays_when_more_comes_than_the_device_can_carry(load: float) -> None:
     """Callers wait for a second, 33 SLOs: by their timeouts alone, everything would be late."""
     served = Served()
@@ -133,14 +132,13 @@ def test_one_that_takes_longer_than_the_slo_gets_the_time_that_others_leave() ->
 def test_a_late_ranking_learns_soon_that_others_leave_it_no_time_any_more() -> None:
     served = measured_slow()
     slow = [served.ask(full=True) for _ in range(3)]
-    served.load(3 * CAPACITY_PER_S, 4500)  # for 0.8 s
+    served.load(1.5 * CAPACITY_PER_S, 2250)  # for 0.8 s
     refused = [served.ends[task] for task in slow if served.ends[task][0] != "ok"]
     assert refused, "the device had time for all: no test"
     assert all(status == "overloaded" and took < 0.6 * TIMEOUT_S for status, took in refused), refused
 
 
-@settings(max_examples=examples(10), deadline=None)
-@given(st.integers(2, 20))
+@pytest.mark.parametrize("waiting", [2, 3, 20])
 def test_what_is_not_begun_in_time_is_refused_before_it_is_due_while_others_can_be(waiting: int) -> None:
     """The device has hung until nine tenths of their time are over; a refusal at their due time would come too late."""
     served = Served()
@@ -161,7 +159,7 @@ def test_without_predictions_a_late_ranking_does_not_wait_for_a_device_without_t
     served.load(0.5 * CAPACITY_PER_S, 100)
     served.device.token_ms = 1.0  # full inference takes two SLOs, and nothing is known of it
     slow = [served.ask(full=True) for _ in range(6)]
-    served.load(3 * CAPACITY_PER_S, 4500)  # for 0.8 s
+    served.load(1.5 * CAPACITY_PER_S, 2250)  # for 0.8 s
     refused = [served.ends[task] for task in slow if served.ends[task][0] != "ok"]
     assert refused, "the device had time for all: no test"
     assert all(status == "overloaded" and took < 0.8 * TIMEOUT_S for status, took in refused), refused

@@ -22,7 +22,7 @@ from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION, Ranking
 from relaygr_stream.models.api import ScoreInput, Tokens, relative_deviation
 from relaygr_stream.models.kv import KVRegion
 from tests.properties import examples
-from tests.unit.engine.test_overload import Timed, finished
+from tests.unit.engine.test_overload import Timed, finished, idle
 from tests.unit.engine.worlds import CONTEXTUAL, LIMITS, World
 
 NEWEST = 16
@@ -39,7 +39,8 @@ class Device:
 
     def __init__(self, newest: int, compared: int = 2 * MIN_SAMPLES, **options: Any) -> None:
         limits = replace(LIMITS, truncate_to=newest)  # without DRAM, whose copies take real time
-        self.world = World(wrap=Timed, clock=lambda: self.timed.now, limits=limits, dram=0, **options)
+        options = {"wrap": Timed, "limits": limits, "dram": 0, **options}
+        self.world = World(clock=lambda: self.timed.now, **options)
         self.timed: Timed = self.world.model  # type: ignore[assignment]
         scratch = self.world.cache.scratch.borrow()
         self.world.executor.warm_up(scratch)  # as a worker's start does
@@ -199,7 +200,7 @@ def in_time(admission: Admission, ranking: Ranking, ms: float, now: float) -> bo
 
 def checked_cuts(requests: Arrivals, newest: int) -> list[Ranking]:
     """The rankings that were cut: each is in time by the model's costs, and would not have been in full."""
-    device = Device(newest)
+    device = Device(newest, wrap=idle)
     admission = device.world.scheduler.admission
     truncate = admission.truncate
     cuts: list[Ranking] = []
@@ -240,7 +241,7 @@ def test_two_of_three_that_come_at_once_are_cut(newest: int) -> None:
 @given(requests=arrivals)
 def test_a_worker_that_has_time_answers_as_without_the_setting(requests: Arrivals) -> None:
     in_time = [(user, length, suffix, 1000.0, pause) for user, length, suffix, _, pause in requests]
-    assert play(Device(8), in_time) == play(Device(0), in_time)
+    assert play(Device(8, wrap=idle), in_time) == play(Device(0, wrap=idle), in_time)
 
 
 def test_under_overload_more_are_answered_in_time() -> None:
@@ -248,7 +249,7 @@ def test_under_overload_more_are_answered_in_time() -> None:
     requests: Arrivals = [(2000 + each, 170, 3, 12.0, float(rng.exponential(2.0))) for each in range(300)]
     answered = {}
     for newest in (0, NEWEST):
-        device = Device(newest)
+        device = Device(newest, wrap=idle)
         found = play(device, requests)
         answered[newest] = [outcome for status, outcome, *_ in found if status == "ok"]
         assert {status for status, *_ in found} <= {"ok", "overloaded"}, "accepted, and late"

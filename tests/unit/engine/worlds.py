@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from relaygr_stream.cache.copy import CopyEngine, CopyTicket
@@ -58,6 +60,7 @@ WITH_CONTEXT = msgspec.structs.replace(TOY, factory="examples.models.contextual:
 CONTEXTUAL = msgspec.structs.replace(TOY, contextual_seq_len=2)
 
 
+@cache
 def toy_model(device: torch.device = CPU, model: Model = TOY) -> RankingModel:
     relay = Relay(max_suffix_tokens=0 if model.contextual_seq_len else 16)
     return load_model(model, relay, device=device, dtype=torch.float32)
@@ -65,11 +68,13 @@ def toy_model(device: torch.device = CPU, model: Model = TOY) -> RankingModel:
 
 def history(user: int, length: int, version: int = 0) -> Tokens:
     """A user's first `length` behaviours: a longer history continues a shorter one of the same version."""
+    return Tokens(_behaviours(user, version)[:, :length].astype(np.int64))
+
+
+@cache
+def _behaviours(user: int, version: int) -> npt.NDArray[np.int64]:
     rng = np.random.default_rng((user, version))
-    array = np.stack(
-        [rng.integers(0, 1000, MAX_TOKENS), rng.integers(0, 5, MAX_TOKENS), rng.integers(0, 10**6, MAX_TOKENS)]
-    )
-    return Tokens(array[:, :length].astype(np.int64))
+    return np.stack([rng.integers(0, most, MAX_TOKENS) for most in (1000, 5, 10**6)])
 
 
 def full_scores(

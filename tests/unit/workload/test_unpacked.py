@@ -38,10 +38,10 @@ def test_the_dictionary_of_xz_is_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
 def test_packed_streams_behind_one_another_are_one_file(tmp_path: Path, pack: type[bytes]) -> None:
     path = tmp_path / "log.packed"
-    rows = [f"u,{item},1400327202\n" for item in range(50_000)]  # more than a chunk
+    rows = [f"{'u' * 200},{item},1400327202\n" for item in range(5_000)]  # more than a chunk
     parts = [pack(text.encode()) for text in ("user,item,time\n", "".join(rows), "".join(rows))]
     path.write_bytes(parts[0] + parts[1] + b"\0" * 8 + parts[2])
-    assert len(read_log(path)) == 100_000
+    assert len(read_log(path)) == 10_000
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])

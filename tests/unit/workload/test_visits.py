@@ -141,7 +141,7 @@ def test_parts_of_a_log_together_are_the_log(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(("revisit", "then"), [(0.9, 0.3), (0.0, 0.9), (0.5, 0.0)])
 @pytest.mark.parametrize("part", [WHOLE, Part(2, 3, 8)])
 def test_the_share_of_returns_shifts_at_the_stated_time(revisit: float, then: float, part: Part) -> None:
-    traffic = Traffic(rate=1000.0, users=10**8, revisit=revisit, return_s=1.0, shift=Shift(then, 20.0))
+    traffic = Traffic(rate=400.0, users=10**8, revisit=revisit, return_s=1.0, shift=Shift(then, 20.0))
     found = [one for one in some(traffic, part, seconds=40.0) if one.at > 10.0]
     for share, seconds in ((revisit, (10, 20)), (then, (24, 40))):  # those who are about to return come first
         returning = [one.returning for one in found if seconds[0] < one.at < seconds[1]]
