@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,9 @@ from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import DeviceError
+from relaygr_stream.models.loading import save_checkpoint
+from relaygr_stream.models.map_items import map_items
+from relaygr_stream.models.mapped import shard_name
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.children import START_TIMEOUT_S, Child, write_settings
 from relaygr_stream.settings.schema import Kafka
@@ -33,6 +37,7 @@ from relaygr_stream.worker.requests import Requests
 from relaygr_stream.worker.statement import Statements
 from relaygr_stream.worker.status import ANNOUNCE_S
 from relaygr_stream.worker.watch import WATCH_S
+from tests.unit.models.small_models import small_model
 from tests.unit.worker.services import Peer, committed, worker_on, worker_settings
 from tests.waiting import WITHIN_S, until
 
@@ -55,6 +60,23 @@ async def test_a_device_that_always_fails_ends_the_worker_with_answers(
         assert {(await peer.reply(each)).status for each in correlations} == {"failed"}
         assert not w.ready
         w.model.fail_prefill = 0
+
+
+async def test_a_mapped_item_table_that_is_shortened_ends_the_worker_with_answers(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    save_checkpoint(small_model(), tmp_path / "plain")
+    map_items(tmp_path / "plain", tmp_path / "mapped", "float32", 1 << 20)
+    settings = worker_settings(embedded_settings)
+    model = msgspec.structs.replace(settings.model, factory="", checkpoint=str(tmp_path / "mapped"))
+    settings = msgspec.structs.replace(settings, model=model)
+    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
+        assert (await peer.reply(await peer.rank("r", "u", 60))).status == "ok"
+        os.truncate(tmp_path / "mapped" / shard_name(0, 1), 4096)
+        for number in range(8):  # one after another: those of a batch are one failure
+            assert (await peer.reply(await peer.rank(f"r{number}", "u", 60))).status == "failed"
+        with pytest.raises(DeviceError, match="was changed while it is mapped: 4096 bytes"):
+            await asyncio.wait_for(w.task, WITHIN_S)
 
 
 async def test_a_device_that_hangs_ends_the_worker_with_answers(embedded_settings: Kafka) -> None:
