@@ -12,7 +12,7 @@ from lean import ARMS, RATES
 from lean import report as report_lean
 from relaygr_lab.rollouts import Change
 from relaygr_lab.verdicts import NotValid, above_0, some
-from targets import judge
+from targets import STOPPED, judge
 
 from relaygr_stream.errors import RelayError
 
@@ -54,6 +54,16 @@ def test_a_part_that_is_not_valid_says_why_and_the_others_run(
     assert first.startswith("not valid: the share of hits is 0; ")
     assert second == "not valid: a worker ended; a broker ended"
     assert third == "missed: slow"
+
+
+def test_ctrl_c_ends_all_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async def interrupted() -> list[str]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as left:
+        judge(lambda: asyncio.run(interrupted()), lambda: ["slow"])
+    assert left.value.code == STOPPED
+    assert capsys.readouterr().out.splitlines() == ["stopped"]
 
 
 def test_a_defect_is_no_verdict() -> None:
