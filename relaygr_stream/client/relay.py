@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from relaygr_stream.client.answers import Ranking
 from relaygr_stream.client.messages import MessageClient
@@ -79,11 +79,15 @@ class RelayClient(MessageClient):
 
         Raises Rejected if the history is neither, or for features that are not those of the schema.
         """
-        store = history if isinstance(history, HistoryStore) else None
-        reference = history if isinstance(history, HistoryReference) else UNSET
+        store: HistoryStore | None = None
+        reference: HistoryReference | UnsetType = UNSET
         prefix = Behaviours()
-        if not isinstance(history, HistoryStore | HistoryReference):
+        if isinstance(history, HistoryReference):
+            reference = history
+        elif isinstance(history, Behaviours | tuple) or not isinstance(history, HistoryStore):  # that takes 20 µs
             prefix = behaviours_of(history, "history")
+        else:
+            store = history
         prefix, tables = self.packed(features, prefix, {"user": 1})
         event = RequestEvent(
             request_id=request_id or secrets.token_hex(8),
