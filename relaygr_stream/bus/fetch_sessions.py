@@ -1,17 +1,20 @@
 """Incremental fetches (KIP-227): a fetch names only partitions whose position has changed, its answer those with news.
 
 Importing it patches aiokafka 0.14 for clients with a ClientId. There, each fetch and each answer name all partitions:
-with the 128 of a worker of 64 lanes, to write and read both took it 0.9 ms, most of its time at 50 requests/s.
+with the 128 of a worker of 64 lanes, to write and read both took it 0.9 ms, most of its time at 50 requests/s. To look
+which are to be fetched, once for each fetch and once for each answer, took as much again.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from aiokafka.client import AIOKafkaClient
+from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.protocol.fetch import FetchRequest
 
 from relaygr_stream.bus.aiokafka_patches import ClientId
@@ -23,6 +26,9 @@ FIRST_VERSION: Final = 7
 LEAST_PARTITIONS: Final = 8
 #: The largest epoch (int32); 1 follows.
 MAX_EPOCH: Final = 2**31 - 1
+
+#: aiokafka's id of the leader where there is none.
+NO_LEADER: Final = -1
 
 #: (topic, partition) → (offset, most bytes).
 Partitions = Mapping[tuple[str, int], tuple[int, int]]
@@ -111,6 +117,47 @@ async def send(self: Any, node_id: int, request: Any, **options: Any) -> Any:
 
 
 AIOKafkaClient.send = send
+
+_get_actions_per_node = Fetcher._get_actions_per_node
+
+
+def get_actions_per_node(self: Any, assignment: Any) -> Any:
+    """As Fetcher._get_actions_per_node, in a quarter of the time where each partition has a leader and a position, and
+    none is paused. Partitions begin at a random one, where aiokafka shuffles them; within a session the broker takes
+    turns."""
+    found = _fetches(self, assignment) if isinstance(self._client._client_id, ClientId) else None
+    return _get_actions_per_node(self, assignment) if found is None else found
+
+
+def _fetches(fetcher: Any, assignment: Any) -> Any:
+    """What get_actions_per_node returns; None: not so simple."""
+    if fetcher._client_rack or fetcher._preferred_read_replica or not assignment.tps:
+        return None
+    leaders, states = fetcher._client.cluster._partitions, assignment._tp_state
+    backoffs = defaultdict[int, list[float]](list)
+    fetches = defaultdict[int, dict[str, list[tuple[int, int, int]]]](lambda: defaultdict(list))
+    try:
+        for partition in fetcher._records.keys() & states.keys():  # what is read, and not yet handed out
+            if not (backoff := fetcher._records[partition].calculate_backoff()):
+                return None
+            backoffs[leaders[partition.topic][partition.partition].leader].append(backoff)
+        waiting, most = fetcher._in_flight | backoffs.keys(), fetcher._max_partition_fetch_bytes
+        each, first = list(states.items()), random.randrange(len(states))
+        for (topic, partition), state in each[first:] + each[:first]:
+            leader, position = leaders[topic][partition].leader, state._position
+            if leader == NO_LEADER or position is None or state._paused:
+                return None
+            if leader not in waiting:
+                fetches[leader][topic].append((partition, position, most))
+    except KeyError:  # a partition of which the cluster's metadata say nothing
+        return None
+    bounds = fetcher._fetch_max_wait_ms, fetcher._fetch_min_bytes, fetcher._fetch_max_bytes, fetcher._isolation_level
+    requests = [(leader, FetchRequest(*bounds, list(topics.items()))) for leader, topics in fetches.items()]
+    pause_s = min(map(max, backoffs.values())) if backoffs else fetcher._fetcher_timeout
+    return requests, {}, pause_s, False, []
+
+
+Fetcher._get_actions_per_node = get_actions_per_node
 
 
 def fetched_s(consumer: Any) -> float:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiokafka import TopicPartition
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.consumer.fetcher import Fetcher
+from aiokafka.consumer.subscription_state import Assignment
 from aiokafka.protocol.fetch import FetchRequest, FetchRequest_v4, FetchRequest_v7, FetchRequest_v11
+from aiokafka.structs import PartitionMetadata
 
-from relaygr_stream.bus.fetch_sessions import LEAST_PARTITIONS, MAX_EPOCH, FetchSession
+from relaygr_stream.bus.aiokafka_patches import ClientId
+from relaygr_stream.bus.fetch_sessions import (
+    LEAST_PARTITIONS,
+    MAX_EPOCH,
+    FetchSession,
+    _fetches,
+    _get_actions_per_node,
+    get_actions_per_node,
+)
 
 NOT_FOUND, INVALID_EPOCH = 70, 71
 Told = dict[tuple[str, int], int]
@@ -114,3 +128,54 @@ def test_a_broker_without_sessions_is_told_all() -> None:
         session.answered(request, SimpleNamespace(topics=[]))
     built = session.request(fetch_of(wanted)).build(FetchRequest_v7)
     assert (built.session_id, built.session_epoch) == (0, 0)
+
+
+class Waiting:
+    """What was read of a partition, and is not yet handed out."""
+
+    def __init__(self, backoff_s: float) -> None:
+        self.calculate_backoff = lambda: backoff_s
+
+
+@pytest.mark.parametrize("seed", range(200))
+async def test_the_same_partitions_are_fetched_as_by_aiokafka(seed: int) -> None:
+    draw = random.Random(seed)
+    rare = draw.random() < 0.5  # something out of the ordinary
+    partitions = [
+        TopicPartition(topic, lane) for topic in ("pre-infer", "ranking") for lane in range(draw.choice((1, 8)))
+    ]
+    cluster, assignment = ClusterMetadata(), Assignment(partitions)
+    for each in partitions:
+        leader = draw.choice((-1, 0, 1, 2)) if rare else draw.randrange(3)
+        metadata = PartitionMetadata(*each, leader, [], [], None)
+        if not rare or draw.random() < 0.9:
+            cluster._partitions.setdefault(each.topic, {})[each.partition] = metadata
+        state = assignment.state_value(each)
+        if not rare or draw.random() < 0.9:
+            state.seek(draw.randrange(100))
+        if rare and draw.random() < 0.1:
+            state.pause()
+    waits = [each for each in partitions if draw.random() < draw.choice((0.0, 0.2))]
+    fetcher: Any = SimpleNamespace(
+        _client=SimpleNamespace(_client_id=ClientId("c"), cluster=cluster),
+        _client_rack=None,
+        _preferred_read_replica={},
+        _records={each: Waiting(draw.choice((0.0, 0.1) if rare else (0.1, 0.3))) for each in waits},
+        _in_flight={node for node in range(3) if draw.random() < 0.3},
+        _max_partition_fetch_bytes=1 << 20,
+        _fetch_max_wait_ms=500,
+        _fetch_min_bytes=1,
+        _fetch_max_bytes=1 << 22,
+        _isolation_level=0,
+        _fetcher_timeout=5.0,
+    )
+    fetcher._select_read_replica = partial(Fetcher._select_read_replica, fetcher)
+
+    def plain(found: Any) -> Any:
+        requests, resets, pause_s, unknown, resumes = found
+        fetches = {(node, topic, *each) for node, one in requests for topic, several in one.topics for each in several}
+        return len(requests), fetches, dict(resets), pause_s, unknown, set(resumes)
+
+    ours, theirs = get_actions_per_node(fetcher, assignment), _get_actions_per_node(fetcher, assignment)
+    assert plain(ours) == plain(theirs)
+    assert rare or _fetches(fetcher, assignment) is not None, "the common case"
