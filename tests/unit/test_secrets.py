@@ -114,16 +114,18 @@ def test_what_is_wrong_with_certificates_does_not_show_the_secret() -> None:
 # ---- secrets from files ----
 
 
-@pytest.mark.parametrize("key", SECRET_KEYS)
-@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+@pytest.mark.parametrize(
+    ("key", "end"), [*((key, "\n") for key in SECRET_KEYS), (SECRET_KEYS[0], ""), (SECRET_KEYS[0], "\r\n")]
+)
 def test_a_secret_comes_from_a_file_without_its_line_end(key: str, end: str, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_bytes(f" {PASSWORD} ß{end}".encode())
     config = load_settings(environ={FIELDS[key].env + ENV_FILE: str(file)})
     section, _, name = key.partition(".")
     assert getattr(getattr(config.settings, section), name) == f" {PASSWORD} ß"
-    assert PASSWORD not in render_plain(render_settings_table(config))
-    assert str(file) in render_plain(render_settings_table(config))
+    shown = render_plain(render_settings_table(config))
+    assert PASSWORD not in shown
+    assert str(file) in shown
 
 
 @pytest.mark.parametrize(

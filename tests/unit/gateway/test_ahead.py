@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import time
+from itertools import product
 
 import psutil
 import pytest
@@ -54,33 +55,38 @@ def statuses(answered: bytes) -> list[int]:
     return [int(part[:3]) for part in answered.split(b"HTTP/1.1 ")[1:]]
 
 
-@pytest.mark.parametrize("sends", [1, 2], ids=["one send", "two sends"])
-@pytest.mark.parametrize(
-    "behind",
-    [GET, GET * 3000, whole(BODY), HEAD + b"content-length: 400000000\r\n\r\n", b"nonsense\r\n\r\n", b"\0" * 999],
-    ids=["request", "many", "ranking", "huge body", "nonsense", "zeros"],
-)
+BEHIND = {
+    "request": GET,
+    "many": GET * 3000,
+    "ranking": whole(BODY),
+    "huge body": HEAD + b"content-length: 400000000\r\n\r\n",
+    "nonsense": b"nonsense\r\n\r\n",
+    "zeros": b"\0" * 999,
+}
+
+
 async def test_a_request_before_the_last_answer_is_complete_is_not_read(
-    embedded_settings: Kafka, behind: bytes, sends: int
+    embedded_settings: Kafka, subtests: pytest.Subtests
 ) -> None:
     async with responder_on(embedded_settings) as peer, door_on(embedded_settings, read_ms=60_000.0) as door:
-        peer.hold = True
-        async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
-            if sends == 1:
-                writer.write(whole(BODY) + behind)
-                await until(lambda: len(peer.held) == 1, "the first is with a worker")
-            else:
-                writer.write(whole(BODY))
-                await until(lambda: len(peer.held) == 1, "the first is with a worker")
-                writer.write(behind)
-                await until(deaf, "what is behind has come")
-            peer.release()
-            answered = await reader.read()
-        assert statuses(answered) == [200]
-        assert b"connection: close" in answered
-        assert len(peer.requests) == 1
-        peer.hold = False
-        assert await still_serves(door)
+        for (name, behind), sends in product(BEHIND.items(), (1, 2)):
+            with subtests.test(f"{name} in {sends} sends"):
+                peer.hold = True
+                before = len(peer.requests)
+                async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
+                    writer.write(whole(BODY) + behind * (sends == 1))
+                    await until(lambda: len(peer.held) == 1, "the first is with a worker")
+                    if sends == 2:
+                        writer.write(behind)
+                        await until(deaf, "what is behind has come")
+                    peer.release()
+                    answered = await reader.read()
+                assert statuses(answered) == [200]
+                assert b"connection: close" in answered
+                assert len(peer.requests) == before + 1
+                peer.hold = False
+                assert await still_serves(door)
+                await until(lambda: gc.collect() >= 0 and not deaf(), "the connection is gone")
 
 
 def deaf() -> bool:

@@ -150,9 +150,9 @@ def test_long_histories_in_more_blocks_than_one(changes: dict[str, Any]) -> None
     region = prefilled(model, tokens.slice(0, 430), chunks=(301,))
     (relayed,) = model.score([ScoreInput(region, tokens.slice(430, 700), candidates)])
     assert deviation(relayed, full_scores(model, tokens, candidates)) <= 1e-5
-    # Against one row at a time: blocks of rows leave nothing out and add nothing.
+    # Against a few rows at a time: blocks of rows leave nothing out and add nothing.
     more = tokens.slice(0, CPU_BLOCK_ROWS + 20)
-    stepwise = prefilled(model, more, chunks=tuple(range(1, len(more))))
+    stepwise = prefilled(model, more, chunks=tuple(range(1, len(more), 9)))
     assert deviation(held(stepwise), held(prefilled(model, more))) <= 1e-5
 
 

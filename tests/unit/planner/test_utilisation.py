@@ -70,6 +70,6 @@ def test_what_is_within_a_step_is_simulated_once() -> None:
 
 
 def test_it_is_a_function() -> None:
-    found = [utilisation(*each) for each in DEVICES]
+    found = utilisation(*DEVICES[0])
     module._utilisation.cache_clear()
-    assert found == [utilisation(*each) for each in DEVICES]
+    assert found == utilisation(*DEVICES[0])

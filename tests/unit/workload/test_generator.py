@@ -101,7 +101,7 @@ def test_users_beyond_the_memory_are_forgotten_and_come_back_as_new(monkeypatch:
 
 
 def test_distributions() -> None:
-    options = GeneratorOptions(users=1000, items=2000, revisit=0, length=60, sigma=0.5, rate=50, suffix=0)
+    options = GeneratorOptions(users=1000, items=2000, revisit=0, length=60, sigma=0.5, rate=50, suffix=0, candidates=2)
     items = take(3000, options)
     gaps = np.diff([item.at for item in items])
     assert gaps.mean() == pytest.approx(1 / 50, rel=0.1)

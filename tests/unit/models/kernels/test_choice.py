@@ -62,7 +62,7 @@ def test_without_triton_torch_serves_and_the_log_says_so(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("_few_rankings")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("window", [0, pytest.param(100, marks=pytest.mark.stack)])
 def test_the_check_finds_that_the_kernels_agree(dtype: torch.dtype, window: int) -> None:
     config = msgspec.structs.replace(CONFIG, max_attn_len=window)
     assert disagreement(_fused(config, dtype), config, DEVICE, dtype) == ""
@@ -70,7 +70,10 @@ def test_the_check_finds_that_the_kernels_agree(dtype: torch.dtype, window: int)
 
 @pytest.mark.usefixtures("_few_rankings")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wrong", [{"window": 100}, {"scale": 0.4}, {"weight": 1 / 16}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"window": 100}, *(pytest.param(one, marks=pytest.mark.stack) for one in ({"scale": 0.4}, {"weight": 1 / 16}))],
+)
 def test_the_check_finds_kernels_that_do_not(dtype: torch.dtype, wrong: dict[str, Any]) -> None:
     fused = _fused(CONFIG, dtype)
     fused.shape = dataclasses.replace(fused.shape, **wrong)
