@@ -6,10 +6,6 @@ import threading
 import time
 from typing import Final, Protocol
 
-#: Bytes between two looks at the pace while it is bounded: about 0.1 ms of encryption; and while nothing bounds it. The
-#: steps between two slices take 10 % of a copy's processor time with the first, 3 % with the second.
-SLICE_BYTES: Final = 128 * 1024
-FREE_SLICE_BYTES: Final = 512 * 1024
 #: Most of one processor's time that copies take while there is a ranking. So a ranking should take a twentieth
 #: longer at most, even where every processor is busy (bench-change measures it).
 SHARE: Final = 0.05
@@ -47,14 +43,14 @@ class Bandwidth:
 class CopyPace:
     """The pace of all copies of one worker, for the threads that make them.
 
-    beside: what they give way to; None: nothing. bytes_per_s: a bound; 0: none.
+    beside: what they give way to; None: nothing. bytes_per_s: a bound; 0: none. slice_bytes: of a slice.
     """
 
-    def __init__(self, beside: Computing | None = None, bytes_per_s: float = 0.0) -> None:
+    def __init__(self, beside: Computing | None = None, bytes_per_s: float = 0.0, slice_bytes: int = 0) -> None:
         self._beside = beside
         now = time.monotonic()
         self._cpu = Bandwidth(SHARE, SHARE * BURST_S, now)
-        burst = max(SLICE_BYTES, bytes_per_s * BURST_S)
+        burst = max(slice_bytes, bytes_per_s * BURST_S)
         self._bytes = Bandwidth(bytes_per_s, burst, now) if bytes_per_s else None
         self._lock = threading.Lock()
 
@@ -62,16 +58,12 @@ class CopyPace:
     def _works(self) -> bool:
         return self._beside is not None and self._beside.works
 
-    def next_slice(self, left: int) -> tuple[int, float]:
-        """Bytes of the next slice, of so many that are left, and the seconds to wait before it."""
-        works = self._works
-        if not works and self._bytes is None:
-            return min(left, FREE_SLICE_BYTES), 0.0
-        nbytes = min(left, SLICE_BYTES)
+    def wait_s(self, nbytes: int) -> float:
+        """Seconds to wait before the next slice, of so many bytes."""
         with self._lock:
             now = time.monotonic()
             bound_s = 0.0 if self._bytes is None else self._bytes.take(nbytes, now)
-            return nbytes, max(bound_s, self._cpu.take(0.0, now) if works else 0.0)
+            return max(bound_s, self._cpu.take(0.0, now) if self._works else 0.0)
 
     def spent(self, cpu_s: float) -> None:
         """A slice took so many seconds of a processor."""

@@ -27,6 +27,7 @@ from relaygr_stream.handover.connection import PROVE_S, accept, connect
 from relaygr_stream.handover.desk import Desk, HandoverMetrics
 from relaygr_stream.handover.pace import Computing, CopyPace
 from relaygr_stream.handover.session import Giver, SessionProgress, Taker
+from relaygr_stream.handover.tls import SLICE_BYTES
 from relaygr_stream.handover.wire import TOKEN_BYTES, PrefixIdentity
 from relaygr_stream.models.kv import KVLayout
 from relaygr_stream.settings.worker import Handover as HandoverSettings
@@ -96,7 +97,7 @@ class HandoverService:
         self._identity, self._counted = identity, counted or identity
         self._networks = Networks(settings.networks)
         self._credentials: Credentials | None = None
-        given, taken = CopyPace(beside, settings.mib_per_s * MIB), CopyPace(beside)
+        given, taken = CopyPace(beside, settings.mib_per_s * MIB, SLICE_BYTES), CopyPace(beside)
         self._giver = Giver(identity, desk, given, metrics)
         self._taker = Taker(identity, desk, taken, metrics, max_tokens, layout, token_bytes)
         self._background = Background()

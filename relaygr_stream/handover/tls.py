@@ -18,10 +18,13 @@ from typing import Any, Final, TypeVar
 
 from prometheus_client import Counter
 
-from relaygr_stream.handover.pace import SLICE_BYTES, CopyPace
+from relaygr_stream.handover.pace import CopyPace
 
 T = TypeVar("T")
 
+#: Bytes between two looks at the pace, and in which a copy must advance within its time limit: about 0.1 ms of
+#: encryption.
+SLICE_BYTES: Final = 128 * 1024
 #: Copies under way at once, of all sessions that a worker serves and fetches.
 MAX_COPIES: Final = 64
 #: Time limit of TLS's closing exchange.
@@ -85,8 +88,8 @@ class TlsSocket:
         return bytes(data)
 
     async def send_copy(self, data: memoryview, pace: CopyPace, seconds: float, count: Counter) -> None:
-        """Send all of `data` in a thread, each SLICE_BYTES within so many seconds. count: gets the bytes of each slice,
-        in the thread."""
+        """Send all of `data` in a thread, each slice within so many seconds. count: gets the bytes of each slice, in
+        the thread."""
         await self._in_thread(data, pace, seconds, count, sending=True)
 
     async def receive_copy(self, into: memoryview, pace: CopyPace, seconds: float, count: Counter) -> None:
@@ -157,15 +160,14 @@ class TlsSocket:
         one = self._send_slice if sending else self._receive_slice
         try:
             self._socket.settimeout(seconds)
-            while data:
-                nbytes, wait_s = pace.next_slice(len(data))
-                if wait_s:
+            for at in range(0, len(data), SLICE_BYTES):
+                piece = data[at : at + SLICE_BYTES]
+                if wait_s := pace.wait_s(len(piece)):
                     self._ended.wait(wait_s)
                 began = time.thread_time()
-                one(data[:nbytes], time.monotonic() + seconds * max(1.0, nbytes / SLICE_BYTES))
+                one(piece, time.monotonic() + seconds)
                 pace.spent(time.thread_time() - began)
-                count.inc(nbytes)
-                data = data[nbytes:]
+                count.inc(len(piece))
         finally:
             with suppress(OSError):
                 self._socket.settimeout(0)

@@ -41,37 +41,25 @@ def test_a_pause_saves_up_no_more_than_the_burst() -> None:
 
 
 @pytest.mark.parametrize("slice_s", [1e-4, 1e-3, 0.05])
-@pytest.mark.parametrize("bound", [0.0, 1e3 * pace.SLICE_BYTES])
+@pytest.mark.parametrize("bound", [0.0, 1e6])
 def test_copies_take_a_twentieth_of_a_processor_while_it_computes(
     slice_s: float, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, device = [50.0], SimpleNamespace(works=True)
     monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    made = pace.CopyPace(device, bound)
+    made = pace.CopyPace(device, bound, slice_bytes=1000)
 
     def copy(slices: int) -> float:
         start = now[0]
         for _ in range(slices):
-            nbytes, wait_s = made.next_slice(pace.SLICE_BYTES)
-            assert nbytes == pace.SLICE_BYTES
-            now[0] += wait_s + slice_s
+            now[0] += made.wait_s(1000) + slice_s
             made.spent(slice_s)
         return slices * slice_s / (now[0] - start)
 
     copy(100)  # what a pause saved up
     assert copy(100) <= pace.SHARE * 1.001
     device.works = False
-    assert copy(100) >= min(1.0, bound * slice_s / pace.SLICE_BYTES or 1.0) * 0.9, "as fast as the wire, or the bound"
+    assert copy(100) >= min(1.0, bound * slice_s / 1000 or 1.0) * 0.9, "as fast as the wire, or the bound"
     device.works = True
     copy(100)
     assert copy(100) <= pace.SHARE * 1.001
-
-
-@pytest.mark.parametrize(
-    ("works", "bound", "nbytes"),
-    [(False, 0.0, pace.FREE_SLICE_BYTES), (True, 0.0, pace.SLICE_BYTES), (False, 1e6, pace.SLICE_BYTES)],
-)
-def test_slices_are_long_where_nothing_bounds_them(works: bool, bound: float, nbytes: int) -> None:
-    made = pace.CopyPace(SimpleNamespace(works=works), bound)
-    assert made.next_slice(1 << 30) == (nbytes, 0.0)
-    assert made.next_slice(1000)[0] == 1000
