@@ -117,7 +117,7 @@ def test_whose_fixture_fails(broken):
 
 def test_forks_report_everything_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "test_other.py").write_text(DYING)
-    done = run_marked(tmp_path, "--parallel", "2", "-m", "", ".", file="test_it.py")
+    done = run_marked(tmp_path, "--parallel", "1", "-m", "", ".", file="test_it.py")
     assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
     assert "2 failed, 10 passed, 1 warning, 1 error" in done.stdout.splitlines()[-1]
     assert "the process that ran it ended with 3" in done.stdout
