@@ -4,7 +4,7 @@
     device free ─► clients within SLACK of the least served one, by deadline
 
 Where a worker serves several scenarios, these are charged in the same way, and the clients within each: a scenario gets
-its part however few its clients are.
+its part however few its clients are. One may be ahead of another by a slice only: four are most of the tightest SLO.
 
 A client is who a request says it is (RankingRequest.client_id): claimed, not proven. Under many names one client gets
 many shares, so names are bounded in number, and those beyond share one account.
@@ -118,6 +118,11 @@ class Clients:
     def ahead(self, scenario: str) -> Account:
         """The account of a scenario's pre-inference, which is charged apart: it gets the time that rankings leave."""
         return self._scenario(self._ahead, scenario, self.pre_inference)
+
+    def slack(self, account: Account) -> float:
+        """How many milliseconds of the device another account beside this one may have been given more, and have its
+        turn."""
+        return self.slack_ms / SLACK_SLICES if self._scenarios.get(account.name) is account else self.slack_ms
 
     def add(self, booked: Booked) -> None:
         """Count a ranking as waiting; its account, nbytes and cost_ms stay as they are until `remove`."""

@@ -171,7 +171,7 @@ class Forecast:
         """How much of the others' work is done before this client has been given so many milliseconds."""
         if account.parent is None:
             return 0.0
-        until = max(account.served_ms, account.parent.floor_ms) + ms + self._clients.slack_ms
+        until = max(account.served_ms, account.parent.floor_ms) + ms + self._clients.slack(account)
         beside, elsewhere = 0.0, defaultdict[Account, float](float)
         for other, work in others.items():
             if other.parent is account.parent:

@@ -121,7 +121,7 @@ class Turns(Generic[T]):
             parts.setdefault(account.parent, []).append(account)
         parents, slack_ms = [each for each in parts if each is not None], self._clients.slack_ms
         if len(parents) > 1 and (whole := parents[0].parent) is not None:
-            parents = whole.in_turn(parents, slack_ms)
+            parents = whole.in_turn(parents, self._clients.slack(parents[0]))
         elif parents:
             parents[0].leads()
         return [account for parent in parents for account in parent.in_turn(parts[parent], slack_ms)] or parts[None]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.cache.entry import Entry
-from relaygr_stream.engine.clients import Account, Clients
+from relaygr_stream.engine.clients import SLACK_SLICES, Account, Clients
 from relaygr_stream.engine.commands import DELEGATED_LANE, Query
 from relaygr_stream.engine.forecast import Forecast
 from relaygr_stream.engine.queue import WorkQueue
@@ -81,11 +81,27 @@ def test_neither_a_scenario_nor_a_client_within_it_falls_behind_by_more_than_the
         assert isinstance(urgent, Ranking)
         for part in urgent.booking.account.line:
             rivals = [each for each in left if each.parent is part.parent and left[each]]
-            assert part.served_ms <= min(each.served_ms for each in rivals) + clients.slack_ms
+            assert part.served_ms <= min(each.served_ms for each in rivals) + clients.slack(part)
         queue.in_time.remove(urgent.booking.account)
         urgent.booking.account.serve(costs[urgent])
         left.subtract(urgent.booking.account.line)
     assert not any(left.values())
+
+
+def test_a_scenario_waits_for_a_slice_of_another_and_not_for_most_of_its_slo() -> None:
+    clients = Clients(SLACK_SLICES * 4.0)
+    queue = WorkQueue(clients)
+    for number in range(11):
+        made = ranking(f"r{number}", 0.02 if number == 10 else 0.001 * number)
+        made.booking.account = clients.account("a", "search" if number == 10 else "feed")
+        queue.add(made)
+    before = 0
+    while (urgent := queue.in_time.first()) is not None and urgent is not made:
+        assert isinstance(urgent, Ranking)
+        queue.in_time.remove(urgent.booking.account)
+        urgent.booking.account.serve(4.0)
+        before += 1
+    assert before == 2, "one slice, and the ranking that goes beyond it"
 
 
 BOOKED = st.tuples(st.integers(1, 60), st.integers(0, 12), st.sampled_from(["feed", "search"]), st.sampled_from("ab"))
