@@ -42,6 +42,12 @@ class Restarted(Fleet):
         async with RelayClient(settings=unhedged) as client:
             return (await client.request(user, PREFIX, candidates=2).rank([1, 2], timeout=30)).outcome
 
+    async def worker_with(self, user: str) -> None:
+        """Start w1 and have this user's prefix KV written to its file."""
+        await self.worker()
+        await self.asked(user)
+        await self.written(1)
+
     async def written(self, entries: int) -> None:
         await until(lambda: self.file.read_bytes().count(VALID) == entries, f"{entries} entries written down")
 
@@ -81,9 +87,7 @@ async def test_a_file_that_is_shortened_while_it_serves_ends_the_worker_with_the
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:
     async with Restarted(embedded_settings, tmp_path) as fleet:
-        await fleet.worker()
-        await fleet.asked("eve")
-        await fleet.written(1)
+        await fleet.worker_with("eve")
         ended = fleet.children.pop("w1")
         os.truncate(fleet.file, 0)
         await until(lambda: ended.exit_code is not None, "the worker ended")
@@ -98,9 +102,7 @@ async def test_the_later_of_two_workers_of_one_file_serves_from_memory(
     embedded_settings: Kafka, tmp_path: Path
 ) -> None:
     async with Restarted(embedded_settings, tmp_path) as fleet:
-        await fleet.worker()
-        await fleet.asked("eve")
-        await fleet.written(1)
+        await fleet.worker_with("eve")
         fleet.start("worker", "again", f"worker.dram_path={tmp_path}", worker_name="w1")
         first = fleet.children.pop("w1")
         await until(lambda: first.exit_code is not None, "the first one ended")
