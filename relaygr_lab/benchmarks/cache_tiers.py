@@ -26,6 +26,8 @@ from relaygr_stream.cache.tier_file_open import open_tier_file
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.models.kv import KVLayout
+from relaygr_stream.wire.erase import Erase
+from relaygr_stream.wire.worker_status import StatusReader
 
 CPU = torch.device("cpu")
 #: K and V of the trace's entries: bookkeeping is what is measured, so a token has few bytes.
@@ -42,6 +44,9 @@ ROUNDS: Final = 5
 #: Of the rate at which a restart reads and checks records, that at which it has them as entries: these pass through the
 #: tables of users, of extents and of eviction. Where each divides the arena's hole anew, it is 0.09.
 RESTORED_SHARE: Final = 0.12
+#: Users of other workers who were erased meanwhile, and of a restart's time without any, the most that it may take.
+ERASED: Final = 1_000
+MOST_SLOWER: Final = 1.3
 
 Check = Callable[[bool, str], None]
 
@@ -118,7 +123,8 @@ def restart(check: Check) -> None:
     token_bytes = 8 * ROWS
     unit = -(-kept_bytes(TINY.nbytes(GRANULE_TOKENS), GRANULE_TOKENS, token_bytes) // ALIGNMENT) * ALIGNMENT
     shape = FileShape((KEPT + LONGEST // GRANULE_TOKENS) * unit, unit, token_bytes, "bench")
-    seconds = {"records": math.inf, "entries": math.inf}
+    seconds = dict.fromkeys(("records", "entries", "erased"), math.inf)
+    erases = [Erase.request(f"{number:016}", f"stranger-{number}", number, StatusReader()) for number in range(ERASED)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tier"
         file = _opened(path, shape)
@@ -131,19 +137,25 @@ def restart(check: Check) -> None:
         for _ in range(ROUNDS):
             file = _opened(path, shape)
             seconds["records"] = min(seconds["records"], _taken(lambda file=file: list(file.records())))  # type: ignore[misc]
-            dram = TierMemory(shape.data_bytes, CPU, file=file)
-            hbm = TierMemory(3 * TINY.nbytes(LONGEST), CPU)
-            cache = PrefixCache(TINY, hbm, dram, AtOnce(CPU), cost_ms, scratch_tokens=LONGEST)
-            seconds["entries"] = min(seconds["entries"], _taken(cache.restore))
-            found = cache.entries
-            cache.close()
             file.close()
+            for name, since in (("entries", []), ("erased", erases)):
+                file = _opened(path, shape)
+                dram = TierMemory(shape.data_bytes, CPU, file=file)
+                hbm = TierMemory(3 * TINY.nbytes(LONGEST), CPU)
+                cache = PrefixCache(TINY, hbm, dram, AtOnce(CPU), cost_ms, scratch_tokens=LONGEST)
+                seconds[name] = min(seconds[name], _taken(lambda cache=cache, since=since: cache.restore(since)))  # type: ignore[misc]
+                found = cache.entries
+                cache.close()
+                file.close()
         gc.unfreeze()
+    slower = seconds["erased"] / seconds["entries"]
     rates = {name: KEPT / each for name, each in seconds.items()}
     share = rates["entries"] / rates["records"]
     found_by = f"A restart finds {found} entries in {seconds['entries']:.2f} s of a processor"
     print(f"{found_by}: {rates['entries']:,.0f} a second")
-    print(f"are {share:.2f} of the {rates['records']:,.0f} records a second that it reads and checks\n")
+    print(f"are {share:.2f} of the {rates['records']:,.0f} records a second that it reads and checks")
+    print(f"with {ERASED:,} users of others erased meanwhile it takes {slower:.2f} times as long\n")
+    check(slower <= MOST_SLOWER, f"a restart after {ERASED:,} erasures takes {slower:.2f} times as long as after none")
     check(found == KEPT, f"a restart finds {found} of {KEPT} entries")
     check(share >= RESTORED_SHARE, f"a restart makes entries of records at {share:.2f} of the rate that it reads them")
 

@@ -14,7 +14,7 @@ from relaygr_stream.cache.entry_table import EntryTable
 from relaygr_stream.cache.kept import KeptCopies, Restored
 from relaygr_stream.cache.tier_file import SlotRecord
 from relaygr_stream.cache.tiers import DramTier, capacity_for
-from relaygr_stream.wire.erase import Erase
+from relaygr_stream.wire.erase import Erase, ErasedUsers
 
 #: More uses than any tier counts.
 MOST_USES: Final = 1e9
@@ -24,6 +24,7 @@ def restore(table: EntryTable, dram: DramTier, kept: KeptCopies, most: int, eras
     """See PrefixCache.restore. most: largest capacity of a region."""
     assert not dram.used, "restored into a tier in use: its copies may be overwritten"
     found, taken, end = Restored(), dict[str, tuple[SlotRecord, StoredCopy]](), 0
+    erased = ErasedUsers(erases)
     for record in kept.file.records():  # in address order
         if isinstance(record, str):
             found.drop(record)
@@ -32,14 +33,16 @@ def restore(table: EntryTable, dram: DramTier, kept: KeptCopies, most: int, eras
         if not _fits(record, dram, most) or user in table.by_user or user in taken:
             kept.file.forget(record.extent)
             found.drop("unfit")
-        elif any(erase.names(user) for erase in erases):
-            kept.freed(copy, erased=True)
+        elif user in erased:
+            kept.file.clear(record.extent, slice(None))
             found.drop("erased")
         elif record.extent.offset < end:
             kept.file.forget(record.extent)
             found.drop("overlapping")
         else:
             taken[user], end = (record, copy), record.extent.end
+    if "erased" in found.dropped:
+        kept.file.sync()
     dram.hold_all(copy for _, copy in taken.values())
     for user, (record, copy) in taken.items():
         dram.learn(user, record.uses)

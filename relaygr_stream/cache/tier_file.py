@@ -210,6 +210,10 @@ class TierFile:
         """Clear the slot alone: its bytes may be another copy's."""
         self._clear_slot(extent.offset // self.shape.unit)
 
+    def sync(self) -> None:
+        """Have all that was written on the disk, whatever happens to the host."""
+        os.fdatasync(self._fd)
+
     def records(self) -> Iterator[SlotRecord | str]:
         """The valid records, or why one is none. Slots without a valid one are cleared, extents of BUSY ones wiped."""
         for index in np.flatnonzero(self._states).tolist():

@@ -9,7 +9,8 @@ record with a tombstone; the log keeps both for KEPT_MS, for workers that are aw
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Annotated, Final
 
@@ -31,6 +32,7 @@ MARK_BYTES: Final = 16
 KEYED_VERSION: Final = 3
 #: What the key of that hash is made for (signature.purpose_key).
 PURPOSE: Final = "erase 1"
+HOUR_MS: Final = 3_600_000
 #: For so long `worker-status` keeps every request (min_compaction_lag_ms), though its tombstone came: a worker that
 #: keeps prefix KV in a file may be away for AWAY_MS, with CLOCK_MS for its clock and for the broker's, each.
 KEPT_MS: Final = 1_200_000
@@ -48,18 +50,28 @@ class Erase(msgspec.Struct, frozen=True, kw_only=True):
     id: Annotated[str, Meta(pattern=r"\A[!-~]{16,64}\Z")]  # random, of this request; ASCII, as the key of a hash
     user: Annotated[bytes, Meta(min_length=MARK_BYTES, max_length=MARK_BYTES)]  # user_mark
     sent_ms: UnixMillis  # signed with it: an old record cannot be written again
+    hour_mark: Annotated[bytes, Meta(max_length=MARK_BYTES)] = b""  # user_mark of the hour; empty: an earlier release
+
+    @property
+    def hour(self) -> str:
+        """What names its user beside its id, and those of all requests of its hour: no id has a space."""
+        return f"hour {self.sent_ms // HOUR_MS}"
+
+    @property
+    def mark_keys(self) -> tuple[bytes, ...]:
+        """The keys of user_mark by which it may name its user."""
+        return (b"",)
 
     def names(self, user_key: str) -> bool:
         """Whether it is about this user (messages.tenant_key)."""
-        return user_mark(self.id, user_key) == self.user
+        return any(user_mark(self.id, user_key, key) == self.user for key in self.mark_keys)
 
     @classmethod
     def request(cls, erase_id: str, user_key: str, sent_ms: int, reader: StatusReader) -> Erase:
         """A request that names this user (messages.tenant_key), with the reader's secret if it has one."""
-        if reader.signer is None:
-            return cls(id=erase_id, user=user_mark(erase_id, user_key), sent_ms=sent_ms)
-        mark = user_mark(erase_id, user_key, reader.signer.keys(PURPOSE)[0])
-        return cls(v=KEYED_VERSION, min_v=KEYED_VERSION, id=erase_id, user=mark, sent_ms=sent_ms)
+        v, key = (SCHEMA_VERSION, b"") if reader.signer is None else (KEYED_VERSION, reader.signer.keys(PURPOSE)[0])
+        made = cls(v=v, min_v=v if key else 0, id=erase_id, user=user_mark(erase_id, user_key, key), sent_ms=sent_ms)
+        return msgspec.structs.replace(made, hour_mark=user_mark(made.hour, user_key, key))
 
 
 class _Keyed(Erase, frozen=True, kw_only=True):
@@ -67,18 +79,36 @@ class _Keyed(Erase, frozen=True, kw_only=True):
 
     keys: tuple[bytes, ...]
 
-    def names(self, user_key: str) -> bool:
-        return any(user_mark(self.id, user_key, key) == self.user for key in self.keys)
+    @property
+    def mark_keys(self) -> tuple[bytes, ...]:
+        return self.keys
 
 
-def user_mark(erase_id: str, user_key: str, key: bytes = b"") -> bytes:
-    """BLAKE2b of the request's id and the user's key (messages.tenant_key), keyed with 32 bytes made of the secret.
+class ErasedUsers:
+    """The users whom requests name. To look one up takes a hash for each hour in which they were sent, and one for each
+    request of an earlier release."""
 
-    key empty: of the user's key alone, keyed with the id, which stands in the record.
+    def __init__(self, erases: Iterable[Erase]) -> None:
+        self._marks = defaultdict[tuple[str, bytes], set[bytes]](set)
+        for erase in erases:
+            salt, mark = (erase.hour, erase.hour_mark) if erase.hour_mark else (erase.id, erase.user)
+            for key in erase.mark_keys:
+                self._marks[salt, key].add(mark)
+
+    def __contains__(self, user_key: str) -> bool:
+        """Whether one is about this user (messages.tenant_key)."""
+        return any(user_mark(salt, user_key, key) in marks for (salt, key), marks in self._marks.items())
+
+
+def user_mark(salt: str, user_key: str, key: bytes = b"") -> bytes:
+    """BLAKE2b of the salt (a request's id or hour) and the user's key (messages.tenant_key), keyed with 32 bytes made
+    of the secret.
+
+    key empty: of the user's key alone, keyed with the salt, which stands in the record.
     """
     if not key:
-        return blake2b(user_key.encode(), key=erase_id.encode(), digest_size=MARK_BYTES).digest()
-    return blake2b(f"{erase_id}\0{user_key}".encode(), key=key, digest_size=MARK_BYTES).digest()
+        return blake2b(user_key.encode(), key=salt.encode(), digest_size=MARK_BYTES).digest()
+    return blake2b(f"{salt}\0{user_key}".encode(), key=key, digest_size=MARK_BYTES).digest()
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.away import Away
@@ -27,7 +29,17 @@ from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.settings.worker import Handover
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.erase import KEY_PREFIX, KEYED_VERSION, KIND, Erase, encode_erase, read_erase, user_mark
+from relaygr_stream.wire.erase import (
+    HOUR_MS,
+    KEY_PREFIX,
+    KEYED_VERSION,
+    KIND,
+    Erase,
+    ErasedUsers,
+    encode_erase,
+    read_erase,
+    user_mark,
+)
 from relaygr_stream.wire.messages import RequestEvent, tenant_key
 from relaygr_stream.wire.records import (
     HEADER_KIND,
@@ -242,6 +254,52 @@ def test_while_the_secret_is_changed_both_name_the_user() -> None:
         for secret in (SECRET, other):
             read = read_erase(keyed(secret), StatusReader(signer=signer))
             assert read is not None and read.names("ann") and not read.names("bob")
+
+
+SECRETS = {"": None, **{secret: Signer(secret) for secret in (SECRET, "another secret of the fleet")}}
+ASKED = st.tuples(st.sampled_from("abcd"), st.integers(0, 3 * HOUR_MS), st.sampled_from([*SECRETS]), st.booleans())
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.integers(0, 3 * HOUR_MS), st.sampled_from([*SECRETS]), st.booleans())
+    )
+)
+def test_many_requests_together_name_whom_each_names_alone(asked: list[tuple[str, int, str, bool]]) -> None:
+    """old: as the last release sends them."""
+    believed = Signer(*(secret for secret in SECRETS if secret))
+    erases = list[Erase]()
+    for number, (user, sent_ms, secret, old) in enumerate(asked):
+        sender = StatusReader(signer=SECRETS[secret])
+        erase = Erase.request(f"{number:016}", user, sent_ms, sender)
+        if old:
+            erase = msgspec.structs.replace(erase, hour_mark=b"")
+        key, value, headers = (KEY_PREFIX + erase.id).encode(), encode_erase(erase), [(HEADER_KIND, KIND.encode())]
+        if sender.signer is not None:
+            headers = sender.signer.sign("t", key, value, headers)
+        reader = StatusReader(signer=believed if secret else None)
+        read = read_erase(Record("t", 0, 0, 0, key, value, tuple(headers)), reader, fresh=False)
+        assert read is not None
+        assert read.names(user)
+        erases.append(read)
+    erased = ErasedUsers(erases)
+    for user in "abcdef":
+        assert (user in erased) == any(erase.names(user) for erase in erases)
+        assert (user in erased) == (user in {each for each, *_ in asked})
+
+
+def test_a_user_is_looked_up_with_one_hash_for_an_hours_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    erased = ErasedUsers(Erase.request(f"{number:016}", f"u{number}", number, StatusReader()) for number in range(100))
+    hashed = list[str]()
+
+    def counted(salt: str, user_key: str, key: bytes = b"") -> bytes:
+        hashed.append(user_key)
+        return user_mark(salt, user_key, key)
+
+    monkeypatch.setattr("relaygr_stream.wire.erase.user_mark", counted)
+    assert "u99" in erased
+    assert "u100" not in erased
+    assert hashed == ["u99", "u100"]
 
 
 def test_who_cannot_know_the_user_refuses_instead_of_confirming(monkeypatch: pytest.MonkeyPatch) -> None:
