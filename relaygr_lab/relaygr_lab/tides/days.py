@@ -74,8 +74,8 @@ class Followed(NamedTuple):
 def followed(fleet: TidalFleet) -> list[Followed]:
     """Each move that the planner began."""
     began_s, asked, found = fleet.load.begins_s, turns(fleet.day, fleet.factor, fleet.split or EVEN), []
-    until = [at_s for at_s, _ in fleet.planned[1:]] + [math.inf]
-    for (at_s, move), next_s in zip(fleet.planned, until, strict=True):
+    ends_s = [at_s for at_s, _ in fleet.planned] + [math.inf]
+    for (at_s, move), next_s in zip(fleet.planned, ends_s[1:], strict=True):
         proposed = at_s - began_s
         same = [(abs(proposed - turned), turned) for turned, target in asked if target == move.target]
         verified = next((each - began_s for each in fleet.verified if at_s <= each < next_s), None)

@@ -145,6 +145,7 @@ def test_moves_are_told_by_how_much_later_than_the_tide_they_come(
     assert [target for _, target in asked] == ["feed", "search", "search", "feed", "feed"]
     assert asked[0][0] < asked[1][0] < 150 < asked[3][0], "the feed's flood is in the first half of 300 s"
     fleet = TidalFleet("moving", Settings(), tmp_path, day, FACTOR, EVEN)
+    assert followed(fleet) == [], "nothing is planned yet, as on a day without a planner"
     fleet.load.start_s = 1000.0 - fleet.factor * day.warm_s
     to_search = Move(source="feed", target="search")
     fleet.planned = [(1000.0 + asked[1][0] + 20, to_search), (1000.0 + asked[2][0] + 30, to_search)]
