@@ -18,7 +18,7 @@ from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.children import end_with_parent
 from relaygr_stream.ops.rollout.comparing import Comparison
 from relaygr_stream.ops.rollout.observing import watching
-from relaygr_stream.ops.rollout.routing import Bus, label, next_group, source_of
+from relaygr_stream.ops.rollout.routing import Bus, RoutesChanged, label, next_group, source_of
 from relaygr_stream.ops.rollout.run import FIRST_S, Parts, Plan, Rollout, RolloutMetrics
 from relaygr_stream.ops.rollout.warming import warming
 from relaygr_stream.ops.status.overview import LISTEN_S
@@ -52,7 +52,7 @@ class RolloutRequest:
 async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) -> None:
     """Roll out; with processes of its own, keep these until it is stopped.
 
-    Raises RelayError where the users came back, and for what is missing; BrokerError.
+    Raises RelayError where the users came back, or another command moves them, and for what is missing; BrokerError.
     """
     bus = Bus(context.settings)
     routes = await bus.read()
@@ -130,13 +130,18 @@ async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, sa
 
 async def _whole(rollout: Rollout) -> bool:
     await rollout.wait_for_workers()
-    return await rollout.run()
+    try:
+        return await rollout.run()
+    except RoutesChanged as error:
+        rollout.why_back = str(error)
+        return False
 
 
 async def take_back(settings: Settings, group: str | None, say: Say) -> None:
     """Move all users of a group to the one they came from.
 
-    Raises RelayError if there are none, or no worker serves all lanes of the other group; BrokerError.
+    Raises RelayError if there are none, or no worker serves all lanes of the other group; BrokerError. A rollout under
+    way ends with it.
     """
     bus = Bus(settings)
     routes = await bus.read()

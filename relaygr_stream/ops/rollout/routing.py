@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import read_all_routes, read_routes, write_routes
+from relaygr_stream.bus.routes import read_all_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists, verified_topics
-from relaygr_stream.errors import ConfigError
+from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.routes import OWN, POSITIONS, Routes, routes_topic
 from relaygr_stream.wire.topic_files import load_topics
@@ -20,6 +21,17 @@ from relaygr_stream.wire.worker_status import StatusReader
 OTHER: Final = "next"
 
 
+class RoutesChanged(RelayError):
+    """Another command has written routes meanwhile; these stay as they are."""
+
+    def __init__(self, found: Routes) -> None:
+        shares = ", ".join(f"{label(part.group)} {part.share / POSITIONS:.0%}" for part in found.parts)
+        super().__init__(
+            f"another command has changed the routes meanwhile, and they stay as it left them: users are in {shares}; "
+            f"run one command at a time, and this one again if it is still to be done"
+        )
+
+
 class Bus:
     """The routes on the cluster, of a relay whose own settings are those of the group ""."""
 
@@ -27,24 +39,25 @@ class Bus:
         self.settings = settings
         self.topics = load_topics(settings.kafka)
         self._reader = StatusReader.of(settings, self.topics)
+        self._epochs: dict[str, int] = {}  # by scenario, of the routes that were read or written last
 
     async def read(self) -> Routes:
         """The newest routes; all users in the group "" where there are none. Raises BrokerError, TopicError."""
         self.topics = await verified_topics(self.settings.kafka)
         await self._reader.prepare()
-        found = await read_routes(self.settings.kafka, self.topics, self._reader)
+        found = (await self._newest()).get("")
         return found or Routes.of_one(OWN, self.topics.stated or self.topics.lanes)
 
     async def scenarios_of(self, group: str) -> list[str]:
         """The scenarios whose requests the group serves. Raises BrokerError."""
-        every = await read_all_routes(self.settings.kafka, self.topics, self._reader)
+        every = await self._newest()
         return [name for name, routes in every.items() if name and group in routes.groups]
 
     async def naming(self, group: str) -> dict[str, Routes]:
         """By scenario ("": none), the newest routes that name the group; without any, those of all users in the group
         "". Raises BrokerError, TopicError; ConfigError for a group that no routes name."""
         own = await self.read()
-        every = {**await read_all_routes(self.settings.kafka, self.topics, self._reader), "": own}
+        every = {**await self._newest(), "": own}
         found = {name: routes for name, routes in every.items() if group in routes.groups}
         if not found:
             known = ", ".join(sorted({label(each) for routes in every.values() for each in routes.groups}))
@@ -52,9 +65,23 @@ class Bus:
         return found
 
     async def write(self, producer: Producer, routes: Routes, scenario: str = "") -> None:
-        """Write them, at this time. scenario: whose they are; "": of none. Raises BrokerError."""
+        """Write them, at this time. scenario: whose they are; "": of none.
+
+        Raises BrokerError; RoutesChanged where another command has written some since they were read.
+        """
+        known = self._epochs.get(scenario, 0)
+        found = (await read_all_routes(self.settings.kafka, self.topics, self._reader)).get(scenario)
+        if found is not None and found.epoch not in (known, routes.epoch):  # the latter: written, though it seemed not
+            raise RoutesChanged(found)
         routes = msgspec.structs.replace(routes, sent_ms=now_ms())
         await write_routes(producer, self.topics, self._reader, routes, scenario)
+        self._epochs[scenario] = routes.epoch
+
+    async def _newest(self) -> Mapping[str, Routes]:
+        """Those of all scenarios, which the next ones that are written change."""
+        found = await read_all_routes(self.settings.kafka, self.topics, self._reader)
+        self._epochs.update((scenario, routes.epoch) for scenario, routes in found.items())
+        return found
 
     async def make_topic(self) -> bool:
         """Make `routes` if it is not there; returns whether it was."""
