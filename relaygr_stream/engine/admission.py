@@ -2,7 +2,8 @@
 
 places, bytes and time left? ─► admit
   └── no ─► does another client hold more of what is scarce? ─► that client loses its latest ranking
-              └── no ─► refuse
+              └── no ─► is it in time by its scenario's turn? ─► admit
+                          └── no ─► refuse
 """
 
 from __future__ import annotations
@@ -165,6 +166,14 @@ class Admission:
         self._admitted_s[ranking.booking.infers] = now
         ranking.booking.expected_ms = 0.0  # it makes nobody late
         return True
+
+    def goes_first(self, ranking: Ranking, now: float) -> bool:
+        """Whether a ranking for which nobody gives way is in time by its scenario's turn, which is before the others'.
+
+        A ranking of theirs that the device has started may be late for it.
+        """
+        first = not ranking.late and self.clients.goes_first(ranking.booking.account)
+        return first and self._forecast.full(ranking, now, first=True) is None
 
     def loser(self, ranking: Ranking, full: Full) -> Ranking | None:
         """The waiting ranking that loses its place to this one; None: refuse this one.

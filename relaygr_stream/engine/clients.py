@@ -12,6 +12,7 @@ many shares, so names are bounded in number, and those beyond share one account.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, Literal, Protocol
@@ -33,17 +34,18 @@ class Account:
     """One client's account, or one scenario's. waiting, nbytes, ms: rankings without an answer, their memory, their
     predicted device time.
 
-    parent: the account of its scenario, or of all. line: itself and all that it is a part of. served_ms: device time it
-    was given, counted from no earlier than that of the accounts it met when it came. floor_ms: of the least served of
-    its parts that had work ready, lately.
+    parent: the account of its scenario, or of all. line: itself and all that it is a part of; parts: without that of
+    all. served_ms: device time it was given, counted from no earlier than that of the accounts it met when it came.
+    floor_ms: of the least served of its parts that had work ready, lately.
     """
 
-    __slots__ = ("floor_ms", "line", "ms", "name", "nbytes", "parent", "served_ms", "waiting")
+    __slots__ = ("floor_ms", "line", "ms", "name", "nbytes", "parent", "parts", "served_ms", "waiting")
 
     def __init__(self, name: str, parent: Account | None = None) -> None:
         self.name = name
         self.parent = parent
         self.line: tuple[Account, ...] = (self,) if parent is None else (self, *parent.line)
+        self.parts = self.line[:-1] or self.line
         self.floor_ms = 0.0
         self.served_ms = 0.0
         self.waiting = 0
@@ -154,6 +156,14 @@ class Clients:
             if other is not None:
                 return max(self._parts(other), key=lambda account: account.of(measure))
         return most(self._parts(parent), booked.account)
+
+    def goes_first(self, account: Account) -> bool:
+        """Whether its scenario, with what it has waiting, has its turn before any other that waits."""
+        mine = account.parent
+        if mine is None or mine is self.whole:
+            return False
+        others = (each.served_ms for each in self._scenarios.values() if each.waiting and each is not mine)
+        return mine.served_ms + mine.ms <= min(others, default=-math.inf) + self.slack(mine)
 
     def check(self, booked: Sequence[Booked]) -> None:
         """Raise CacheCorruption where the accounts do not add up to these rankings."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -73,6 +74,7 @@ class Forecast:
         self._clients = Clients() if clients is None else clients
         self._all: WorkTree[Ranking] = WorkTree()
         self._by_client: dict[Account, WorkTree[Ranking]] = {}
+        self._by_scenario: dict[Account, WorkTree[Ranking]] = {}  # where the worker serves several
         self.count = 0  # of those that are counted
         self._new: dict[Ranking, None] = {}  # added since the trees were asked: most have their answer before that
 
@@ -86,11 +88,16 @@ class Forecast:
         for ranking in self._new:
             key, ms = _key(ranking), work_ms(ranking)
             self._all.add(key, ms, ranking)
-            own = self._by_client.get(ranking.booking.account)
-            if own is None:
-                own = self._by_client[ranking.booking.account] = WorkTree()
-            own.add(key, ms, ranking)
+            for trees, account in self._parts(ranking):
+                own = trees.get(account)
+                if own is None:
+                    own = trees[account] = WorkTree()
+                own.add(key, ms, ranking)
         self._new.clear()
+
+    def _parts(self, ranking: Ranking) -> Iterator[tuple[dict[Account, WorkTree[Ranking]], Account]]:
+        """The trees that it is in beside that of all, and the account of each."""
+        return zip((self._by_client, self._by_scenario), ranking.booking.account.parts, strict=False)
 
     def remove(self, ranking: Ranking) -> None:
         """Stop counting a ranking that was added."""
@@ -98,11 +105,12 @@ class Forecast:
         if ranking in self._new:
             del self._new[ranking]
             return
-        key, own = _key(ranking), self._by_client[ranking.booking.account]
+        key = _key(ranking)
         self._all.remove(key)
-        own.remove(key)
-        if not own:
-            del self._by_client[ranking.booking.account]
+        for trees, account in self._parts(ranking):
+            trees[account].remove(key)
+            if not trees[account]:
+                del trees[account]
 
     def worked(self, ranking: Ranking) -> None:
         """The device has worked for a ranking that was added: its device_ms has changed."""
@@ -110,7 +118,8 @@ class Forecast:
             return
         key, ms = _key(ranking), work_ms(ranking)
         self._all.change(key, ms)
-        self._by_client[ranking.booking.account].change(key, ms)
+        for trees, account in self._parts(ranking):
+            trees[account].change(key, ms)
 
     def latest(self, account: Account, before: float) -> Ranking | None:
         """The client's ranking with the latest deadline up to `before` that the device has not started."""
@@ -121,11 +130,18 @@ class Forecast:
         )
 
     def full(
-        self, ranking: Ranking, now: float, own: float | None = None, *, alone: float = ALONE_DEADLINE_FACTOR
+        self,
+        ranking: Ranking,
+        now: float,
+        own: float | None = None,
+        *,
+        alone: float = ALONE_DEADLINE_FACTOR,
+        first: bool = False,
     ) -> Full | None:
         """Why this ranking cannot be answered in time, or only at the cost of one accepted before it; None: it can.
 
         own: its milliseconds; None: its expected_ms. alone: the share of its time that it may take if nothing waits.
+        first: its scenario's turn is before the others', whose rankings it may make late.
         """
         self._plant()
         left, own = (ranking.due - now) * 1e3, ranking.booking.expected_ms if own is None else own
@@ -136,7 +152,8 @@ class Forecast:
         if self._all.total_ms + own <= min(sure, (self._all.first() - now) * 1e3):
             return None
         # One that is late anyway does not count: it ends before now.
-        hurt = self._all.first_within(ranking.due, now * 1e3, now * 1e3 + own)
+        beside = self._by_scenario.get(ranking.booking.account.parts[-1]) if first else self._all
+        hurt = None if beside is None else beside.first_within(ranking.due, now * 1e3, now * 1e3 + own)
         if hurt is not None:
             return Full("ms", f"its {own:.0f} ms would make a ranking late that was accepted before it", hurt)
         mine, ahead = self._ahead(ranking, own)
@@ -243,6 +260,7 @@ class Batching:
     def __init__(self) -> None:
         self.pays = False
         self._alone = Calibration()
+        self._batches = 0
         self._saved_ms = 0.0
         self._could_ms = 0.0  # what batches would have saved if s1 were 0
 
@@ -252,6 +270,13 @@ class Batching:
             self._alone.add(predicted_ms, ms)
             return
         alone_ms = predicted_ms * self._alone.factor
+        self._batches += 1
         self._saved_ms = FORGETTING * self._saved_ms + alone_ms - min(ms, OUTLIER * alone_ms)
         self._could_ms = FORGETTING * self._could_ms + alone_ms * (1 - 1 / rankings)
         self.pays = self._saved_ms > PAYS_FROM * self._could_ms
+
+    def ms(self, predicted_ms: float, rankings: int) -> float:
+        """What so many take together. predicted_ms: the sum of their times alone. s1 is 0 until it is learnt."""
+        learnt = self._batches >= MIN_SAMPLES and self._could_ms > 0
+        saved = min(1.0, max(0.0, self._saved_ms / self._could_ms)) if learnt else 1.0
+        return predicted_ms * self._alone.factor * (1 - saved * (1 - 1 / rankings))

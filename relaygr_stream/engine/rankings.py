@@ -42,6 +42,7 @@ class Rankings:
         self._admission = admission
         self._answered = answered
         self._most = most  # rankings scored together
+        self._most_ms = max_delay_ms  # that they take longer than one, where others wait with an SLO of their own
         self.max_delay_ms = max_delay_ms
         self.answers: list[Answer] = []
         self._timers: TimerHeap[Ranking] = TimerHeap(attrgetter("answered"))
@@ -76,6 +77,8 @@ class Rankings:
         while (full := self._admission.full(ranking, now)) is not None:
             loser = self._admission.loser(ranking, full)
             if loser is None:
+                if full.measure == "ms" and self._admission.goes_first(ranking, now):
+                    break
                 if not lost and self._admission.tries(ranking, full, now):
                     break
                 for each, _ in lost:  # it does not fit even so: nobody has lost a place for it
@@ -137,15 +140,20 @@ class Rankings:
 
     def next_batch(self, first: Ranking) -> list[Ranking]:
         """This ranking, which is next, and those behind it that are ready, up to the first job: as many as there are
-        where batches pay, else so few that they take no longer than a chunk may, or two."""
+        where batches pay, else so few that they take no longer than a chunk may, or two. Where the worker serves
+        several scenarios, so few that another one's ranking need not wait for longer than the tightest SLO allows."""
         factor, score_ms = self._admission.calibration.factor, self._admission.score_ms
         within_ms = math.inf if self._batching.pays else SLICE_SHARE * self.max_delay_ms
         turns = self._queue.late if first.late else self._queue.in_time
+        bound_ms = self._batching.ms(score_ms(first), 1) + self._most_ms if first.task.scenario else math.inf
         batch: list[Ranking] = []
+        alone_ms = 0.0
         ranking: Ranking | PrefillJob | None = first
         while isinstance(ranking, Ranking):
-            within_ms -= factor * score_ms(ranking)
-            if within_ms < 0 and len(batch) >= ALWAYS_TOGETHER:
+            alone_ms += score_ms(ranking)
+            if factor * alone_ms > within_ms and len(batch) >= ALWAYS_TOGETHER:
+                break
+            if batch and self._batching.ms(alone_ms, len(batch) + 1) > bound_ms:
                 break
             turns.remove(ranking.booking.account)
             batch.append(ranking)

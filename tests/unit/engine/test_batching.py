@@ -30,5 +30,14 @@ def test_batches_pay_where_the_fixed_part_is_the_larger(
     assert learnt(fixed, each, wrong, noise).pays is pays
 
 
+@pytest.mark.parametrize("wrong", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize(("fixed", "each"), [(1.0, 0.1), (0.3, 0.6), (0.0, 1.0)])
+def test_what_a_batch_takes_is_learnt(fixed: float, each: float, wrong: float) -> None:
+    batching = learnt(fixed, each, wrong)
+    for rankings in (1, 2, 8):
+        took = batching.ms(wrong * rankings * (fixed + each), rankings)
+        assert took == pytest.approx(fixed + rankings * each, rel=0.05)
+
+
 def test_nothing_pays_before_it_was_tried() -> None:
     assert not Batching().pays

@@ -13,6 +13,7 @@ from relaygr_stream.engine.clients import MOST_CLIENTS, UNBOOKED, Account, Clien
 from relaygr_stream.engine.commands import Query
 from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.engine.ranking import Ranking
+from relaygr_stream.engine.scheduler import Limits
 from tests.unit.engine.test_overload import CAPACITY_PER_S, Simulation
 from tests.unit.engine.test_queue import ranking, removed
 from tests.unit.engine.worlds import LIMITS, World, world
@@ -27,12 +28,13 @@ def beside(
     hog_load: float,
     hog_name: Callable[[int], str] = lambda _: "hog",
     scenarios: tuple[str, str] = ("", ""),
+    limits: Limits = LIMITS,
 ) -> Simulation:
     """A light client beside one that asks for `hog_load` times what the device can do; both at even distances.
 
     scenarios: of the light one, and of the other.
     """
-    simulation = Simulation()
+    simulation = Simulation(limits)
     simulation.run(0.5 * CAPACITY_PER_S, 100, seed=1)  # predictions are compared with measurements
     begun, hogs = simulation.device.now, 0
     for number in range(REQUESTS):

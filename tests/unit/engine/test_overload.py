@@ -22,9 +22,10 @@ from relaygr_stream.engine.forecast import (
     Full,
 )
 from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION, Ranking
+from relaygr_stream.engine.scheduler import Limits
 from relaygr_stream.models.api import RankingModel, ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
-from tests.unit.engine.worlds import World
+from tests.unit.engine.worlds import LIMITS, World
 
 USERS, TOKENS, TIMEOUT_S = 3, 60, 0.03
 #: What the simulated device takes: a ranking 1 ms alone and 0.55 ms in a batch of four, a prefix token 0.02 ms.
@@ -78,8 +79,8 @@ def idle(model: RankingModel) -> Any:
 class Simulation:
     """A world on the clock of its device."""
 
-    def __init__(self) -> None:
-        self.world = World(wrap=idle, clock=lambda: self.device.now)
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.world = World(wrap=idle, clock=lambda: self.device.now, limits=limits)
         self.device: Timed = self.world.model  # type: ignore[assignment]
         for user in range(USERS):
             self.world.signal(f"s{user}", user, TOKENS, life=1e6)

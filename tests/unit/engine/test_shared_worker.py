@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.engine.clients import SLACK_SLICES, Account, Clients
 from relaygr_stream.engine.commands import DELEGATED_LANE, Query
-from relaygr_stream.engine.forecast import Forecast
+from relaygr_stream.engine.forecast import MIN_SAMPLES, Forecast
 from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.engine.ranking import Ranking
 from relaygr_stream.engine.scheduler import Snapshot
 from tests.properties import examples
 from tests.unit.engine.test_clients import beside, served
-from tests.unit.engine.test_overload import waiting
+from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKENS, Simulation, waiting
 from tests.unit.engine.test_queue import ranking
 from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, world
 
@@ -55,7 +55,8 @@ def test_a_scenario_with_a_client_for_each_request_does_not_starve_one_with_a_si
 
 
 def test_alone_a_scenario_has_the_whole_device() -> None:
-    alone, sharing = (beside(0.02, 4.0, scenarios=names) for names in (("", ""), ("feed", "search")))
+    limits = dataclasses.replace(LIMITS, max_ranking_delay_ms=2.0)
+    alone, sharing = (beside(0.02, 4.0, scenarios=names, limits=limits) for names in (("", ""), ("feed", "search")))
     done = [sum(answer.status == "ok" for answer in each.world.answers) for each in (alone, sharing)]
     assert done[1] >= 0.95 * done[0]
 
@@ -102,6 +103,47 @@ def test_a_scenario_waits_for_a_slice_of_another_and_not_for_most_of_its_slo() -
         urgent.booking.account.serve(4.0)
         before += 1
     assert before == 2, "one slice, and the ranking that goes beyond it"
+
+
+@pytest.mark.parametrize(("scenario", "slice_ms", "together"), [("", 0.2, 4), ("feed", 0.5, 2), ("feed", 2.0, 4)])
+def test_a_batch_keeps_another_scenario_waiting_for_a_slice_more_than_one_ranking_does(
+    scenario: str, slice_ms: float, together: int
+) -> None:
+    """Each ranking more takes 0.4 ms."""
+    simulation = Simulation(dataclasses.replace(LIMITS, max_ranking_delay_ms=slice_ms))
+    simulation.run(0.5 * CAPACITY_PER_S, 100, seed=1)
+    for _ in range(2 * MIN_SAMPLES):
+        for _ in range(4):
+            simulation.rank(60.0, scenario=scenario)
+        while simulation.world.step(simulation.device.now):
+            pass
+    assert simulation.device.batches[-4 // together] == together
+
+
+@pytest.mark.parametrize("served_ms", [0.0, 1000.0], ids=["behind", "ahead"])
+def test_a_ranking_that_has_begun_bars_no_scenario_that_was_given_less_device_time(served_ms: float) -> None:
+    """Full inference of one scenario takes most of its SLO: another one would be refused for as long."""
+    simulation = Simulation()
+    device, made = simulation.device, simulation.world
+    device.token_ms = 0.2
+
+    def rank(name: str, scenario: str, timeout: float, *, full: bool) -> None:
+        made.now = device.now
+        made.rank(name, 0, MAX_TOKENS if full else TOKENS, timeout=timeout, scenario=scenario, full=full)
+
+    def work() -> None:
+        while made.step(device.now):
+            pass
+
+    for number in range(MIN_SAMPLES + 1):
+        rank(f"f{number}", "feed", 1.0, full=True)
+        work()
+    made.scheduler.admission.clients.account("", "search").serve(served_ms)
+    rank("long", "feed", (MAX_TOKENS * device.token_ms + 1.1) / 1e3, full=True)
+    made.step(device.now)
+    rank("quick", "search", 0.008, full=False)
+    work()
+    assert made.answer("quick").status == ("overloaded" if served_ms else "ok")
 
 
 BOOKED = st.tuples(st.integers(1, 60), st.integers(0, 12), st.sampled_from(["feed", "search"]), st.sampled_from("ab"))
