@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from relaygr_lab.policies import decider
 from relaygr_lab.simulate.bus import Paths
@@ -63,6 +64,19 @@ class Lane:
         self.owner: SimulatedWorker | None = None
         self.backlog: list[Deliver] = []
         self.ranking: dict[Sent, SimulatedWorker] = {}  # read, and not done, by the worker that read it
+
+
+class Asked(NamedTuple):
+    """What a request asks for. scenario: that it is charged to, where workers serve several."""
+
+    slo_ms: float
+    candidates: npt.NDArray[np.int64]
+    scenario: str = ""
+
+    @classmethod
+    def of(cls, slo_ms: float, candidates: int, scenario: str = "") -> Asked:
+        """So many candidates."""
+        return cls(slo_ms, np.zeros(candidates, np.int64), scenario)
 
 
 class Fleet:
@@ -123,7 +137,7 @@ class Fleet:
         self._zeros = bytes(settings.relay.max_prefix_tokens)
         self._sequence = np.zeros((ROWS, settings.relay.max_prefix_tokens), np.int8)
         self._suffix = self._tokens(scenario.traffic.suffix)
-        self._candidates = np.zeros(scenario.traffic.candidates, np.int64)
+        self._asks = Asked.of(settings.relay.slo_ms, scenario.traffic.candidates)
         self.failed_at: float | None = None
         self.taken_over_at: float | None = None
         self.moved_lanes = 0
@@ -190,7 +204,7 @@ class Fleet:
             request_id=request.name,
             user_id=request.user_id,
             prefix=Behaviours(actions=self._zeros[: request.prefix]),  # the decision uses only the length
-            candidates=self._scenario.traffic.candidates,
+            candidates=len(self._asked(request).candidates),
             rank_in_ms=self._scenario.traffic.delay.median_ms,
         )
         effect = self._trigger.on_event(request.lane, event, (now - request.at) * 1e3, now)
@@ -255,31 +269,34 @@ class Fleet:
             due=max(now, request.at + self._scenario.traffic.delay.median_ms / 1e3),
             expires=now + self._settings.relay.life_window_ms / 1e3 - age,
             arrived=now,
+            scenario=self._asked(request).scenario,
         )
         self._carry(worker, worker.core.on_signal(Prefill(task)), now)
 
     def _ranking(self, sent: Sent, worker: SimulatedWorker, now: float) -> None:
         request, age_ms = sent.request, (now - sent.at) * 1e3
+        asked = self._asked(request)
         task = RankTask(
             request.name,
             request.user_id,
             sent.lane,
             self._tokens(request.prefix),
             self._suffix,
-            self._candidates,
-            Times.of(now, sent.timeout_ms, self._slo_ms(request), self._settings.worker.reply_ms, age_ms),
+            asked.candidates,
+            Times.of(now, sent.timeout_ms, asked.slo_ms, self._settings.worker.reply_ms, age_ms),
             full=self._scenario.mode == "full",
             hops=sent.hops,
             origin=sent,
+            scenario=asked.scenario,
         )
         self._home[request.user_id] = request.lane
         self.lanes[sent.lane].ranking[sent] = worker
         self._carry(worker, worker.core.on_ranking(Rank(task), now), now)
 
-    def _slo_ms(self, request: Request) -> float:
-        """The SLO of the request's ranking."""
+    def _asked(self, request: Request) -> Asked:
+        """What the request asks for."""
         del request
-        return self._settings.relay.slo_ms
+        return self._asks
 
     def _tokens(self, length: int) -> Tokens:
         """A history of that length. All are views of one array, which compare in a microsecond: only sequences of one

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from relaygr_lab.simulate.costs import DeviceCosts
-from relaygr_lab.simulate.fleet import Fleet
+from relaygr_lab.simulate.fleet import Asked, Fleet
 from relaygr_lab.simulate.scenario import Group, Request, Sent
 from relaygr_lab.simulate.scenario import Scenario as FleetScenario
 from relaygr_lab.simulate.timeline import Timeline
@@ -80,24 +80,27 @@ class Day:
 
 
 class GroupFleet(Fleet):
-    """The workers of one group, which others join and leave. slos: of requests, by their users' numbers."""
+    """The workers of one group, which others join and leave. surfaces: whose requests they serve, by users' numbers."""
 
     def __init__(
         self,
         scene: FleetScenario,
         timeline: Timeline,
         requests: Iterator[Arrival],
-        slos: Sequence[float],
+        surfaces: Sequence[Surface],
     ) -> None:
         super().__init__(scene, Group(0, 0, scene.workers, 0), timeline, requests)
         self.members: list[SimulatedWorker] = list(self.workers)
-        self._slos = slos
+        self._by_surface = [
+            Asked.of(each.scenario.slo_ms, each.traffic.candidates, each.scenario.name if len(surfaces) > 1 else "")
+            for each in surfaces
+        ]
         self._joined = 0
         self.counts: dict[str, Counter[str]] = {}  # of each worker since the last look
         self.waits: list[float] = []
 
-    def _slo_ms(self, request: Request) -> float:
-        return self._slos[request.user // USERS]
+    def _asked(self, request: Request) -> Asked:
+        return self._by_surface[request.user // USERS]
 
     def _reply(self, answer: Answer, now: float) -> None:
         super()._reply(answer, now)
@@ -110,7 +113,7 @@ class GroupFleet(Fleet):
             counts["ok"] += 1
             self.waits.append(waited_ms)
             counts["full"] += answer.measured.outcome == "full"
-        counts["late"] += answer.status != "ok" or waited_ms > self._slo_ms(sent.request)
+        counts["late"] += answer.status != "ok" or waited_ms > self._asked(sent.request).slo_ms
 
     def leave(self, now: float) -> SimulatedWorker:
         """The newest worker gives up its lanes."""
@@ -179,7 +182,7 @@ class GroupsDay:
             relay = msgspec.structs.replace(day.settings.relay, slo_ms=slo_ms)
             scene = day.fleet(msgspec.structs.replace(day.settings, relay=relay), surface.traffic, split[name])
             requests = surface.requests(day.seed + number)
-            self._fleets[name] = GroupFleet(scene, self._timeline, requests, [slo_ms])
+            self._fleets[name] = GroupFleet(scene, self._timeline, requests, [surface])
 
     def run(self) -> Outcome:
         """Simulate it."""
@@ -248,7 +251,8 @@ class GroupsDay:
 
 
 def run_mixed(day: Day) -> Outcome:
-    """The same requests on one pool of all devices, with one model; each ranking is due by its own scenario's SLO."""
+    """The same requests on one pool of all devices, as with `served_by`: each ranking is due by its own scenario's SLO,
+    and all scenarios get equal parts."""
     streams = [_numbered(surface.requests(day.seed + number), number) for number, surface in enumerate(day.surfaces)]
     slos = [surface.scenario.slo_ms for surface in day.surfaces]
     rate = sum(surface.traffic.rate for surface in day.surfaces)
@@ -258,7 +262,7 @@ def run_mixed(day: Day) -> Outcome:
         msgspec.structs.replace(day.settings, relay=relay), replace(longest, rate=rate, tide=None), day.devices
     )
     merged = heapq.merge(*streams, key=lambda each: each.at)
-    fleet = GroupFleet(scene, Timeline(), merged, slos)
+    fleet = GroupFleet(scene, Timeline(), merged, day.surfaces)
     _run(fleet.timeline, fleet.begin() + day.settings.client.timeout_ms / 1e3)
     told = {
         surface.scenario.name: _told(fleet, day, number, surface.scenario.slo_ms)
