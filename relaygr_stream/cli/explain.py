@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from relaygr_stream.cli.options import check_pace, config_options, flag_of, scenario_option
+from relaygr_stream.cli.options import check_pace, config_options, given, scenario_option
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import Config
 from relaygr_stream.wire.messages import CostModel
@@ -55,10 +54,9 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
         raise click.UsageError(f"--only {only}: no such decision; write one of {', '.join(REASONS)}")
     seconds, away = flags.pop("seconds"), Away()
     if seconds is not None:
-        source = click.get_current_context().get_parameter_source
-        for name in flags:
-            if source(name) is ParameterSource.COMMANDLINE:
-                raise click.UsageError(f"{flag_of(name)} goes with --events only")
+        for name, flag in given().items():
+            if name in flags:
+                raise click.UsageError(f"{flag} goes with --events only")
         from relaygr_stream.ops.looking import look
         from relaygr_stream.ops.status.overview import LISTEN_S
         from relaygr_stream.trigger.explain import explain_live, running_policy

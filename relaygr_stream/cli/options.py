@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import Config, load_settings
@@ -106,12 +108,24 @@ def scenario_option(command: F) -> F:
     return wrapped  # type: ignore[return-value]
 
 
+def given() -> dict[str, str]:
+    """The options of this command that stand on its command line: how each is written, by its parameter's name."""
+    context = click.get_current_context()
+    named = {option.name or "": option.opts[0] for option in context.command.params}
+    return {
+        name: flag for name, flag in named.items() if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+
+
 def parse_share(text: str) -> float:
     """A share: 0.02 or 2%. Raises click.BadParameter."""
     try:
-        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        found = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        if math.isfinite(found):
+            return found
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not a share; write 0.02 or 2%") from None
+        pass
+    raise click.BadParameter(f"{text!r} is not a share; write 0.02 or 2%")
 
 
 def share(_: click.Context, __: click.Parameter, value: str | None) -> float | None:

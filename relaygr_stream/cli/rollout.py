@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import sys
 from functools import partial
+from typing import Final
 
 import click
 
-from relaygr_stream.cli.options import parse_flags, parse_share, source_options
+from relaygr_stream.cli.options import given, parse_flags, parse_share, source_options
 from relaygr_stream.ops.stopping import run_until_stopped
 
 #: Seconds in a unit of --hold.
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+#: Parameters that --back takes.
+ASKED_BACK: Final = ("back", "group", "files", "assignments", "bootstrap")
 _NAME = re.compile(r"(default|[a-z0-9][a-z0-9-]{0,23})")
 
 
@@ -36,7 +39,12 @@ def group_name(_: click.Context, __: click.Parameter, value: str | None) -> str 
 
 
 @click.command(name="rollout")
-@click.option("--checkpoint", metavar="FOLDER", help="Start workers with this model here, with `relaygr up`.")
+@click.option(
+    "--checkpoint",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False),
+    help="Start workers with this model here, with `relaygr up`.",
+)
 @click.option(
     "--workers", default=1, show_default=True, type=click.IntRange(1, 256), help="So many; with --checkpoint."
 )
@@ -91,6 +99,15 @@ def rollout_command(
       relaygr rollout --group next --canary 1% --steps 10,50,100
       relaygr rollout --back
     """
+    on_line = given()
+    if back and (others := ", ".join(flag for name, flag in on_line.items() if name not in ASKED_BACK)):
+        raise click.UsageError(f"--back moves all users back, and does nothing else; leave out {others}")
+    if checkpoint is None and (
+        others := ", ".join(on_line[name] for name in ("workers", "devices") if name in on_line)
+    ):
+        raise click.UsageError(
+            f"{others}: of workers that --checkpoint FOLDER starts here; name it, or leave out {others}"
+        )
     import msgspec
 
     from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back

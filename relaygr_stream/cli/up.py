@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
-from click.core import ParameterSource
 
-from relaygr_stream.cli.options import parse_flags, source_options
+from relaygr_stream.cli.options import given, parse_flags, source_options
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.settings.scenarios import RESERVE
 from relaygr_stream.settings.section import MAX_PORT
@@ -72,9 +71,7 @@ PACKAGED_LINE = (
 )
 @source_options
 @click.option("--bootstrap", metavar="HOST:PORT", help="Kafka brokers; short for --set kafka.bootstrap=…")
-@click.pass_context
 def up_command(
-    context: click.Context,
     workers: int,
     trigger: bool,
     name: str | None,
@@ -108,10 +105,10 @@ def up_command(
     from relaygr_stream.settings.scenarios import groups_of
 
     if rolling:
-        _roll(context, name)
+        _roll(name)
     if fleet is not None:
         files = (*files, fleet)
-        if context.get_parameter_source("workers") is ParameterSource.DEFAULT:
+        if "workers" not in given():
             workers, trigger = 0, False
     elif reserve:
         raise click.UsageError("--reserve is for a fleet's scenarios: name its file by --fleet")
@@ -225,15 +222,11 @@ def _listed(devices: str) -> list[str]:
     return [each.strip() for each in devices.split(",")] if devices else []
 
 
-def _roll(context: click.Context, name: str | None) -> NoReturn:
+def _roll(name: str | None) -> NoReturn:
     """Have a running `up` restart its processes; the exit code says whether all came back."""
     from relaygr_stream.ops.door import ask_to_roll
 
-    def given(option: click.Parameter) -> bool:
-        source = context.get_parameter_source(option.name or "")
-        return source is ParameterSource.COMMANDLINE and option.name not in ("rolling", "name")
-
-    if others := ", ".join(option.opts[0] for option in context.command.params if given(option)):
+    if others := ", ".join(flag for option, flag in given().items() if option not in ("rolling", "name")):
         raise click.UsageError(
             f"--rolling restarts processes with the options of their own `up`, and their files read again; leave out "
             f"{others}"
