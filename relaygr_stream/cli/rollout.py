@@ -102,11 +102,9 @@ def rollout_command(
     on_line = given()
     if back and (others := ", ".join(flag for name, flag in on_line.items() if name not in ASKED_BACK)):
         raise click.UsageError(f"--back moves all users back, and does nothing else; leave out {others}")
-    if checkpoint is None and (
-        others := ", ".join(on_line[name] for name in ("workers", "devices") if name in on_line)
-    ):
+    if checkpoint is None and (flags := [flag for name, flag in on_line.items() if name in ("workers", "devices")]):
         raise click.UsageError(
-            f"{others}: of workers that --checkpoint FOLDER starts here; name it, or leave out {others}"
+            f"{' and '.join(flags)}: for workers that --checkpoint starts here; give it, or leave out these"
         )
     import msgspec
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import now_ms
@@ -18,6 +19,7 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, verify_topics
+from relaygr_stream.cli.main import main
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.rollout import process, warming
 from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back
@@ -383,6 +385,23 @@ def test_a_third_group_waits_for_the_rollout_under_way() -> None:
 def test_steps_rise_to_all(steps: list[float]) -> None:
     with pytest.raises(ConfigError, match="must rise"):
         Plan.of(steps, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("--checkpoint", ""), "'' does not exist"),
+        (("--checkpoint", "models/none"), "'models/none' does not exist"),
+        (("--workers", "2"), "--workers: for workers that --checkpoint starts here"),
+        (("--back", "--steps", "100", "--cold"), "leave out --steps, --cold"),
+        (("--canary", "nan%"), "'nan%' is not a share"),
+        (("--steps", "50,inf"), "'inf%' is not a share"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(line: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(main, ["rollout", "--bootstrap", "localhost:1", *line])
+    assert result.exit_code == 2
+    assert said in result.output
 
 
 async def test_who_is_stopped_while_no_broker_takes_the_routes_goes_back(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from relaygr_lab.simulate import groups
 from relaygr_lab.simulate.groups import LANES, Day, GroupsDay, Mover, Surface, run_mixed
 from relaygr_lab.simulate.movers import foreseen
 
+from relaygr_stream.engine.commands import Answer
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation, WorkerSeen
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.scenarios import Scenario
@@ -75,6 +77,21 @@ def test_a_pool_has_the_requests_of_all_groups_each_by_its_own_slo() -> None:
         name: told.asked for name, told in apart.told.items()
     }
     assert together.within >= 0.95 * together.asked
+
+
+def test_in_a_pool_each_request_has_what_its_scenario_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = set()
+
+    class Seen(groups.GroupFleet):
+        def _reply(self, answer: Answer, now: float) -> None:
+            asked.add((answer.task.scenario, len(answer.task.candidates)))
+            super()._reply(answer, now)
+
+    monkeypatch.setattr(groups, "GroupFleet", Seen)
+    feed, search = day().surfaces
+    search = dataclasses.replace(search, traffic=dataclasses.replace(search.traffic, candidates=7))
+    run_mixed(dataclasses.replace(day(), surfaces=(feed, search)))
+    assert asked == {("feed", 20), ("search", 7)}
 
 
 def test_tides_are_opposite() -> None:
