@@ -70,11 +70,17 @@ class Difference(NamedTuple):
         return f"{self.topic}: {self.setting} = {self.cluster} on the cluster, {self.file} in its file"
 
 
+def _missing(names: Sequence[str]) -> str:
+    return f"missing on the cluster: {', '.join(names)}; `relaygr topics apply` with the same settings creates them"
+
+
 def check_rows(rows: Sequence[TopicRow]) -> None:
     """Check what every process needs at its start. Raises TopicError, CoPartitionError (both topics, both counts)."""
     missing = [row.topic.name for row in rows if row.found is None]
     if missing:
-        raise TopicError(f"missing on the cluster: {', '.join(missing)}; `relaygr topics apply` creates them")
+        raise TopicError(
+            f"missing on the cluster: {', '.join(missing)}; `relaygr topics apply` with the same settings creates them"
+        )
     found = [(row.topic, row.found) for row in rows if row.found is not None]
     sharing = {topic: has.partitions for topic, has in found if topic.lanes}
     if sharing:
@@ -223,7 +229,7 @@ class PartitionCounts:
         if self.error is not None:
             return str(self.error)
         if self._gone:
-            return f"missing on the cluster: {', '.join(sorted(self._gone))}; `relaygr topics apply` creates them"
+            return _missing(sorted(self._gone))
         return None
 
     async def run(self) -> None:

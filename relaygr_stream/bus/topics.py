@@ -122,7 +122,7 @@ async def delete_before(kafka: Kafka, topic: str, offsets: Mapping[int, int]) ->
             await admin.delete_records(wanted)
         except (KafkaError, OSError) as error:
             raise BrokerError(
-                f"the broker does not delete records of {topic} ({type(error).__name__}: {error}); the embedded one "
+                f"the broker does not delete records of {topic} ({error}); the embedded one "
                 f"cannot, Apache Kafka asks for the right Delete on the topic"
             ) from error
 
@@ -134,7 +134,7 @@ async def add_partitions(kafka: Kafka, counts: Mapping[str, int]) -> None:
             await admin.create_partitions({name: NewPartitions(count) for name, count in counts.items()})
         except (KafkaError, OSError) as error:
             raise BrokerError(
-                f"the broker adds no partitions to {', '.join(counts)} ({type(error).__name__}: {error}); the embedded "
+                f"the broker adds no partitions to {', '.join(counts)} ({error}); the embedded "
                 f"one cannot, Apache Kafka asks for the right Alter on the topics"
             ) from error
 

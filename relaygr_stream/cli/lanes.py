@@ -36,7 +36,8 @@ def lanes_command(settings: Settings, action: str | None, number: int | None, as
 
         if number is None:
             raise click.UsageError("write a number of lanes: relaygr lanes grow 64")
-        run_until_stopped(grow_lanes(settings, group, number, click.echo))
+        kept = "stopped; lanes that were added stay, and clients go by the number announced last: run it again to go on"
+        run_until_stopped(grow_lanes(settings, group, number, click.echo), line=kept)
         return
     from relaygr_stream.ops.looking import look
     from relaygr_stream.ops.status.overview import LISTEN_S

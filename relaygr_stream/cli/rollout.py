@@ -115,7 +115,8 @@ def rollout_command(
 
     settings = load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags(assignments)}).settings
     if back:
-        run_until_stopped(take_back(settings, group, click.echo))
+        line = "stopped; `relaygr status` says where the users are"
+        run_until_stopped(take_back(settings, group, click.echo), line=line)
         return
     up = None
     if checkpoint is not None:

@@ -102,8 +102,11 @@ def next_group(routes: Routes | None) -> str:
 
 
 def source_of(routes: Routes, to: str) -> str:
-    """The group that users come from. Raises ConfigError if they would come from several."""
+    """The group that users come from. Raises ConfigError if they would come from several, or from `to` itself."""
     beside = [part for part in routes.parts if part.group != to]
     if len(serving := [label(part.group) for part in beside if part.share]) > 1:
         raise ConfigError(f"groups {' and '.join(serving)} have users: finish that rollout, or take it --back, first")
-    return max(beside, key=lambda part: part.share).group if beside else OWN
+    source = max(beside, key=lambda part: part.share).group if beside else OWN
+    if source == to:
+        raise ConfigError(f"all users are in group {label(to)} already, and routes name no other: name another group")
+    return source

@@ -376,6 +376,8 @@ def test_a_third_group_waits_for_the_rollout_under_way() -> None:
     with pytest.raises(ConfigError, match="finish that rollout"):
         source_of(mixed, "third")
     assert source_of(mixed, "next") == ""
+    with pytest.raises(ConfigError, match="all users are in group default already"):
+        source_of(Routes.of_one("", 8), "")
     assert next_group(mixed) == "next"
     assert next_group(Routes.of_one("next", 8)) == ""
     assert next_group(None) == "next"
