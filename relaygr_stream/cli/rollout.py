@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import click
@@ -120,6 +121,8 @@ def rollout_command(
         return
     up = None
     if checkpoint is not None:
+        if not (settings.model.factory or (Path(checkpoint) / "config.json").is_file()):
+            raise click.UsageError(f"--checkpoint {checkpoint}: no checkpoint is there, since it has no config.json")
         up = [
             *(argument for file in files for argument in ("--config", file)),
             *(argument for assignment in assignments for argument in ("--set", assignment)),

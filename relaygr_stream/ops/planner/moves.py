@@ -88,7 +88,7 @@ def followed(moves: MovesMemory, seen: Observation, damping: Damping) -> tuple[M
     pending = moves.pending or _misplaced(moves, seen)
     if pending is None:
         return moves, None
-    if _has_arrived(pending, seen):
+    if _has_arrived(pending, seen, damping):
         return replace(moves, pending=None), EndedMove(pending, "verified")
     if not (reason := _why_given_up(pending, seen, damping)):
         return replace(moves, pending=pending), None
@@ -143,12 +143,14 @@ def _back(moves: MovesMemory, pending: PendingMove, seen: Observation) -> str:
     return pending.source
 
 
-def _has_arrived(pending: PendingMove, seen: Observation) -> bool:
-    """Whether its status says so, and it serves: it has lanes, or has answered. In the reserve it does neither."""
+def _has_arrived(pending: PendingMove, seen: Observation, damping: Damping) -> bool:
+    """Whether its status says so, and it serves: it has given scores, or has lanes and was asked nothing, because the
+    group has no traffic, or for so long that its lanes have none. In the reserve it does neither."""
     worker = _seen_in(seen, pending.target, pending.worker)
     if worker is None or worker.epoch < pending.epoch:
         return False
-    return pending.target == RESERVE or bool(worker.lanes or worker.answers)
+    is_quiet = not seen.groups[pending.target].per_second or seen.at_s - pending.since_s >= damping.settle_s
+    return pending.target == RESERVE or bool(worker.scored or (worker.lanes and not worker.answers and is_quiet))
 
 
 def _why_given_up(pending: PendingMove, seen: Observation, damping: Damping) -> str:
@@ -162,7 +164,8 @@ def _why_given_up(pending: PendingMove, seen: Observation, damping: Damping) -> 
         return ""
     if (there := _seen_in(seen, pending.target, pending.worker)) is None:
         return f"it does not serve {pending.target} after {waited_s:.0f} s"
-    what = "has no lane" if there.epoch >= pending.epoch else f"has not obeyed epoch {pending.epoch}"
+    what = f"scored none of {there.answers} rankings" if there.answers else "has no lane"
+    what = what if there.epoch >= pending.epoch else f"has not obeyed epoch {pending.epoch}"
     return f"it {what} after {waited_s:.0f} s"
 
 

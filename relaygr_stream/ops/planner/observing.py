@@ -45,7 +45,8 @@ def observed(view: Overview) -> GroupSeen:
         spent[SCORE_MS] += grown[SCORE_MS] if told else each.last.busy_share * max(0.0, seconds) * 1e3
         prefixes += max(own.answers["ok"], sum(grown[name] for name in READY) + own.outcomes["full"])
         late = max(0, own.judged - own.within_slo)
-        workers.append(_worker(each.last, answers=own.all, late=late, busy=each.last.busy_share))
+        scored, busy = own.answers["ok"], each.last.busy_share
+        workers.append(_worker(each.last, answers=own.all, late=late, scored=scored, busy=busy))
     if not all(PREFIX_MS2 in each.last.counters for each in seen):
         for name in SQUARES:
             spent.pop(name, None)
@@ -76,12 +77,13 @@ def _work(total_ms: float, squares: float | None, count: float) -> Work:
     return Work(bounded(total_ms / count if count else 0.0), bounded(variation))
 
 
-def _worker(status: WorkerStatus, answers: int = 0, late: int = 0, busy: float = 0.0) -> WorkerSeen:
+def _worker(status: WorkerStatus, answers: int = 0, late: int = 0, scored: int = 0, busy: float = 0.0) -> WorkerSeen:
     given_up = status.given_up or None
     return WorkerSeen(
         name=status.name,
         answers=min(answers, MOST_COUNT),
         late=min(late, MOST_COUNT),
+        scored=min(scored, MOST_COUNT),
         busy=busy,
         lanes=len(status.lanes),
         epoch=status.assigned or 0,

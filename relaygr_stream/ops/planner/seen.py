@@ -22,7 +22,8 @@ VARIATION: Final = 0.25
 
 
 class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A serving worker in the window: its answers, those late or without scores, its device's busy share.
+    """A serving worker in the window: its answers, those late or without scores, those with scores, its device's busy
+    share.
 
     lanes: that it owns. epoch: of the assignments that it obeys. given_up: of those of which it gave its move up, and
     why; 0: of none.
@@ -31,6 +32,7 @@ class WorkerSeen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: str
     answers: Count = 0
     late: Count = 0
+    scored: Count = 0
     busy: Share = 0.0
     lanes: Count = 0
     epoch: Epoch = 0

@@ -161,10 +161,17 @@ async def take_back(settings: Settings, group: str | None, say: Say) -> None:
                 f"group {label(source)} does not serve {old.missing_lanes} of {old.lanes} lanes: start its workers "
                 f"first"
             )
-        back = routes.moved(to, routes.lanes_of(to), 0)
-        steps = routes.rollout.steps if routes.rollout else ()
-        progress = RolloutProgress(state="back", group=to, steps=steps, reason="by hand")
-        await bus.write(producer, msgspec.structs.replace(back, epoch=max(back.epoch, now_ms()), rollout=progress))
+        while routes.share_of(to):
+            back = routes.moved(to, routes.lanes_of(to), 0)
+            steps = routes.rollout.steps if routes.rollout else ()
+            progress = RolloutProgress(state="back", group=to, steps=steps, reason="by hand")
+            try:
+                await bus.write(
+                    producer, msgspec.structs.replace(back, epoch=max(back.epoch, now_ms()), rollout=progress)
+                )
+                break
+            except RoutesChanged:  # by a rollout under way, which ends when it finds what is written here
+                routes = await bus.read()
     say(f"all users are in group {label(source)}")
 
 

@@ -78,7 +78,7 @@ def test_nobody_moves_from_where_nobody_is(group: str) -> None:
     assert begun(moves, seen(feed=[worker("a")]), Move(source=group, target="feed"), SCENARIOS) is moves
 
 
-@pytest.mark.parametrize("arrived", [{"epoch": 11}, {"epoch": 12, "lanes": 0, "answers": 3}])
+@pytest.mark.parametrize("arrived", [{"epoch": 11}, {"epoch": 12, "lanes": 0, "answers": 3, "scored": 1}])
 def test_a_move_counts_once_the_status_says_group_and_epoch_and_it_serves(arrived: dict[str, int]) -> None:
     moves, ended = followed(moved(), seen(10.0, search=[worker("b", **arrived)]), DAY)
     assert ended is not None
@@ -91,10 +91,11 @@ def test_a_move_counts_once_the_status_says_group_and_epoch_and_it_serves(arrive
     [
         {"search": [worker("b", epoch=11, lanes=0)]},
         {"search": [worker("b", epoch=10)]},
+        {"search": [worker("b", epoch=11, answers=5)]},
         {"feed": [worker("b", epoch=11)]},
         {},
     ],
-    ids=["no lane", "an older epoch", "in the old group", "nowhere"],
+    ids=["no lane", "an older epoch", "no scores", "in the old group", "nowhere"],
 )
 def test_until_then_it_is_under_way_and_after_its_time_written_back(where: dict[str, list[WorkerSeen]]) -> None:
     moves, ended = followed(moved(), seen(DAY.arrive_s, **where), DAY)
@@ -103,6 +104,18 @@ def test_until_then_it_is_under_way_and_after_its_time_written_back(where: dict[
     assert ended is not None
     assert (ended.result, moves.assigned, moves.epoch, moves.pending) == ("given_up", {"b": "feed"}, 12, None)
     assert "after 181 s" in ended.reason
+
+
+def test_where_a_group_has_traffic_a_worker_is_to_score_something_unless_its_lanes_have_none() -> None:
+    def at(at_s: float) -> Observation:
+        group = GroupSeen(workers=(worker("b", epoch=11),), per_second=5.0)
+        return Observation(at_s=at_s, groups={"feed": GroupSeen(workers=(worker("a"),)), "search": group})
+
+    moves, ended = followed(moved(), at(10.0), DAY)
+    assert (ended, moves.pending) == (None, moved().pending)
+    _, ended = followed(moves, at(DAY.settle_s), DAY)
+    assert ended is not None
+    assert ended.result == "verified"
 
 
 def test_a_worker_that_gives_up_says_why_and_is_asked_last_the_next_time() -> None:

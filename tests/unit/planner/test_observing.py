@@ -74,9 +74,9 @@ def test_rates_costs_and_late_answers_are_those_of_the_window() -> None:
     assert seen.score_ms == pytest.approx(180.0 / 90)
     assert seen.prefix_variation == pytest.approx(20_000 / 100 / 10**2 - 1)
     assert seen.score_variation == pytest.approx(540 / 90 / 2**2 - 1)
-    assert [(each.name, each.answers, each.late, each.busy) for each in seen.workers] == [
-        ("w1", 100, 15, 0.4),
-        ("w2", 100, 15, 0.4),
+    assert [(each.name, each.answers, each.late, each.scored, each.busy) for each in seen.workers] == [
+        ("w1", 100, 15, 90, 0.4),
+        ("w2", 100, 15, 90, 0.4),
     ]
     assert seen.p99_ms is not None
     assert 3.0 < seen.p99_ms <= 5.0

@@ -353,6 +353,26 @@ async def test_a_rollout_ends_where_another_command_has_moved_its_users(world: W
     assert await world.share() == 0
 
 
+async def test_back_by_hand_overtakes_a_rollout_that_takes_a_step_meanwhile(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = Bus(world.settings)
+    await bus.make_topic()
+    first = Routes.of_one("", LANES).moved("next", LANES, 500)
+    await bus.write(world.producer, first)
+    write = Bus.write
+
+    async def behind(own: Bus, producer: Producer, routes: Routes) -> None:
+        monkeypatch.setattr(Bus, "write", write)
+        await bus.write(producer, first.moved("next", LANES, 5000))
+        await own.write(producer, routes)
+
+    monkeypatch.setattr(Bus, "write", behind)
+    async with world.stating(world.old):
+        await take_back(world.settings, "next", world.say)
+    assert await world.share() == 0
+
+
 @pytest.mark.stack
 async def test_back_to_a_group_without_workers_is_refused(world: World) -> None:
     async with world.stating(world.old, world.new):
@@ -394,6 +414,7 @@ def test_steps_rise_to_all(steps: list[float]) -> None:
     [
         (("--checkpoint", ""), "'' does not exist"),
         (("--checkpoint", "models/none"), "'models/none' does not exist"),
+        (("--checkpoint", "."), "it has no config.json"),
         (("--workers", "2"), "--workers: for workers that --checkpoint starts here"),
         (("--back", "--steps", "100", "--cold"), "leave out --steps, --cold"),
         (("--canary", "nan%"), "'nan%' is not a share"),
