@@ -7,8 +7,6 @@ import ssl
 from types import UnionType
 from typing import Any, Final, TypeVar, overload
 
-from prometheus_client import Counter
-
 from relaygr_stream.errors import DecodeError, RelayError
 from relaygr_stream.handover.pace import CopyPace
 from relaygr_stream.handover.tls import TlsSocket
@@ -44,17 +42,17 @@ class Channel:
         except OSError as error:
             raise PeerError(_describe(error, "accepted nothing", ANSWER_S)) from error
 
-    async def send_copy(self, data: memoryview, pace: CopyPace, count: Counter) -> None:
-        """Send a copy, at this pace. count: gets the bytes of each slice, in a thread."""
+    async def send_copy(self, data: memoryview, pace: CopyPace) -> None:
+        """Send a copy, at this pace."""
         try:
-            await self._connection.send_copy(data, pace, ANSWER_S, count)
+            await self._connection.send_copy(data, pace, ANSWER_S)
         except OSError as error:
             raise PeerError(_describe(error, "accepted nothing", ANSWER_S)) from error
 
-    async def receive_copy(self, into: memoryview, pace: CopyPace, count: Counter) -> None:
+    async def receive_copy(self, into: memoryview, pace: CopyPace) -> None:
         """Receive a copy of this length, as send_copy. A peer that trickles it is hung up on."""
         try:
-            await self._connection.receive_copy(into, pace, ANSWER_S, count)
+            await self._connection.receive_copy(into, pace, ANSWER_S)
         except (OSError, EOFError) as error:
             raise PeerError(_describe(error, "sent nothing", ANSWER_S)) from error
 

@@ -55,18 +55,20 @@ class CopyPace:
         self._lock = threading.Lock()
 
     @property
-    def _works(self) -> bool:
+    def works(self) -> bool:
+        """Whether copies give way now."""
         return self._beside is not None and self._beside.works
 
     def wait_s(self, nbytes: int) -> float:
         """Seconds to wait before the next slice, of so many bytes."""
+        if not (works := self.works) and self._bytes is None:
+            return 0.0
         with self._lock:
             now = time.monotonic()
             bound_s = 0.0 if self._bytes is None else self._bytes.take(nbytes, now)
-            return max(bound_s, self._cpu.take(0.0, now) if self._works else 0.0)
+            return max(bound_s, self._cpu.take(0.0, now) if works else 0.0)
 
     def spent(self, cpu_s: float) -> None:
-        """A slice took so many seconds of a processor."""
-        if self._works:
-            with self._lock:
-                self._cpu.take(cpu_s, time.monotonic())
+        """A slice beside the computing took so many seconds of a processor."""
+        with self._lock:
+            self._cpu.take(cpu_s, time.monotonic())

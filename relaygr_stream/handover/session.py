@@ -131,10 +131,11 @@ class Giver:
         return None
 
     async def _send(self, channel: Channel, lease: Lease, progress: SessionProgress) -> None:
-        await channel.send_copy(lease.data.numpy().data, self._pace, self._metrics.bytes.labels("given"))
+        await channel.send_copy(lease.data.numpy().data, self._pace)
         progress.entries += 1
         progress.nbytes += lease.data.numel()
         self._metrics.entries.labels("given").inc()
+        self._metrics.bytes.labels("given").inc(lease.data.numel())
 
 
 def _offer_of(lease: Lease, *, more: bool) -> Offer:
@@ -250,7 +251,8 @@ class Taker:
         """Receive the copy of the oldest offer, if it was taken, and make it the user's entry."""
         place = offers.waiting[0]
         if place is not None:
-            await channel.receive_copy(place.data.numpy().data, self._pace, self._metrics.bytes.labels("taken"))
+            await channel.receive_copy(place.data.numpy().data, self._pace)
+            self._metrics.bytes.labels("taken").inc(place.data.numel())
         offers.waiting.popleft()
         if place is None:
             return

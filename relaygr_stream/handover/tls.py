@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from prometheus_client import Counter
-
 from relaygr_stream.handover.pace import CopyPace
 
 T = TypeVar("T")
@@ -40,6 +38,7 @@ class TlsSocket:
         self._socket = connection
         self._loop = asyncio.get_running_loop()
         self._ended = threading.Event()
+        self._due_s = 0.0  # when the present slice of a copy must be through
 
     @classmethod
     async def prove(cls, raw: socket.socket, context: ssl.SSLContext, host: str = "") -> TlsSocket:
@@ -87,14 +86,13 @@ class TlsSocket:
             view = view[got:]
         return bytes(data)
 
-    async def send_copy(self, data: memoryview, pace: CopyPace, seconds: float, count: Counter) -> None:
-        """Send all of `data` in a thread, each slice within so many seconds. count: gets the bytes of each slice, in
-        the thread."""
-        await self._in_thread(data, pace, seconds, count, sending=True)
+    async def send_copy(self, data: memoryview, pace: CopyPace, seconds: float) -> None:
+        """Send all of `data` in a thread, each slice within so many seconds."""
+        await self._in_thread(data, pace, seconds, sending=True)
 
-    async def receive_copy(self, into: memoryview, pace: CopyPace, seconds: float, count: Counter) -> None:
+    async def receive_copy(self, into: memoryview, pace: CopyPace, seconds: float) -> None:
         """Fill all of `into`, as send_copy. Raises EOFError where the connection ends before."""
-        await self._in_thread(into, pace, seconds, count, sending=False)
+        await self._in_thread(into, pace, seconds, sending=False)
 
     async def close(self) -> None:
         """Close the connection; what was sent before may still arrive."""
@@ -134,62 +132,50 @@ class TlsSocket:
         finally:
             (loop.remove_reader if reading else loop.remove_writer)(fd)
 
-    async def _in_thread(
-        self, data: memoryview, pace: CopyPace, seconds: float, count: Counter, *, sending: bool
-    ) -> None:
+    async def _in_thread(self, data: memoryview, pace: CopyPace, seconds: float, *, sending: bool) -> None:
         """Copy. When it is over, on every path, no thread touches the copy's memory any more."""
-        running = self._loop.run_in_executor(_copies, self._copy, data, pace, seconds, count, sending)
+        self._due_s = time.monotonic() + seconds
+        running = self._loop.run_in_executor(_copies, self._copy, data, pace, seconds, sending)
         try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
+            while not running.done():
+                if (left_s := self._due_s - time.monotonic()) <= 0:
+                    raise TimeoutError
+                await asyncio.wait([running], timeout=left_s)
+        except (TimeoutError, asyncio.CancelledError):
             self._hang_up()
             while not running.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([running])
             running.exception()
             raise
+        running.result()
 
-    def _copy(
-        self,
-        data: memoryview,
-        pace: CopyPace,
-        seconds: float,
-        count: Counter,
-        sending: bool,
-    ) -> None:
-        one = self._send_slice if sending else self._receive_slice
+    def _copy(self, data: memoryview, pace: CopyPace, seconds: float, sending: bool) -> None:
+        """In blocking calls, which the loop ends by hanging up: with a time limit of its own, ssl makes a system call,
+        and takes the interpreter's lock, for each piece that the kernel takes or has (a sixth of a copy's time)."""
+        one = self._socket.sendall if sending else self._receive_slice
         try:
-            self._socket.settimeout(seconds)
+            self._socket.settimeout(None)
             for at in range(0, len(data), SLICE_BYTES):
                 piece = data[at : at + SLICE_BYTES]
-                if wait_s := pace.wait_s(len(piece)):
+                wait_s = pace.wait_s(len(piece))
+                self._due_s = time.monotonic() + wait_s + seconds
+                if wait_s:
                     self._ended.wait(wait_s)
-                began = time.thread_time()
-                one(piece, time.monotonic() + seconds)
-                pace.spent(time.thread_time() - began)
-                count.inc(len(piece))
+                began = time.thread_time() if pace.works else 0.0  # a system call
+                one(piece)
+                if began:
+                    pace.spent(time.thread_time() - began)
         finally:
             with suppress(OSError):
                 self._socket.settimeout(0)
 
-    def _send_slice(self, piece: memoryview, until: float) -> None:
-        while piece:
-            piece = piece[self._socket.send(piece) :]
-            _check(until)
-
-    def _receive_slice(self, piece: memoryview, until: float) -> None:
+    def _receive_slice(self, piece: memoryview) -> None:
         while piece:
             got = self._socket.recv_into(piece)
             if not got:
                 raise EOFError
             piece = piece[got:]
-            _check(until)
-
-
-def _check(until: float) -> None:
-    """Each call has its own limit, too, but a peer that trickles would meet that."""
-    if time.monotonic() > until:
-        raise TimeoutError
 
 
 def _resolve(ready: asyncio.Future[None]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import pytest
-from prometheus_client import Counter
 
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.handover import channel as channel_module
@@ -83,7 +82,7 @@ async def test_a_taker_that_reads_nothing_of_its_copy_is_hung_up_on(monkeypatch:
 
     async def give(channel: RawChannel) -> None:
         with pytest.raises(PeerError, match=r"accepted nothing for 0\.5 s"):
-            await channel.send_copy(memoryview(bytes(64 << 20)), CopyPace(), Counter("copied", "bytes", registry=None))
+            await channel.send_copy(memoryview(bytes(64 << 20)), CopyPace())
         ended.set()
 
     async with peers() as (old, _), giver(give, "old") as address:
@@ -131,9 +130,7 @@ async def offers_alone(channel: RawChannel) -> None:
 async def too_much(channel: RawChannel) -> None:
     await channel.send(an_offer(user_of(0)))
     await channel.receive(Take, 100)
-    await channel.send_copy(
-        memoryview(bytes(16 * 1024) + b"\xff" * 8), CopyPace(), Counter("copied", "bytes", registry=None)
-    )
+    await channel.send_copy(memoryview(bytes(16 * 1024) + b"\xff" * 8), CopyPace())
     await channel.receive(Take, 100)  # until it hangs up
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import Counter
 from structlog.testing import capture_logs
 
 from relaygr_stream.cache.transit import Transit
@@ -169,9 +168,7 @@ async def test_a_taker_of_the_last_release_gets_each_copy_before_the_next_offer(
         while isinstance(offer := await channel.receive(Offer | End, 10**6), Offer):
             assert not offer.more
             await channel.send(Take())
-            await channel.receive_copy(
-                memoryview(bytearray(offer.nbytes)), CopyPace(), Counter("copied", "bytes", registry=None)
-            )
+            await channel.receive_copy(memoryview(bytearray(offer.nbytes)), CopyPace())
             taken.append(offer.user_id)
         assert len(taken) == old.total("entries", way="given") == 6
         await channel.close()
@@ -201,7 +198,7 @@ async def test_each_copy_becomes_the_entry_that_was_offered(seed: int) -> None:
             if isinstance(await channel.receive(Take | SkipOffer | Enough, 100), Take):
                 sent[users[waiting[0]]].add(waiting[0])
                 data = memoryview(bytes([waiting[0]]) * 64 * 256)
-                await channel.send_copy(data, CopyPace(), Counter("copied", "bytes", registry=None))
+                await channel.send_copy(data, CopyPace())
             waiting.popleft()
 
     async with peers(dram=random.choice((3, 30))) as (_, new), giver(give, "raw") as address:
