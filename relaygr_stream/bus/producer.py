@@ -25,13 +25,13 @@ from aiokafka.errors import (
     UnknownTopicOrPartitionError,
 )
 from aiokafka.protocol.metadata import MetadataRequest
-from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from relaygr_stream.bus.aiokafka_compat import CLOSE_S, broker_error, client_options, typed_errors
 from relaygr_stream.bus.broker_errors import unreachable
+from relaygr_stream.bus.buffering import buffered
 from relaygr_stream.bus.refused import RefusedTopics
 from relaygr_stream.bus.renewed import ClientUser, Renewed
-from relaygr_stream.bus.throttling import throttled_for
+from relaygr_stream.bus.throttling import throttled_for, throttled_ms
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, MessageTooLarge, TopicError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.topic_files import partition_of
@@ -42,33 +42,22 @@ DEFAULT_MAX_BYTES: Final = 1_048_576
 NO_LEADER: Final = -1
 #: Size limit of a batch of small messages. The broker checks whole batches, so it is far below any topic's limit.
 BATCH_BYTES: Final = 64 * 1024
+#: Partitions that are not known are asked for so often at most.
+LEARN_S: Final = 1.0
 
 
 class Outgoing(NamedTuple):
-    """A message of a batch."""
+    """A message."""
 
     key: bytes | None
     value: bytes
     headers: Sequence[tuple[str, bytes]] = ()
 
 
-class Sent(NamedTuple):
-    """The offset of a message, and of the first message of its batch. The log has the whole batch or none of it."""
-
-    offset: int
-    batch: int
-
-
-#: Partitions that are not known are asked for so often at most.
-LEARN_S: Final = 1.0
-
-
-class NotTaken(BrokerUnavailable):
-    """A message that no batch had room for in its time: it is in no log."""
-
-
+#: Called once with a message's offset, or with why no broker has it.
+Settle = Callable[[int | BrokerError], None]
 #: Called once for each message that was sent together: its index, and what became of it.
-SettleEach = Callable[[int, Sent | BrokerError], None]
+SettleEach = Callable[[int, int | BrokerError], None]
 
 
 class Producer(ClientUser):
@@ -151,7 +140,9 @@ class Producer(ClientUser):
     def throttled_s(self, topic: str, partition: int) -> float:
         """For how many seconds from now the partition's broker takes nothing, because of a quota; 0: it takes."""
         client = self._renewed.client
-        return 0.0 if client is None else throttled_for(client.client, self.broker_of(topic, partition))
+        if client is None or not throttled_ms():  # the common case: no broker ever has
+            return 0.0
+        return throttled_for(client.client, self.broker_of(topic, partition))
 
     async def send(
         self,
@@ -168,7 +159,24 @@ class Producer(ClientUser):
         future: BrokerUnavailable (no acknowledgement within the request timeout), TopicError (no such topic or
         partition), MessageTooLarge, AccessDenied, BrokerError (refused).
         """
-        producer = await self._renewed.present()
+        sent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        resolve = partial(_resolve, sent)
+        if partition is not None and self.send_now(topic, key, value, headers, partition, resolve):
+            return sent
+        await self._send_later(topic, key, value, headers, partition, resolve)
+        return sent
+
+    async def _send_later(
+        self,
+        topic: str,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Sequence[tuple[str, bytes]],
+        partition: int | None,
+        settled: Settle,
+    ) -> None:
+        """As `send_now`, and waits for room; raises as `send` does."""
+        producer, size = await self._renewed.present(), len(value or b"")
         try:
             try:
                 acknowledged = await producer.send(topic, value, key, partition, None, list(headers))
@@ -176,12 +184,29 @@ class Producer(ClientUser):
                 await self._learn(topic, partition)
                 acknowledged = await producer.send(topic, value, key, partition, None, list(headers))
         except MessageSizeTooLargeError as error:  # aiokafka's own check: of this message, not of this process
-            raise self._typed(topic, len(value or b""), error) from error
+            raise self._typed(topic, size, error) from error
         except (KafkaError, OSError) as error:
-            raise self._failed(topic, len(value or b""), error) from error
-        sent: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        acknowledged.add_done_callback(partial(self._acknowledge, sent, topic, len(value or b"")))
-        return sent
+            raise self._failed(topic, size, error) from error
+        acknowledged.add_done_callback(partial(self._acknowledged, settled, topic, size))
+
+    def send_now(
+        self,
+        topic: str,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Sequence[tuple[str, bytes]],
+        partition: int,
+        settled: Settle,
+    ) -> bool:
+        """As `send`, where that neither waits nor raises; else False, and nothing is buffered.
+
+        settled: called later, once, unless the producer ends before.
+        """
+        client = self._renewed.at_hand
+        if client is None or (acknowledged := buffered(client, topic, partition, key, value, list(headers))) is None:
+            return False
+        acknowledged.add_done_callback(partial(self._acknowledged, settled, topic, len(value or b"")))
+        return True
 
     async def send_and_wait(
         self,
@@ -204,85 +229,28 @@ class Producer(ClientUser):
         settled: SettleEach,
         within_s: float | None = None,
     ) -> None:
-        """Buffer messages of one partition in as few batches as possible: 8 µs less each than by `send`.
+        """Buffer messages of one partition, in order; waits while there is no room for the next one.
 
-        within_s: what the partition has no room for within that time fails as NotTaken.
+        within_s: what there is no room for within that time fails as BrokerUnavailable.
 
-        settled(index, outcome) is called once for each message, possibly before this returns: with Sent when the broker
-        has acknowledged it, or with an error as `send` raises it. It is not called for a batch in transit when the
-        producer stops. Waits while an earlier batch of the partition is not sent. Raises no BrokerError.
+        settled(index, outcome) is called once for each message, possibly before this returns: with its offset when the
+        broker has acknowledged it, or with an error as `send` raises it. It is not called for a message in transit when
+        the producer stops. Raises no BrokerError.
         """
         until = None if within_s is None else asyncio.get_running_loop().time() + within_s
-        try:
-            async with asyncio.timeout_at(until):
-                producer = await self._renewed.present()
-        except (BrokerUnavailable, TimeoutError) as error:
-            why = str(error) or f"no producer within {within_s} s"
-            for index in range(len(messages)):
-                settled(index, NotTaken(f"cannot send to {topic}: {why}"))
-            return
-        submit = partial(self._submit, producer, topic, partition, settled, until)
-        first, batch = 0, producer.create_batch()
         for index, (key, value, headers) in enumerate(messages):
-            if DefaultRecordBatchBuilder.estimate_size_in_bytes(key, value, list(headers)) > self._max_bytes:
-                await submit(first, batch)
-                settled(index, self._typed(topic, len(value), MessageSizeTooLargeError()))
-                first, batch = index + 1, producer.create_batch()
-            elif batch.append(timestamp=None, key=key, value=value, headers=list(headers)) is None:  # full
-                await submit(first, batch)
-                first, batch = index, producer.create_batch()
-                # Any one message fits an empty batch.
-                batch.append(timestamp=None, key=key, value=value, headers=list(headers))
-        await submit(first, batch)
-
-    async def _submit(
-        self,
-        producer: Any,
-        topic: str,
-        partition: int,
-        settled: SettleEach,
-        until: float | None,
-        first: int,
-        batch: Any,
-    ) -> None:
-        """Submit a batch whose first message has the index `first`. until: by the loop's time."""
-        indices = range(first, first + batch.record_count())
-        if not indices:
-            return
-        size = batch.size()
-        batch.close()  # otherwise aiokafka adds messages of `send` to it
-
-        def fail(error: BrokerError) -> None:
-            for index in indices:
-                settled(index, error)
-
-        def acknowledge(done: asyncio.Future[Any]) -> None:
-            if done.cancelled():
-                return
-            error = done.exception()
-            if error is not None:
-                fail(self._failed(topic, size, error))
-                return
-            self._refused.taken(topic)
-            offset = done.result().offset
-            for index in indices:
-                settled(index, Sent(offset + index - first, offset))
-
-        try:
-            async with asyncio.timeout_at(until):
-                try:
-                    acknowledged = await producer.send_batch(batch, topic, partition=partition)
-                except AssertionError:
-                    await self._learn(topic, partition)
-                    acknowledged = await producer.send_batch(batch, topic, partition=partition)
-        except TimeoutError:
-            fail(NotTaken(f"cannot send to {topic}: an earlier batch of partition {partition} is not sent yet"))
-        except BrokerError as error:
-            fail(error)
-        except (KafkaError, OSError) as error:
-            fail(self._failed(topic, size, error))
-        else:
-            acknowledged.add_done_callback(acknowledge)
+            settle = partial(settled, index)
+            if self.send_now(topic, key, value, headers, partition, settle):
+                continue
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._send_later(topic, key, value, headers, partition, settle)
+            except TimeoutError:
+                settle(
+                    BrokerUnavailable(f"cannot send to {topic}: partition {partition} has had no room for {within_s} s")
+                )
+            except BrokerError as error:
+                settle(error)
 
     async def partitions(self, topics: Sequence[str]) -> dict[str, int]:
         """The topics' present partition counts, 0 for an unavailable topic. Afterwards `send` knows new partitions.
@@ -307,20 +275,14 @@ class Producer(ClientUser):
                 found = await client.send(client.get_random_node(), MetadataRequest([topic]))
         return any(error == 0 and name == topic for error, name, *_ in found.topics)
 
-    def _acknowledge(self, sent: asyncio.Future[int], topic: str, size: int, done: asyncio.Future[Any]) -> None:
+    def _acknowledged(self, settled: Settle, topic: str, size: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled():
-            sent.cancel()
-            return
-        error = done.exception()
-        if error is None:
-            self._refused.taken(topic)
-        failure = None if error is None else self._failed(topic, size, error)
-        if sent.done():
-            return
-        if failure is None:
-            sent.set_result(done.result().offset)
+            settled(BrokerUnavailable("the producer was closed before the message was sent"))
+        elif (error := done.exception()) is not None:
+            settled(self._failed(topic, size, error))
         else:
-            sent.set_exception(failure)
+            self._refused.taken(topic)
+            settled(done.result().offset)
 
     async def _learn(self, topic: str, partition: int | None) -> None:
         """Ask for a partition that is not known, since lanes may grow; raises TopicError if there is none."""
@@ -364,6 +326,15 @@ class Producer(ClientUser):
                 f"{self._kafka.request_timeout_ms} ms ({type(error).__name__}){away and f'; {away}'}"
             )
         return broker_error(self._kafka, doing, error)
+
+
+def _resolve(sent: asyncio.Future[int], outcome: int | BrokerError) -> None:
+    if sent.done():  # cancelled
+        return
+    if isinstance(outcome, BrokerError):
+        sent.set_exception(outcome)
+    else:
+        sent.set_result(outcome)
 
 
 class TopicLeaders:

@@ -151,6 +151,11 @@ class Renewed:
         self._there.set()
         watch(client, partial(self._ended, client))
 
+    @property
+    def at_hand(self) -> Any:
+        """The client; None while it is being replaced, and when it is closed."""
+        return self.client if self._there.is_set() else None
+
     async def present(self) -> Any:
         """The client, after waiting for a replacement. Raises BrokerUnavailable after the request timeout or `stop`."""
         if not self._there.is_set() and self.client is not None:

@@ -119,8 +119,8 @@ class Call:
                 self.reply.set_result(self.fallback)
             self.fail(error)
 
-    def fail(self, error: RelayError) -> None:
-        """Complete the call with an error, unless it is complete."""
+    def fail(self, error: RelayError | TimeoutError) -> None:
+        """Complete the call with an error, unless it is complete. TimeoutError: its time is over."""
         if not self.reply.done():
             self.reply.set_exception(error)
             self.reply.exception()  # marks it as retrieved: the caller may have stopped waiting
@@ -140,6 +140,7 @@ class Answers:
         self._max_bytes = max_bytes
         self._answer_secrets = tuple(secret for secret in answer_secrets if secret)
         self._calls: dict[bytes, Call] = {}
+        metrics.in_flight.set_function(lambda: len(self._calls))
         self._ended: OrderedDict[bytes, str] = OrderedDict()  # correlation → why a further answer is dropped
 
     def __len__(self) -> int:
@@ -151,14 +152,12 @@ class Answers:
         correlation = secrets.token_bytes(CORRELATION_BYTES)
         call = Call(correlation, request_id, asyncio.get_running_loop().create_future())
         self._calls[correlation] = call
-        self._metrics.in_flight.set(len(self._calls))
         return call
 
     def release(self, call: Call) -> None:
         """Remove a call whose caller has stopped waiting; a further answer to it is late."""
         self._calls.pop(call.correlation, None)
         self._remember_ended(call.correlation, "late")
-        self._metrics.in_flight.set(len(self._calls))
 
     def fail_all(self, error: RelayError) -> None:
         """Complete every call in flight with an error."""

@@ -6,10 +6,10 @@ A Connection exists only while all of these do. Requests enter as encoded messag
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from copy import copy
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -165,9 +165,11 @@ class Connection:
         """Buffer a request event. Raises BrokerError if its lane's broker accepts no messages."""
         lane = lane_of(user_id, self.topics.lanes)
         try:
-            async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
-                self._sender.check(self.topics.retrieval.name, lane)
-                await self.announcements.add(lane, message)
+            self._sender.check(self.topics.retrieval.name, lane)
+            if not self.announcements.has_room(lane):
+                async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
+                    await self.announcements.room(lane)
+            self.announcements.add(lane, message)
         except TimeoutError:
             self._metrics.announcements.labels("BrokerUnavailable").inc()
             raise BrokerUnavailable(self._buffer_full()) from None
@@ -177,13 +179,14 @@ class Connection:
 
     async def cancel(self, lane: int, value: bytes) -> None:
         """Buffer a cancel on this lane. Raises BrokerError if its broker takes no messages."""
-        headers = [(HEADER_KIND, KIND_CANCEL.encode())]
-        try:
-            async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
-                topic = self.topics.ranking.name
-                await self._sender.send(topic, value, key=b"", partition=lane, headers=headers, settled=self._cancelled)
-        except TimeoutError:
-            raise BrokerUnavailable(self._buffer_full()) from None
+        message = Outgoing(b"", value, [(HEADER_KIND, KIND_CANCEL.encode())])
+        rest = self._sender.send(self.topics.ranking.name, message, partition=lane, settled=self._cancelled)
+        if rest is not None:
+            try:
+                async with asyncio.timeout(self._settings.client.timeout_ms / 1000):
+                    await rest
+            except TimeoutError:
+                raise BrokerUnavailable(self._buffer_full()) from None
 
     async def rank(self, request: RankingRequest, message: Outgoing, lane: int | None = None) -> ScoreReply:
         """Send a request, and copies of it if its lane does not answer; the first answer counts.
@@ -193,6 +196,7 @@ class Connection:
         """
         call = self._answers.expect(request.request_id)
         timeout_ms = request.timeout_ms
+        deadline = asyncio.get_running_loop().call_later(timeout_ms / 1000, call.fail, TimeoutError())
         try:
             exchange = Exchange(
                 call,
@@ -202,11 +206,8 @@ class Connection:
                 between_copies_s(self._settings.client.hedge_ms, timeout_ms),
                 self._metrics,
             )
-            async with asyncio.timeout(timeout_ms / 1000):
-                return await exchange.run()
+            return await exchange.run()
         except TimeoutError:
-            if call.reply.done() and not call.reply.cancelled():  # a busy loop has both at once
-                return call.reply.result()
             if call.fallback is not None:  # the other copies are not answered in time
                 return call.fallback
             if (error := exchange.why_unsent(timeout_ms)) is not None:
@@ -215,11 +216,12 @@ class Connection:
                 raise BrokerError(f"no answer within {timeout_ms:g} ms: {trouble}") from None
             raise DeadlineExceeded(f"no answer within {timeout_ms:g} ms") from None
         finally:
+            deadline.cancel()
             self._answers.release(call)
 
-    async def send_lane(self, lane: int, events: list[Outgoing]) -> None:
+    def send_lane(self, lane: int, events: Sequence[Outgoing]) -> Coroutine[Any, Any, None] | None:
         """Hand one lane's request events to the producer (LaneSender)."""
-        await self._sender.send_events(self.topics.retrieval.name, lane, events, settled=self._announced)
+        return self._sender.buffer(self.topics.retrieval.name, lane, events, settled=self._announced)
 
     def _buffer_full(self) -> str:
         settings = self._settings

@@ -10,9 +10,9 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from functools import partial
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -202,8 +202,11 @@ class Copies:
         """Whether that to the last copy on this lane may be."""
         return lane in self._replies and self._route.may_be_lost(*self._replies[lane])
 
-    async def send(self, lane: int, correlation: bytes, *, hedge: bool, settled: Settled) -> None:
-        """Send a copy; `settled` is called once, possibly before this returns."""
+    def send(self, lane: int, correlation: bytes, *, hedge: bool, settled: Settled) -> Coroutine[Any, Any, None] | None:
+        """Send a copy. None: that is done; else what is returned goes on with it.
+
+        `settled` is called once, possibly before this returns.
+        """
         if again := self._sent_s is not None:
             self._reply_to = self._route.choose_again(self._unanswered, self._sent_s)
         reply_to, value = self._reply_to, self._message.value
@@ -225,17 +228,16 @@ class Copies:
             *self._message.headers,
         ]
         try:
-            await self._sender.send(
+            return self._sender.send(
                 self._topic,
-                value,
-                key=self._message.key,
+                Outgoing(self._message.key, value, headers),
                 partition=lane,
-                headers=headers,
                 patience_s=self._request.timeout_ms / 1000,
                 settled=done,
             )
         except Exception as error:  # a defect, too, ends the call with its cause, not with its deadline
             done(error if isinstance(error, BrokerError) else BrokerError(repr(error)))
+            return None
 
 
 def between_copies_s(hedge_ms: float, timeout_ms: float) -> float:
@@ -260,7 +262,7 @@ class Exchange:
         self._lane = lane
         self._tried: list[int] = []
         self._reached: dict[int, int | None] = {}  # lane → the broker that has acknowledged a copy
-        self._sending: list[asyncio.Task[None]] = []
+        self._sending: list[asyncio.Task[None]] = []  # copies for which there was no room at once
         self._errors: list[BrokerError] = []  # of copies that no broker has
         self._timer: asyncio.TimerHandle | None = None
 
@@ -280,7 +282,7 @@ class Exchange:
 
     def why_unsent(self, timeout_ms: float) -> RelayError | None:
         """Why no copy has left until its time was over; None: one has, or is on its way to a broker."""
-        if sum(sending.done() for sending in self._sending) > len(self._errors):
+        if len(self._tried) > len(self._errors) + sum(not sending.done() for sending in self._sending):
             return None
         late = DeadlineExceeded(f"not sent within {timeout_ms:g} ms: this process, or its producer, is behind")
         return self._errors[-1] if self._errors else late
@@ -288,8 +290,9 @@ class Exchange:
     def _attempt(self, lane: int) -> None:
         copy = self._call.new_copy(len(self._tried))
         self._tried.append(lane)
-        sending = self._copies.send(lane, copy, hedge=lane != self._lane, settled=partial(self._settled, lane, copy))
-        self._sending.append(asyncio.create_task(sending))
+        rest = self._copies.send(lane, copy, hedge=lane != self._lane, settled=partial(self._settled, lane, copy))
+        if rest is not None:
+            self._sending.append(asyncio.create_task(rest))
 
     def _settled(self, lane: int, copy: bytes, error: BrokerError | None) -> None:
         """The send of a copy has completed; after an error, try another lane at once if there is one."""

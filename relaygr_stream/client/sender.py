@@ -11,12 +11,12 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
-from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Sent
+from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.telemetry.clocks import Clock
 
@@ -151,85 +151,57 @@ class Sender:
         for (_, silence), answers in zip(away, found, strict=True):
             silence.answers = answers
 
-    async def send(
-        self,
-        topic: str,
-        value: bytes,
-        *,
-        key: bytes | None,
-        partition: int,
-        headers: Sequence[tuple[str, bytes]] = (),
-        patience_s: float = 0.0,
-        settled: Settled,
-    ) -> None:
-        """Buffer a message; waits only while the buffer is full.
+    def send(
+        self, topic: str, message: Outgoing, *, partition: int, patience_s: float = 0.0, settled: Settled
+    ) -> Coroutine[Any, Any, None] | None:
+        """As `buffer`. patience_s: how long the caller would wait for the broker.
 
-        patience_s: how long the caller would wait for the broker. settled: called with None once the broker has the
-        message, or with the error. Raises BrokerUnavailable at once while the broker is away, BrokerError if the
-        message cannot be buffered.
+        Raises BrokerUnavailable at once while the broker is away.
         """
         self.check(topic, partition, patience_s)
-        number, due = self._begin(topic, partition)
-        silence = self._silence(topic, partition)
-        try:
-            sent = await self._producer.send(topic, value, key=key, partition=partition, headers=headers)
-        except BaseException:
-            del due[number]
-            raise
-        sent.add_done_callback(partial(self._settle, due, number, silence, settled))
+        return self.buffer(topic, partition, [message], settled=settled)
 
-    async def send_events(
+    def buffer(
+        self, topic: str, partition: int, messages: Sequence[Outgoing], *, settled: Settled
+    ) -> Coroutine[Any, Any, None] | None:
+        """Buffer messages of one partition; the caller has passed `check`. None: all are buffered; else the buffer is
+        full, and what is returned buffers the rest as there is room.
+
+        settled: called once for each message, with None once the broker has it, or with the error.
+        """
+        due, number, silence = self._due[topic, partition], next(self._count), self._silence(topic, partition)
+        due[number] = self._clock()
+
+        def settle(outcome: int | BrokerError) -> None:
+            due.pop(number, None)
+            error = outcome if isinstance(outcome, BrokerError) else None
+            if not isinstance(error, BrokerUnavailable):  # a refusal is an answer, too
+                silence.since_s = None
+            settled(error)
+
+        for index, (key, value, headers) in enumerate(messages):
+            if not self._producer.send_now(topic, key, value, headers, partition, settle):
+                return self._buffer_rest(topic, partition, messages[index:], settle, partial(due.pop, number, None))
+        return None
+
+    async def _buffer_rest(
         self,
         topic: str,
         partition: int,
         messages: Sequence[Outgoing],
-        *,
-        settled: Settled,
+        settle: Callable[[int | BrokerError], None],
+        give_up: Callable[[], object],
     ) -> None:
-        """Buffer messages of one partition in as few batches as possible.
-
-        The caller has passed `check`. Waits while an earlier batch of the partition is not sent. settled: called once
-        for each message, as in `send`. Raises nothing.
-        """
-        number, due = self._begin(topic, partition)
-        silence = self._silence(topic, partition)
-
-        def each(_: int, outcome: Sent | BrokerError) -> None:
-            due.pop(number, None)
-            self._answered(outcome if isinstance(outcome, BrokerError) else None, silence, settled)
-
-        await self._producer.send_together(topic, messages, partition=partition, settled=each)
-
-    def _begin(self, topic: str, partition: int) -> tuple[int, dict[int, float]]:
-        """Register a send; returns its number and the partition's table of sends."""
-        number, due = next(self._count), self._due[topic, partition]
-        due[number] = self._clock()
-        return number, due
+        try:
+            await self._producer.send_together(
+                topic, messages, partition=partition, settled=lambda _, outcome: settle(outcome)
+            )
+        except BaseException:
+            give_up()
+            raise
 
     def _silence(self, topic: str, partition: int) -> _Silence:
         return self._silences[self._producer.broker_of(topic, partition)]
-
-    def _settle(
-        self,
-        due: dict[int, float],
-        number: int,
-        silence: _Silence,
-        settled: Settled,
-        sent: asyncio.Future[int],
-    ) -> None:
-        del due[number]
-        error: BaseException | None
-        if sent.cancelled():
-            error = BrokerUnavailable("the producer was closed before the message was sent")
-        else:
-            error = sent.exception()
-        outcome = error if error is None or isinstance(error, BrokerError) else BrokerError(repr(error))
-        self._answered(outcome, silence, settled)
-
-    def _answered(self, error: BrokerError | None, silence: _Silence, settled: Settled) -> None:
-        if not isinstance(error, BrokerUnavailable):  # a refusal is an answer, too
-            silence.since_s = None
-        settled(error)
 
 
 class Waits(Protocol):
@@ -277,8 +249,9 @@ MAX_LANE_BYTES: Final = 1024 * 1024
 class LaneSender(Protocol):
     """Sends request events."""
 
-    async def send_lane(self, lane: int, events: list[Outgoing]) -> None:
-        """Hand one lane's events to the producer; may wait, raises nothing."""
+    def send_lane(self, lane: int, events: Sequence[Outgoing]) -> Coroutine[Any, Any, None] | None:
+        """Hand one lane's events to the producer. None: it has them; else what is returned hands it the rest, as there
+        is room. Neither raises."""
 
 
 class Announcements:
@@ -291,14 +264,25 @@ class Announcements:
         self._sender = sender
         self._linger_s = linger_s
         self._lanes: dict[int, _Lane] = {}
+        self._gathered: dict[int, _Lane] = {}  # those with an event since the last turn
         self._timer: asyncio.TimerHandle | None = None
 
-    async def add(self, number: int, message: Outgoing) -> None:
-        """Enqueue an event of lane `number`; waits only while the lane's buffer is full."""
+    def has_room(self, number: int) -> bool:
+        """Whether lane `number` takes an event now."""
+        return (lane := self._lanes.get(number)) is None or lane.has_room
+
+    async def room(self, number: int) -> None:
+        """Wait until lane `number` takes an event."""
+        if number in self._lanes:
+            await self._lanes[number].room()
+
+    def add(self, number: int, message: Outgoing) -> None:
+        """Enqueue an event of lane `number`, which has room."""
         lane = self._lanes.get(number)
         if lane is None:
             lane = self._lanes[number] = _Lane(self._sender, number)
-        await lane.add(message)
+        lane.add(message)
+        self._gathered[number] = lane
         if lane.bytes >= BATCH_BYTES:
             lane.send()
         elif self._timer is None:
@@ -314,7 +298,8 @@ class Announcements:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for lane in self._lanes.values():
+        gathered, self._gathered = self._gathered, {}
+        for lane in gathered.values():
             lane.send()
 
 
@@ -325,27 +310,37 @@ class _Lane:
         self._sender = sender
         self._number = number
         self._events: list[Outgoing] = []
-        self._room = asyncio.Event()
+        self._emptied = asyncio.Event()
         self.bytes = 0
         self.sending: asyncio.Task[None] | None = None
 
-    async def add(self, message: Outgoing) -> None:
-        while self.bytes >= MAX_LANE_BYTES:
-            self._room.clear()
-            await self._room.wait()
+    @property
+    def has_room(self) -> bool:
+        return self.bytes < MAX_LANE_BYTES
+
+    async def room(self) -> None:
+        while not self.has_room:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def add(self, message: Outgoing) -> None:
         self._events.append(message)
         self.bytes += len(message.key or b"") + len(message.value)
 
     def send(self) -> None:
         """Send all events; a send in progress takes them over."""
-        if self._events and self.sending is None:
-            self.sending = asyncio.create_task(self._send_until_empty())
+        if self._events and self.sending is None and (rest := self._hand_over()) is not None:
+            self.sending = asyncio.create_task(self._send_until_empty(rest))
 
-    async def _send_until_empty(self) -> None:
+    def _hand_over(self) -> Coroutine[Any, Any, None] | None:
+        events, self._events, self.bytes = self._events, [], 0
+        self._emptied.set()
+        return self._sender.send_lane(self._number, events)
+
+    async def _send_until_empty(self, rest: Coroutine[Any, Any, None] | None) -> None:
         try:
-            while self._events:
-                events, self._events, self.bytes = self._events, [], 0
-                self._room.set()
-                await self._sender.send_lane(self._number, events)
+            while rest is not None:
+                await rest
+                rest = self._hand_over() if self._events else None
         finally:
             self.sending = None

@@ -25,7 +25,7 @@ MAX_TIME_MS: Final = 1 << 62
 MAX_SHOWN: Final = 40
 
 
-class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False, dict=True):
     """A user's behaviours, oldest first: parallel arrays of the same length n, as little-endian bytes."""
 
     items: bytes = b""  # n × uint32: item ids; n × int64 where one is beyond
@@ -96,6 +96,8 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
         Whether the columns are those of a model is not known here.
         """
+        if "_checked" in self.__dict__:  # a client's request has the history of its event
+            return self
         n = len(self.actions)
         sizes = (n * ITEM_DTYPE.itemsize, n * WIDE_ITEM_DTYPE.itemsize)
         if len(self.items) not in sizes or len(self.times) != n * TIME_DTYPE.itemsize:
@@ -115,6 +117,7 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         if n and not -MAX_TIME_MS < times[0] <= times[-1] < MAX_TIME_MS:
             first, last = times[0], times[-1]
             raise error(f"times must be Unix milliseconds; the behaviours are from {first} to {last}")
+        self.__dict__["_checked"] = True
         return self
 
 
@@ -151,8 +154,11 @@ def pack(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> bytes:
 def pack_ids(values: npt.ArrayLike, name: str, *, wide: bool = False) -> bytes:
     """Item ids within 0…MAX_ITEM, packed as uint32, or all as int64 where one is larger, or if `wide`. Raises as
     `pack`."""
-    if isinstance(values, np.ndarray) and values.dtype == ITEM_DTYPE and values.ndim == 1 and not wide:
-        return values.tobytes()  # each fits
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.size and not wide:  # the common cases: each fits
+        if values.dtype == ITEM_DTYPE:
+            return values.tobytes()
+        if values.dtype == WIDE_ITEM_DTYPE and not (values >> 32).any():
+            return values.astype(ITEM_DTYPE).tobytes()
     array = _integers(values, name, 0, MAX_ITEM)
     wide = wide or bool(array.size and array.max() > np.iinfo(ITEM_DTYPE).max)
     return array.astype(WIDE_ITEM_DTYPE if wide else ITEM_DTYPE).tobytes()

@@ -104,7 +104,8 @@ def validated(message: M) -> M:
         if isinstance(array, Behaviours):
             if {type(part) for part in array.parts()} != {bytes}:
                 raise DecodeError("invalid", "behaviours must be made of bytes; pack arrays with Behaviours.of")
-            msgspec.convert(dict(array.table), Columns)  # the Struct's own values are not checked below
+            if array.table:  # the Struct's own values are not checked below
+                msgspec.convert(dict(array.table), Columns)
     fields = msgspec.structs.asdict(message)
     msgspec.convert({name: value for name, value in fields.items() if value is not UNSET}, type(message))
     if isinstance(columns := fields.get("columns"), FeatureTables):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from relaygr_stream.bus.broker_errors import FIRST_UNKNOWN
-from relaygr_stream.bus.producer import Producer
+from relaygr_stream.bus.producer import Outgoing, Producer
 from relaygr_stream.bus.throttling import throttled_s
 from relaygr_stream.bus.topics import apply_topics, describe_topics
 from relaygr_stream.client.sender import Sender
@@ -121,9 +121,15 @@ async def test_of_twice_the_quota_about_half_leaves_in_time_and_the_rest_is_refu
             began = loop.time()
             settled: asyncio.Future[BrokerError | None] = loop.create_future()
             try:
-                await sender.send(
-                    topic, value, key=None, partition=number % 2, patience_s=patience_s, settled=settled.set_result
+                rest = sender.send(
+                    topic,
+                    Outgoing(None, value),
+                    partition=number % 2,
+                    patience_s=patience_s,
+                    settled=settled.set_result,
                 )
+                if rest is not None:
+                    await rest
             except BrokerUnavailable as error:
                 at_once = loop.time() - began < patience_s / 2
                 outcomes.append("refused" if at_once and "quota" in str(error) else f"failed: {error}")

@@ -24,7 +24,8 @@ from aiokafka.errors import (
     UnknownTopicOrPartitionError,
 )
 
-from relaygr_stream.bus.producer import NotTaken, Outgoing, Producer, Sent
+from relaygr_stream.bus.buffering import buffered
+from relaygr_stream.bus.producer import Outgoing, Producer
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, MessageTooLarge, TopicError
 from relaygr_stream.ops.brokers.local import local_broker
@@ -47,17 +48,44 @@ async def test_offsets_count_up_per_partition(kafka_settings: Kafka) -> None:
             assert await asyncio.gather(*sent) == list(range(first + 1, first + 51))
 
 
+async def test_what_is_buffered_at_once_is_what_aiokafka_sends(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    topic, headers = load_topics(kafka_settings).scores.name, [("a", b"1"), ("a", b"")]
+    messages = [Outgoing(b"k", b"v", headers), Outgoing(None, b"", []), Outgoing(b"", bytes(50_000), headers)]
+    async with Producer(kafka_settings, client_id="test", max_bytes=60_000) as producer:
+        client = producer._renewed.client
+        first = await producer.send_and_wait(topic, b"0", partition=1) + 1
+        theirs = [await client.send(topic, each.value, each.key, 1, None, [*each.headers]) for each in messages[:2]]
+        ours = [buffered(client, topic, 1, each.key, each.value, [*each.headers]) for each in messages]
+        assert buffered(client, topic, 1, None, bytes(20_000), []) is None, "the batch has no room"
+        assert buffered(client, topic, 99, None, b"", []) is None
+        assert buffered(client, "nowhere", 0, None, b"", []) is None
+        assert buffered(client, topic, 0, None, bytes(60_000), []) is None, "too large"
+        sent = await asyncio.gather(*theirs, *(each for each in ours if each is not None))
+        assert [each.offset for each in sent] == list(range(first, first + 5))
+    assert buffered(client, topic, 0, None, b"", []) is None, "closed"
+    assert await _read(kafka_settings, TopicPartition(topic, 1), first, 5) == [*messages[:2], *messages]
+
+
+async def _read(kafka: Kafka, partition: TopicPartition, offset: int, count: int) -> list[Outgoing]:
+    async with AIOKafkaConsumer(bootstrap_servers=kafka.bootstrap, group_id=None) as consumer:
+        consumer.assign([partition])
+        consumer.seek(partition, offset)
+        read = [await asyncio.wait_for(consumer.getone(), WITHIN_S) for _ in range(count)]
+    return [Outgoing(each.key, each.value, list(each.headers)) for each in read]
+
+
 async def test_messages_sent_together_are_acknowledged_one_by_one(kafka_settings: Kafka) -> None:
     await apply_topics(kafka_settings)
     topic = load_topics(kafka_settings).scores.name
-    sizes = [100, 40_000, 40_000, 0, 90_000, 200_000, 7, *([1000] * 200)]  # of one batch 64 KiB; the sixth is too large
+    sizes = [100, 40_000, 40_000, 0, 90_000, 200_000, 7, *([1000] * 200)]  # a batch has 64 KiB; the sixth is too large
     messages = [
         Outgoing(f"key-{number}".encode(), bytes([number]) * size, [("at", b"%d" % number)] * (number % 2))
         for number, size in enumerate(sizes)
     ]
-    settled: dict[int, Sent | BrokerError] = {}
+    settled: dict[int, int | BrokerError] = {}
 
-    def settle(index: int, outcome: Sent | BrokerError) -> None:
+    def settle(index: int, outcome: int | BrokerError) -> None:
         assert index not in settled
         settled[index] = outcome
 
@@ -65,28 +93,14 @@ async def test_messages_sent_together_are_acknowledged_one_by_one(kafka_settings
         first = await producer.send_and_wait(topic, b"0", partition=1)
         await producer.send_together(topic, messages, partition=1, settled=settle)
         beside = await producer.send(topic, b"beside", partition=1)
-        assert await beside == first + len(messages)  # sent after them, not into a batch of theirs
+        assert await beside == first + len(messages)
         await producer.send_together(topic, [], partition=1, settled=settle)
     refused = settled.pop(5)
     assert isinstance(refused, BrokerError)
     assert re.search(r"200000 bytes .* exceed the 100000", str(refused))
-    sent = [one for _, one in sorted(settled.items()) if isinstance(one, Sent)]
-    assert [one.offset for one in sent] == list(range(first + 1, first + len(messages)))
-    begins = sorted({one.batch for one in sent})
-    assert [one.batch for one in sent] == [max(at for at in begins if at <= one.offset) for one in sent]
-    assert len(begins) > 3, "40 KB twice do not fit one batch"
-    assert sent[4].batch == sent[4].offset, "90 KB go alone"
-    assert sent[-1].batch < sent[-1].offset
-    consumer = AIOKafkaConsumer(bootstrap_servers=kafka_settings.bootstrap, group_id=None)
-    await consumer.start()
-    try:
-        partition = TopicPartition(topic, 1)
-        consumer.assign([partition])
-        consumer.seek(partition, first + 1)
-        read = [await asyncio.wait_for(consumer.getone(), WITHIN_S) for _ in range(len(messages) - 1)]
-    finally:
-        await consumer.stop()
-    assert [Outgoing(each.key, each.value, list(each.headers)) for each in read] == messages[:5] + messages[6:]
+    assert [one for _, one in sorted(settled.items())] == list(range(first + 1, first + len(messages)))
+    read = await _read(kafka_settings, TopicPartition(topic, 1), first + 1, len(messages) - 1)
+    assert read == messages[:5] + messages[6:]
 
 
 async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
@@ -96,13 +110,13 @@ async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
         topic = load_topics(kafka).scores.name
         hasty = msgspec.structs.replace(kafka, request_timeout_ms=HASTY_MS)
         async with Producer(hasty, client_id="test") as producer:
-            settled: list[tuple[int, Sent | BrokerError]] = []
+            settled: list[tuple[int, int | BrokerError]] = []
 
-            async def send(partition: int) -> list[tuple[int, Sent | BrokerError]]:
+            async def send(partition: int) -> list[tuple[int, int | BrokerError]]:
                 settled.clear()
                 both = asyncio.Event()
 
-                def settle(index: int, outcome: Sent | BrokerError) -> None:
+                def settle(index: int, outcome: int | BrokerError) -> None:
                     settled.append((index, outcome))
                     if len(settled) == 2:
                         both.set()
@@ -114,7 +128,7 @@ async def test_messages_that_cannot_be_sent_together_each_say_why() -> None:
                 return settled
 
             assert [(index, type(outcome)) for index, outcome in await send(99)] == [(0, TopicError), (1, TopicError)]
-            assert await send(0) == [(0, Sent(0, 0)), (1, Sent(1, 0))]
+            assert await send(0) == [(0, 0), (1, 1)]
             broker.stop()
             assert [(index, type(outcome)) for index, outcome in await send(0)] == [
                 (0, BrokerUnavailable),
@@ -127,7 +141,7 @@ async def test_what_a_partition_has_no_room_for_in_time_fails() -> None:
         kafka = broker.kafka_settings(Kafka(partitions=2))
         await apply_topics(kafka)
         topic = load_topics(kafka).scores.name
-        settled: dict[int, Sent | BrokerError] = {}
+        settled: dict[int, int | BrokerError] = {}
         messages = [Outgoing(None, b"x" * 40_000)] * 5  # a batch each
         async with Producer(msgspec.structs.replace(kafka, request_timeout_ms=60_000), client_id="test") as producer:
             await producer.send_and_wait(topic, b"", partition=0)
@@ -136,7 +150,7 @@ async def test_what_a_partition_has_no_room_for_in_time_fails() -> None:
                 await producer.send_together(topic, messages, partition=0, settled=settled.__setitem__, within_s=0.05)
             assert 3 <= len(settled) <= 4, "one batch is under way, and another one open"
             assert sorted(settled) == list(range(5))[-len(settled) :]
-            assert {type(outcome) for outcome in settled.values()} == {NotTaken}
+            assert {type(outcome) for outcome in settled.values()} == {BrokerUnavailable}
             await producer._renewed._end(producer._renewed.client, 0.01)
 
 
@@ -146,7 +160,7 @@ async def test_a_producer_that_is_closed_fails_what_comes_together() -> None:
     await producer.send_together(
         "t", [Outgoing(b"k", b"v"), Outgoing(None, b"w")], partition=0, settled=settled.__setitem__
     )
-    assert [type(settled[index]) for index in (0, 1)] == [NotTaken, NotTaken]
+    assert [type(settled[index]) for index in (0, 1)] == [BrokerUnavailable, BrokerUnavailable]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,12 +29,21 @@ class Gate:
         self.batches: defaultdict[int, list[list[Outgoing]]] = defaultdict(list)
         self.open: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
-    async def send_lane(self, lane: int, events: list[Outgoing]) -> None:
-        self.batches[lane].append(events)
+    def send_lane(self, lane: int, events: Sequence[Outgoing]) -> Coroutine[Any, Any, None] | None:
+        self.batches[lane].append([*events])
+        return None if self.open[lane].is_set() else self.opened(lane)
+
+    async def opened(self, lane: int) -> None:
         await self.open[lane].wait()
 
     def sent(self, lane: int) -> list[bytes]:
         return [event.value for batch in self.batches[lane] for event in batch]
+
+
+async def add(announcements: Announcements, lane: int, event: Outgoing) -> None:
+    if not announcements.has_room(lane):
+        await announcements.room(lane)
+    announcements.add(lane, event)
 
 
 @given(
@@ -55,7 +66,7 @@ def test_every_event_is_sent_once_in_its_lanes_order(steps: list[tuple[str, int,
         for number, (what, lane, size) in enumerate(steps):
             if what == "add":
                 value = number.to_bytes(4, "big") + bytes(size)
-                await announcements.add(lane, Outgoing(b"k", value))
+                await add(announcements, lane, Outgoing(b"k", value))
                 added[lane].append(value)
             elif what == "turn":
                 await asyncio.sleep(0)
@@ -75,7 +86,7 @@ async def test_events_of_all_lanes_leave_together_when_the_first_has_waited() ->
     gate = Gate()
     announcements = Announcements(gate, linger_s=0.05)
     for number in range(6):
-        await announcements.add(number % 2, Outgoing(b"k", b"%d" % number))
+        await add(announcements, number % 2, Outgoing(b"k", b"%d" % number))
     assert not gate.batches
     await until(lambda: len(gate.batches) >= 2)
     assert gate.batches == {
@@ -87,8 +98,8 @@ async def test_events_of_all_lanes_leave_together_when_the_first_has_waited() ->
 async def test_a_batchs_worth_leaves_at_once() -> None:
     gate = Gate()
     announcements = Announcements(gate, linger_s=LONG_S)
-    await announcements.add(0, Outgoing(b"k", b"small"))
-    await announcements.add(1, Outgoing(b"k", bytes(BATCH_BYTES)))
+    await add(announcements, 0, Outgoing(b"k", b"small"))
+    await add(announcements, 1, Outgoing(b"k", bytes(BATCH_BYTES)))
     await until(lambda: bool(gate.batches[1]))
     assert not gate.batches[0]
 
@@ -101,17 +112,18 @@ async def test_a_lane_that_is_held_up_bounds_its_own_events_and_no_others() -> N
 
     async def fill() -> None:
         while True:
-            await announcements.add(0, Outgoing(b"k", large))
+            await add(announcements, 0, Outgoing(b"k", large))
+            await asyncio.sleep(0)
 
     filling = asyncio.create_task(fill())
     await until(lambda: len(gate.batches[0]) == 1)
     for _ in range(5):
-        await announcements.add(1, Outgoing(b"k", large))
+        await add(announcements, 1, Outgoing(b"k", large))
         await asyncio.sleep(0)
     assert len(gate.sent(1)) == 5
     with pytest.raises(TimeoutError):  # the lane is full
         async with asyncio.timeout(0.05):
-            await announcements.add(0, Outgoing(b"k", large))
+            await add(announcements, 0, Outgoing(b"k", large))
     gate.open[0].set()
     await until(lambda: len(gate.batches[0]) > 1)
     filling.cancel()

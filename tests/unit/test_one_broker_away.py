@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.bus.producer import NO_LEADER, Outgoing
+from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Settle
 from relaygr_stream.client.answers import Call, ReplyRoute
 from relaygr_stream.client.exchange import Copies, Exchange, Hedges
 from relaygr_stream.client.metrics import ClientMetrics
@@ -115,19 +115,18 @@ class World:
             return partition % BROKERS
         return (partition + 1) % BROKERS if self.replicated else NO_LEADER if self.at_s() < BACK_S else self.dead
 
-    async def send(self, topic: str, value: bytes, *, key: bytes, partition: int, headers: Any) -> asyncio.Future[int]:
-        sent: asyncio.Future[int] = self.loop.create_future()
+    def send_now(self, topic: str, key: bytes, value: bytes, headers: Any, partition: int, settled: Settle) -> bool:
         reply_to = int(dict(headers)[HEADER_REPLY_PARTITION])
 
         def arrive() -> None:
             if self.away(partition):
                 self.held.append(arrive)
-            elif not sent.done():
-                sent.set_result(0)
+            else:
+                settled(0)
                 self.loop.call_later(ANSWER_S, self.answer, key, dict(headers)[HEADER_CORRELATION], reply_to, partition)
 
         self.loop.call_later(ACK_S, arrive)
-        return sent
+        return True
 
     def answer(self, key: bytes, copy: bytes, reply_to: int, lane: int) -> None:
         if self.away(reply_to) or self.away(lane):  # the answer is lost, or the request was, before it was read
@@ -184,8 +183,8 @@ class Unacknowledged:
     def __init__(self) -> None:
         self.named: list[int] = []
 
-    async def send(self, topic: str, value: bytes, *, partition: int, headers: Any, settled: Any, **_: Any) -> None:
-        self.named.append(int(dict(headers)[HEADER_REPLY_PARTITION]))
+    def send(self, topic: str, message: Outgoing, *, partition: int, settled: Any, **_: Any) -> None:
+        self.named.append(int(dict(message.headers)[HEADER_REPLY_PARTITION]))
         settled(BrokerUnavailable("away") if partition == 1 else None)
 
 
@@ -194,7 +193,7 @@ async def test_a_copy_that_no_broker_has_says_nothing_of_its_reply_partition() -
     made = request()
     copies = Copies(sender, route, "ranking", made, Outgoing(b"u", encode(made)))  # type: ignore[arg-type]
     for lane in (0, 1, 2):
-        await copies.send(lane, b"c", hedge=lane > 0, settled=lambda error: None)
+        copies.send(lane, b"c", hedge=lane > 0, settled=lambda error: None)
     assert sender.named == [5, 7, 7]
 
 

@@ -98,7 +98,7 @@ async def test_an_announcement_that_cannot_leave_does_not_stop_the_ranking(
     from relaygr_stream.client.sender import Announcements
     from relaygr_stream.errors import BrokerUnavailable
 
-    async def away(*_: object) -> None:
+    def away(*_: object) -> None:
         raise BrokerUnavailable("no broker takes events")
 
     async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
