@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiokafka import AIOKafkaProducer
+from aiokafka.producer.message_accumulator import MessageBatch
 from structlog.testing import capture_logs
 
 from relaygr_stream.bus.ages import now_ms
@@ -30,12 +30,12 @@ AHEAD_MS = 2 * HOUR_MS
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Producers stamp messages by a clock that is two hours ahead."""
-    send = AIOKafkaProducer.send
+    append = MessageBatch.append
 
-    async def stamped(self: Any, topic: str, value: Any, key: Any, partition: Any, _: None, headers: Any) -> Any:
-        return await send(self, topic, value, key, partition, now_ms() + AHEAD_MS, headers)
+    def stamped(self: Any, key: Any, value: Any, _: None, **options: Any) -> Any:
+        return append(self, key, value, now_ms() + AHEAD_MS, **options)
 
-    monkeypatch.setattr(AIOKafkaProducer, "send", stamped)
+    monkeypatch.setattr(MessageBatch, "append", stamped)
 
 
 async def test_a_clock_two_hours_ahead_is_taken_and_the_time_is_the_brokers(

@@ -14,7 +14,7 @@ from aiokafka.errors import TopicAuthorizationFailedError
 from relaygr_stream.bus import ages, renewed
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.aiokafka_compat import client_options
-from relaygr_stream.bus.producer import Outgoing, Producer, Sent
+from relaygr_stream.bus.producer import Outgoing, Producer
 from relaygr_stream.bus.renewed import ClientUser, Renewed, background_tasks, renewals
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
@@ -176,9 +176,9 @@ async def test_a_producer_sends_on(embedded_settings: Kafka, topics: TopicSet, b
             await asyncio.wait({with_it[0]}, timeout=WITHIN_S)
             assert with_it[0].done()
         await until(lambda: renewals["a producer"] > before, "made anew")
-        settled: list[Sent | BrokerError] = []
+        settled: list[int | BrokerError] = []
 
-        def settle(_: int, outcome: Sent | BrokerError) -> None:
+        def settle(_: int, outcome: int | BrokerError) -> None:
             settled.append(outcome)
 
         await producer.send_together(name, [Outgoing(None, b"2")], partition=1, settled=settle)

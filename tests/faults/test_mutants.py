@@ -39,9 +39,10 @@ import asyncio
 import sys
 
 if "worker.name=w1" in sys.orig_argv:
-    from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+    from aiokafka import AIOKafkaConsumer
+    from aiokafka.producer.message_accumulator import MessageBatch
 
-    getmany, commit, send = AIOKafkaConsumer.getmany, AIOKafkaConsumer.commit, AIOKafkaProducer.send
+    getmany, commit, append = AIOKafkaConsumer.getmany, AIOKafkaConsumer.commit, MessageBatch.append
     read = {}
 
     async def noting(self, *partitions, **options):
@@ -53,13 +54,13 @@ if "worker.name=w1" in sys.orig_argv:
     async def commit_what_was_read(self, offsets=None):
         await commit(self, {**(offsets or {}), **{p: at for p, at in read.items() if p in self.assignment()}})
 
-    async def hang_with_scores(self, topic, *arguments, **options):
-        if topic.endswith("scores"):
-            await asyncio.sleep(3600)
-        return await send(self, topic, *arguments, **options)
+    def hang_with_scores(self, *arguments, **options):
+        if self.tp.topic.endswith("scores"):
+            return asyncio.get_running_loop().create_future()
+        return append(self, *arguments, **options)
 
     AIOKafkaConsumer.getmany, AIOKafkaConsumer.commit = noting, commit_what_was_read
-    AIOKafkaProducer.send = hang_with_scores
+    MessageBatch.append = hang_with_scores
 """
 
 

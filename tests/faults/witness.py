@@ -17,8 +17,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, Final, Self
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.producer.message_accumulator import MessageBatch
 
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
@@ -217,15 +218,16 @@ class Witness:
 @contextmanager
 def _told_of_sends(note: Callable[[asyncio.Future[Any]], None]) -> Iterator[None]:
     """Where the producers of this process, which are clients', put each message: a forward's is in a worker."""
-    send = AIOKafkaProducer.send
+    append = MessageBatch.append
 
-    async def noting(*arguments: Any, **options: Any) -> asyncio.Future[Any]:
-        sent: asyncio.Future[Any] = await send(*arguments, **options)
-        sent.add_done_callback(note)
+    def noting(*arguments: Any, **options: Any) -> asyncio.Future[Any] | None:
+        sent: asyncio.Future[Any] | None = append(*arguments, **options)
+        if sent is not None:  # there was room
+            sent.add_done_callback(note)
         return sent
 
-    AIOKafkaProducer.send = noting
+    MessageBatch.append = noting
     try:
         yield
     finally:
-        AIOKafkaProducer.send = send
+        MessageBatch.append = append

@@ -223,7 +223,8 @@ async def test_a_ranking_that_never_left_says_so(embedded_settings: Kafka, monke
 
     async with responder_on(embedded_settings), client_on(embedded_settings) as relay:
         with monkeypatch.context() as busy:
-            busy.setattr(Producer, "send", never)
+            busy.setattr(Producer, "send_now", lambda *_: False)
+            busy.setattr(Producer, "send_together", never)
             with pytest.raises(DeadlineExceeded, match="not sent within 100 ms"):
                 await relay.rank(request(0), timeout=0.1)
         assert (await relay.rank(request(1), timeout=PATIENCE_S)).outcome == "hbm"

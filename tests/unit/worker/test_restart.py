@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiokafka import AIOKafkaProducer
+from aiokafka.producer.message_accumulator import MessageBatch
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.contents import read_all
@@ -55,12 +55,12 @@ def test_the_topic_keeps_requests_long_enough_by_its_own_file() -> None:
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The times of the records sent, the newest last: the embedded broker takes the sender's."""
-    send, given = AIOKafkaProducer.send, [now_ms()]
+    append, given = MessageBatch.append, [now_ms()]
 
-    async def stamped(self: Any, topic: str, value: Any, key: Any, partition: Any, _: None, headers: Any) -> Any:
-        return await send(self, topic, value, key, partition, given[-1], headers)
+    def stamped(self: Any, key: Any, value: Any, _: None, **options: Any) -> Any:
+        return append(self, key, value, given[-1], **options)
 
-    monkeypatch.setattr(AIOKafkaProducer, "send", stamped)
+    monkeypatch.setattr(MessageBatch, "append", stamped)
     return given
 
 
