@@ -96,21 +96,36 @@ class Admission:
         They are a history of their own: positions count from 0, and the first gap is 0. True: it is in time, perhaps in
         full by now. False, nothing changed: it must not be cut, or is not in time even so.
         """
-        size, booking, barred = self._truncate_to, ranking.booking, ranking.full or ranking.rank.whole
-        if barred or not (size and booking.infers and booking.expected_ms and self._executor.model.incremental):
-            return False
-        if self._in_time(ranking, booking.expected_ms, now):
+        booking = ranking.booking
+        if self._may_be_cut(ranking) and self._in_time(ranking, booking.expected_ms, now):
             return True
-        behaviours = len(ranking.tokens) - ranking.tokens.context + len(ranking.suffix)
-        ms = self._newest_ms(ranking, size)
-        if behaviours <= size or not self._in_time(ranking, ms, now):
+        if (ms := self._cut_ms(ranking, now)) is None:
             return False
-        ranking.keep_newest(size)
+        ranking.keep_newest(self._truncate_to)
         booking.cost_ms = booking.expected_ms = ms
         return True
 
-    def _newest_ms(self, ranking: Ranking, size: int) -> float:
-        """Predicted device time of inferring and scoring with the newest `size` behaviours alone."""
+    def takes_late(self, ranking: Ranking, now: float) -> bool:
+        """Whether this booked ranking, which is refused, may be admitted if it is handed in again as late."""
+        unknown = not ranking.booking.expected_ms
+        return unknown or self.idle.share(now) >= LEAST_IDLE or self._cut_ms(ranking, now) is not None
+
+    def _may_be_cut(self, ranking: Ranking) -> bool:
+        booking, barred = ranking.booking, ranking.full or ranking.rank.whole
+        predicted = booking.infers and booking.expected_ms and self._executor.model.incremental
+        return bool(self._truncate_to and predicted and not barred)
+
+    def _cut_ms(self, ranking: Ranking, now: float) -> float | None:
+        """Predicted device time with the newest behaviours alone; None: it must not be cut, or is late even so."""
+        behaviours = len(ranking.tokens) - ranking.tokens.context + len(ranking.suffix)
+        if behaviours <= self._truncate_to or not self._may_be_cut(ranking):
+            return None
+        ms = self._newest_ms(ranking)
+        return ms if self._in_time(ranking, ms, now) else None
+
+    def _newest_ms(self, ranking: Ranking) -> float:
+        """Predicted device time of inferring and scoring with the newest behaviours alone."""
+        size = self._truncate_to
         suffix = min(size, len(ranking.suffix))
         score_ms = self._executor.costs.score_ms(size - suffix, suffix + len(ranking.task.candidates))
         return self._jobs.prefill_ms(0, size - suffix) + score_ms * self.calibration.factor

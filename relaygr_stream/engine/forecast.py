@@ -217,25 +217,31 @@ STILL_IDLE: Final = LEAST_IDLE / 2
 
 
 class IdleShare:
-    """The share of the device's time, lately, that rankings in time and pre-inference have left."""
+    """The share of the device's time, lately, that rankings in time and pre-inference have left.
+
+    From one step to the next, and not the operations alone: under overload a late ranking gets none of the time that
+    the device's thread takes between them, or waits for a processor.
+    """
 
     def __init__(self) -> None:
-        self._busy_ms = 0.0
+        self._busy = 0.0
+        self._works = 0.0  # 1: for what comes first
         self._at = 0.0
 
-    def busy(self, ms: float, now: float) -> None:
-        """The device has worked so long, until now, for what comes first."""
-        self._fade(now)
-        self._busy_ms = min(self._busy_ms + ms, IDLE_S * 1e3)  # one long operation does not count for ever
+    def works(self, now: float, *, first: bool) -> None:
+        """From now on the device works for what comes first, or for what is late, or not at all."""
+        self._follow(now)
+        self._works = float(first)
 
     def share(self, now: float) -> float:
         """Between 0 and 1."""
-        self._fade(now)
-        return 1.0 - self._busy_ms / (IDLE_S * 1e3)
+        self._follow(now)
+        return 1.0 - self._busy
 
-    def _fade(self, now: float) -> None:
-        self._busy_ms *= math.exp(min(0.0, self._at - now) / IDLE_S)
-        self._at = max(self._at, now)
+    def _follow(self, now: float) -> None:
+        if now > self._at:
+            kept = math.exp((self._at - now) / IDLE_S)
+            self._busy, self._at = kept * self._busy + (1 - kept) * self._works, now
 
 
 # ---- whether rankings are better scored together or one after the other ----

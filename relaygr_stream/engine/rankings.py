@@ -83,12 +83,12 @@ class Rankings:
                     break
                 for each, _ in lost:  # it does not fit even so: nobody has lost a place for it
                     self._admission.add(each)
-                self._answer(ranking, "overloaded", full.reason)
+                self._refuse(ranking, full.reason, now)
                 return
             self._admission.remove(loser)
             lost.append((loser, full))
         for loser, full in lost:
-            self._answer(loser, "overloaded", f"{full.reason}; {GAVE_WAY[full.measure]}")
+            self._refuse(loser, f"{full.reason}; {GAVE_WAY[full.measure]}", now)
         self._admission.add(ranking)
         self._timers.add(ranking.begin_by, ranking)
         # A loser may have been a copy of this request, and released what was found by its pin.
@@ -110,7 +110,7 @@ class Rankings:
                 continue
             was_late, full = ranking.late, self._admission.overdue(ranking, now)
             if full is not None:
-                self._answer(ranking, "overloaded", full.reason)
+                self._refuse(ranking, full.reason, now)
                 continue
             if now < ranking.task.due:
                 self._timers.add(ranking.task.due, ranking)
@@ -239,8 +239,20 @@ class Rankings:
 
     # ---- answering ----
 
+    def _refuse(self, ranking: Ranking, reason: str, now: float) -> None:
+        """It is not done in time. To hand it in again as late takes another turn of the device: only where that may
+        help."""
+        self._admission.remove(ranking)
+        self._answer(ranking, "overloaded", reason, again=self._admission.takes_late(ranking, now))
+
     def _answer(
-        self, ranking: Ranking, status: Status, detail: str = "", scores: npt.NDArray[np.float32] | None = None
+        self,
+        ranking: Ranking,
+        status: Status,
+        detail: str = "",
+        scores: npt.NDArray[np.float32] | None = None,
+        *,
+        again: bool = True,
     ) -> None:
         """The one answer: release what the request held, then say so."""
         assert not ranking.answered
@@ -249,4 +261,4 @@ class Rankings:
         self._residents.let_go(ranking)
         self._pins.release(ranking.task.request_key)
         self._answered.add(ranking.task.request_key)
-        self.answers.append(Answer(ranking.rank, status, scores, detail, ranking.measured))
+        self.answers.append(Answer(ranking.rank, status, scores, detail, ranking.measured, again))

@@ -198,6 +198,8 @@ class Scheduler:
         rankings_only: more commands wait, which may be rankings. Raises DeviceError when the device fails whatever it
         is given, also what it took at the start; what was being worked on has its answer.
         """
+        idle = self.admission.idle
+        idle.works(now, first=False)
         self.pins.expire(now)
         self.rankings.expire(now)
         for entry in self.cache.poll():
@@ -206,13 +208,16 @@ class Scheduler:
             self._end_unwanted(now)
         self._residents.lend_scratch()
         if (work := self._queue.in_time.first()) is not None:
-            self.admission.idle.busy(self._work(work, now), now)
+            idle.works(now, first=True)
+            self._work(work, now)
         elif (work := self._residents.in_the_way()) is not None:
-            self.admission.idle.busy(self._work(work, now, alone=True), now)
+            idle.works(now, first=True)
+            self._work(work, now, alone=True)
         elif rankings_only:
             return False
         elif (job := self._queue.background()) is not None:
-            self.admission.idle.busy(self._advance(job, now), now)
+            idle.works(now, first=True)
+            self._advance(job, now)
         elif (work := self._queue.late.first()) is not None:
             self._work(work, now)
         elif self.auditor.step(self._executor, self.cache.scratch, self.delay_ms):
@@ -337,10 +342,11 @@ class Scheduler:
             },
         )
 
-    def _work(self, work: Ranking | PrefillJob, now: float, *, alone: bool = False) -> float:
-        """Advance a job, or score a ranking, with those behind it unless `alone`; returns the milliseconds."""
+    def _work(self, work: Ranking | PrefillJob, now: float, *, alone: bool = False) -> None:
+        """Advance a job, or score a ranking, with those behind it unless `alone`."""
         if not isinstance(work, Ranking):
-            return self._advance(work, now)
+            self._advance(work, now)
+            return
         batch = [work] if alone else self.rankings.next_batch(work)
         ms = self.rankings.score(now, batch)
         self.time.ranking_ms += ms
@@ -348,10 +354,9 @@ class Scheduler:
         for each in batch:
             if each.task.scenario:
                 self.times[each.task.scenario].ranking_ms += ms / len(batch)
-        return ms
 
-    def _advance(self, job: PrefillJob, now: float) -> float:
-        """Give a job a slice of device time, and do what follows if it was the last; returns the milliseconds."""
+    def _advance(self, job: PrefillJob, now: float) -> None:
+        """Give a job a slice of device time, and do what follows if it was the last."""
         if job.waiters:
             self.rankings.started((each for each in job.waiters if not each.answered), now)
         before = job.ms
@@ -372,7 +377,6 @@ class Scheduler:
             self.rankings.job_over(job)
             if job.entry is not None:
                 self._wake(job.entry, now)
-        return ms
 
     def _wake(self, entry: Entry, now: float) -> None:
         """The entry's copy or prefill has ended, well or not: place the tasks that wait for it again."""

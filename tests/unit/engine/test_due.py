@@ -14,7 +14,7 @@ from relaygr_stream.engine.commands import Rank, RankTask, Times
 from relaygr_stream.engine.forecast import IDLE_S, Forecast, IdleShare
 from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION
-from tests.unit.engine.test_overload import CAPACITY_PER_S, TOKENS, USERS, Simulation, waiting
+from tests.unit.engine.test_overload import BATCH_MS, CAPACITY_PER_S, TOKENS, USERS, Simulation, waiting
 from tests.unit.engine.test_queue import job, ranking
 
 #: An answer that leaves REPLY_S before the SLO ends is with its caller within it.
@@ -24,6 +24,8 @@ SLO_S, REPLY_S, TIMEOUT_S = 0.03, 0.002, 1.0
 class Served(Simulation):
     """A simulation of callers who wait much longer than the SLO. As the worker's core does where no other worker has
     time, it hands what is refused in again, as late."""
+
+    timeout_s = TIMEOUT_S
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ class Served(Simulation):
             self.sent % USERS if user is None else user,
             length,
             full=full,
-            timeout=TIMEOUT_S,
+            timeout=self.timeout_s,
             due=SLO_S - REPLY_S,
         )
         world.handle(Rank(task))
@@ -55,7 +57,7 @@ class Served(Simulation):
         while self._seen < len(self.world.answers):
             answer = self.world.answers[self._seen]
             self._seen += 1
-            if answer.status == "overloaded" and not answer.rank.late:
+            if answer.status == "overloaded" and answer.again and not answer.rank.late:
                 self.world.now = self.device.now
                 self.world.handle(answer.rank._replace(late=True))
             else:
@@ -94,6 +96,40 @@ def test_goodput_stays_when_more_comes_than_the_device_can_carry(load: float) ->
     assert served.good(tasks) / lasted >= 0.9 * CAPACITY_PER_S
     refused = sorted(took for status, took in map(served.ends.__getitem__, tasks) if status != "ok")
     assert refused and refused[int(0.99 * len(refused))] <= SLO_S, "refused, but late"
+
+
+class Starved(Served):
+    """The device's thread waits for a processor before each step, about as long as the device works."""
+
+    timeout_s = 0.2
+
+    def step(self) -> bool:
+        if self.world.scheduler.works:
+            self.device.now += BATCH_MS * 3e-3
+        return super().step()
+
+
+def test_under_overload_the_time_that_the_thread_waits_for_a_processor_is_not_idle_time() -> None:
+    """No late ranking gets it: one that were admitted to it would be refused long after its SLO."""
+    served = Starved()
+    served.load(0.1 * CAPACITY_PER_S, 50)
+    tasks = served.load(0.8 * CAPACITY_PER_S, 1400)[700:]  # before, the share of idle time still follows the load
+    refused = sorted(took for status, took in map(served.ends.__getitem__, tasks) if status != "ok")
+    assert len(refused) > 100, "the device had time for all: no test"
+    assert refused[int(0.99 * len(refused))] <= SLO_S, "refused, but late"
+
+
+def test_a_refusal_says_whether_to_hand_the_ranking_in_again() -> None:
+    """Under overload that would take another turn of the device, and end in the same answer."""
+    served = Served()
+    tasks = set(served.load(1.5 * CAPACITY_PER_S, 1600)[1200:])  # before, the share of idle time still follows the load
+    answers = [each for each in served.world.answers if each.task in tasks and not each.rank.late]
+    again = [each.again for each in answers if each.status == "overloaded"]
+    assert len(again) > 50 and not any(again)
+    served = measured_slow()
+    served.ask(full=True)
+    first = served.world.answers[-1]
+    assert first.status == "overloaded" and first.again, "the device has time"
 
 
 def test_after_an_overload_the_next_rankings_are_in_time_again() -> None:
@@ -221,7 +257,9 @@ def test_the_idle_share_is_a_share_and_comes_back(worked: list[tuple[float, floa
     idle, now = IdleShare(), 0.0
     for pause, ms in worked:
         now += pause
-        idle.busy(ms, now)
+        idle.works(now, first=True)
+        now += ms / 1e3
+        idle.works(now, first=False)
         assert 0.0 <= idle.share(now) <= 1.0
     assert idle.share(now + 40 * IDLE_S) == pytest.approx(1.0)
 

@@ -137,6 +137,16 @@ def test_what_no_worker_has_done_when_due_gets_idle_time_here_or_is_refused(forw
     assert isinstance(reply, Reply) and reply.answer.status == "overloaded", "no third time"
 
 
+def test_one_that_gets_no_idle_time_either_is_refused_at_once() -> None:
+    world = World(forward=False)
+    rank = world.rank()
+    due = rank.task.times._replace(due=NOW + 0.05)
+    rank = rank._replace(task=msgspec.structs.replace(rank.task, times=due))
+    world.core.on_ranking(rank, NOW)
+    (reply,) = world.core.on_answer(Answer(rank, "overloaded", detail="why", again=False), NOW)
+    assert isinstance(reply, Reply) and reply.answer.detail == "why"
+
+
 @pytest.mark.parametrize(("forward", "hops"), [(False, 0), (True, 2), (True, 1), (True, 0)])
 @pytest.mark.parametrize("whole", [False, True])
 def test_one_is_cut_only_where_no_other_worker_has_it_in_time(forward: bool, hops: int, whole: bool) -> None:
