@@ -293,7 +293,7 @@ class TierFile:
     def _why_not_ours(self) -> str | None:
         """Why nothing in the file is taken; None: it is this worker's, of this identity and shape."""
         if not any(self._map[:HEADER_AT]):
-            return ""  # new
+            return "its header is gone" if self._states.any() else ""  # new
         nbytes = int(HEADER.unpack_from(self._map, HEADER_AT)[5])
         fields = self._map[HEADER_AT : HEADER_AT + HEADER.size + min(nbytes, MAX_IDENTITY)]
         if self._map[: len(MAGIC)] != MAGIC or self._map[len(MAGIC) : HEADER_AT] != _header_checksum(fields):

@@ -21,7 +21,8 @@ LOCK_S: Final = 5.0
 def open_tier_file(path: Path, shape: FileShape, lock_s: float = LOCK_S) -> TierFile | None:
     """The file at `path`, made if there is none, allocated whole; None: another process has it after `lock_s` seconds.
 
-    Raises ConfigError for a path at which no file of this user can be, CapacityError where disk or host has no room.
+    Raises ConfigError for a path at which no file of this user can be, or be locked and mapped, CapacityError where
+    disk or host has no room.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -36,8 +37,13 @@ def open_tier_file(path: Path, shape: FileShape, lock_s: float = LOCK_S) -> Tier
             os.close(fd)
             return None
         return TierFile(path, fd, shape, _allocate(path, fd, shape))
-    except BaseException:
+    except BaseException as error:
         os.close(fd)
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"`worker.dram_path`: {path} cannot be locked, sized and mapped: {error.strerror}; name a folder of a "
+                f"local disk or of memory"
+            ) from error
         raise
 
 

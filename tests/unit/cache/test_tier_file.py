@@ -183,6 +183,7 @@ def test_a_copy_that_arrives_after_its_user_was_erased_becomes_nothing() -> None
         (lambda content: b"X" + content[1:], "damaged"),
         (lambda content: content[:HEADER_AT] + b"\xff" * 64 + content[HEADER_AT + 64 :], "damaged"),
         (lambda content: b"\xff" * len(content), "damaged"),
+        (lambda content: bytes(PAGE) + content[PAGE:], "header is gone"),
     ],
 )
 def test_a_file_that_is_not_whole_is_dropped_and_made_anew(
@@ -355,6 +356,8 @@ def test_what_is_no_file_of_this_user_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"worker\.dram_path"):
             open_tier_file(tmp_path / name, SHAPE)
     assert not (tmp_path / "target").exists()
+    with pytest.raises(ConfigError, match="name a folder of a local disk"):
+        open_tier_file(Path("/proc/self/comm"), SHAPE)  # a file system that neither sizes nor maps its files
     if os.geteuid() == 0:
         (tmp_path / "theirs").touch(0o600)
         os.chown(tmp_path / "theirs", 12345, 12345)
