@@ -28,6 +28,10 @@ from tests.longrun import LongRun
 from tests.parallel import Parallel
 from tests.waiting import WITHIN_S
 
+# Before torch is imported, which the conftest.py of a folder may do. The tests' tensors are small, and threads for them
+# only wait for each other: on a busy machine that took fifty times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The time of an example depends on the machine, so none is limited. A run judges a change by the same examples as the
 # run before; `make test-long` and `make test-repeat` look for new ones (--hypothesis-profile=search).
 search = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -81,9 +85,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[BEGAN_S] = time.monotonic()
     if forks := config.getoption("--parallel"):
         config.pluginmanager.register(Parallel(forks))
-    # Before torch is imported. The tests' tensors are small, and threads for them only wait for each other: on a busy
-    # machine that took fifty times as long.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
