@@ -138,11 +138,14 @@ OFFERS = {
 }
 
 
-@pytest.mark.parametrize("offer", OFFERS.values(), ids=OFFERS.keys())
-async def test_an_offer_to_upgrade_is_ignored(
-    embedded_settings: Kafka, offer: bytes, subtests: pytest.Subtests
-) -> None:
+async def test_an_offer_to_upgrade_is_ignored(embedded_settings: Kafka, subtests: pytest.Subtests) -> None:
     """By RFC 9110, 7.8. The JDK's HttpClient and curl --http2 offer h2c, and were answered 400, or twice."""
+    async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=60_000.0) as door:
+        for name, offer in OFFERS.items():
+            await ignored(door, name, offer, subtests)
+
+
+async def ignored(door: OpenDoor, offered: str, offer: bytes, subtests: pytest.Subtests) -> None:
     length, chunked = b"content-length: %d" % len(BODY), b"transfer-encoding: chunked"
     chunks = b"%x;a=b\r\n%b\r\n%x\r\n%b\r\n0\r\nx: y\r\n\r\n" % (9, BODY[:9], len(BODY) - 9, BODY[9:])
     post, again = HEAD + offer + b"\r\n", b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -155,32 +158,31 @@ async def test_an_offer_to_upgrade_is_ignored(
         "get": ([b"GET /readyz HTTP/1.1\r\nhost: x\r\n" + offer + b"\r\n\r\n"], 200),
         "malformed": ([post + b"content-length: 1\r\n\r\n[" + b""], 400),
     }
-    async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=60_000.0) as door:
-        for name, (sends, status) in asked.items():
-            with subtests.test(name):
-                async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
-                    for data in sends:
-                        writer.write(data)
-                        await writer.drain()
-                        await asyncio.sleep(0)
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                    await reader.readexactly(size)
-                    assert statuses(head) == [status]
-                    writer.write(again)
-                    assert statuses(await reader.read()) == [200]
-        with subtests.test("expect"):
+    for name, (sends, status) in asked.items():
+        with subtests.test(f"{offered}, {name}"):
             async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
-                writer.write(post + length + b"\r\nexpect: 100-continue\r\n\r\n")
-                assert statuses(await reader.readuntil(b"\r\n\r\n")) == [100]
-                writer.write(BODY + b"")
-                assert statuses(await reader.readuntil(b"\r\n\r\n")) == [200]
-        with subtests.test("pipelined"):
-            _, answered = await pushed(door, post + length + b"\r\n\r\n" + BODY + again)
-            assert statuses(answered) == [200]
-        with subtests.test("connect"):
-            _, answered = await pushed(door, b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n" + offer + b"\r\n\r\n")
-            assert statuses(answered) == [400]
+                for data in sends:
+                    writer.write(data)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                await reader.readexactly(size)
+                assert statuses(head) == [status]
+                writer.write(again)
+                assert statuses(await reader.read()) == [200]
+    with subtests.test(f"{offered}, expect"):
+        async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
+            writer.write(post + length + b"\r\nexpect: 100-continue\r\n\r\n")
+            assert statuses(await reader.readuntil(b"\r\n\r\n")) == [100]
+            writer.write(BODY + b"")
+            assert statuses(await reader.readuntil(b"\r\n\r\n")) == [200]
+    with subtests.test(f"{offered}, pipelined"):
+        _, answered = await pushed(door, post + length + b"\r\n\r\n" + BODY + again)
+        assert statuses(answered) == [200]
+    with subtests.test(f"{offered}, connect"):
+        _, answered = await pushed(door, b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n" + offer + b"\r\n\r\n")
+        assert statuses(answered) == [400]
 
 
 def head_of(size: int, kind: str) -> bytes:
@@ -192,21 +194,18 @@ def head_of(size: int, kind: str) -> bytes:
     return b"".join([start, *(fields if kind == "fields" else [b"x: " + b"y" * (left - 5) + b"\r\n"]), b"\r\n"])
 
 
-@pytest.mark.parametrize("kind", ["url", "field", "fields"])
-async def test_a_head_is_bounded_however_it_comes(
-    embedded_settings: Kafka, kind: str, subtests: pytest.Subtests
-) -> None:
+async def test_a_head_is_bounded_however_it_comes(embedded_settings: Kafka, subtests: pytest.Subtests) -> None:
     """One that came in one send with its end was taken, whatever its length."""
+    sizes = ((16 << 10, 200), (17 << 10, 431), (64 << 10, 431), (200 << 10, 431))
     async with responder_on(embedded_settings), door_on(embedded_settings, read_ms=60_000.0) as door:
-        for size, status in ((16 << 10, 200), (17 << 10, 431), (64 << 10, 431), (200 << 10, 431)):
-            for piece in (size, 1000):
-                with subtests.test(f"{size} bytes, {piece} a send"):
-                    head = head_of(size, kind)
-                    async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
-                        for at in range(0, len(head), piece):
-                            writer.write(head[at : at + piece])
-                            await writer.drain()
-                        assert statuses(await reader.read()) == [status]
+        for kind, (size, status), whole_head in product(("url", "field", "fields"), sizes, (True, False)):
+            head, piece = head_of(size, kind), size if whole_head else 1000
+            with subtests.test(f"{kind}, {size} bytes, {piece} a send"):
+                async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
+                    for at in range(0, len(head), piece):
+                        writer.write(head[at : at + piece])
+                        await writer.drain()
+                    assert statuses(await reader.read()) == [status]
         with subtests.test("fields without content"):
             tiny = b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * (connection.MAX_FIELDS + 1) + b"\r\n"
             assert statuses((await pushed(door, tiny))[1]) == [431]
@@ -248,30 +247,27 @@ async def test_a_body_behind_its_answer_is_bounded_and_answered_once(embedded_se
         assert await still_serves(door)
 
 
-@pytest.mark.parametrize(
-    ("field", "beyond", "status"),
-    [
-        (b"content-type: application/json", 1, 413),
-        (b"content-type: application/json", MOST, 413),
-        (b"content-type: text/plain", 0, 415),
-        (b"content-type: application/json\r\nrelaygr-timeout-ms: soon", 0, 400),
-    ],
+REFUSED = (
+    (b"content-type: application/json", 1, 413),
+    (b"content-type: application/json", MOST, 413),
+    (b"content-type: text/plain", 0, 415),
+    (b"content-type: application/json\r\nrelaygr-timeout-ms: soon", 0, 400),
 )
+
+
 async def test_who_sends_all_of_a_body_that_is_refused_gets_the_answer_and_may_go_on(
-    embedded_settings: Kafka, field: bytes, beyond: int, status: int
+    embedded_settings: Kafka, subtests: pytest.Subtests
 ) -> None:
     """It was reset while it sent, and many clients read nothing until they have sent all."""
-    async with (
-        responder_on(embedded_settings),
-        door_on(embedded_settings) as door,
-        raw(door) as (reader, writer),
-        asyncio.timeout(WITHIN_S),
-    ):
-        writer.write(HEAD + b"%b\r\ncontent-length: %d\r\n\r\n" % (field, MOST + beyond))
-        assert (await door.ask("GET", "/healthz")).status == 200  # it has had time to answer, and to close
-        writer.write(b" " * (MOST + beyond))
-        await writer.drain()
-        assert statuses(await reader.readuntil(b"\r\n\r\n")) == [status]
-        await reader.readuntil(b"}")
-        writer.write(GET)
-        assert statuses(await reader.readuntil(b"\r\n\r\n")) == [200]
+    async with responder_on(embedded_settings), door_on(embedded_settings, max_rate=1e6) as door:
+        for field, beyond, status in REFUSED:
+            with subtests.test(f"{status}, {beyond} beyond"):
+                async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
+                    writer.write(HEAD + b"%b\r\ncontent-length: %d\r\n\r\n" % (field, MOST + beyond))
+                    assert (await door.ask("GET", "/healthz")).status == 200  # it has had time to answer, and to close
+                    writer.write(b" " * (MOST + beyond))
+                    await writer.drain()
+                    assert statuses(await reader.readuntil(b"\r\n\r\n")) == [status]
+                    await reader.readuntil(b"}")
+                    writer.write(GET)
+                    assert statuses(await reader.readuntil(b"\r\n\r\n")) == [200]

@@ -85,16 +85,17 @@ async def test_what_curl_sends_by_default_is_refused_with_what_it_should_send(em
         assert "-H 'content-type: application/json'" in form.value["detail"]
 
 
-@pytest.mark.parametrize("media", ["application/msgpack", "application/vnd.msgpack", "application/x-msgpack"])
-async def test_messagepack_is_packed_both_ways(embedded_settings: Kafka, media: str) -> None:
+async def test_messagepack_is_packed_both_ways(embedded_settings: Kafka, subtests: pytest.Subtests) -> None:
     async with responder_on(embedded_settings) as peer, door_on(embedded_settings) as door:
         body = msgspec.msgpack.encode({**RANK, "history": PACKED, "candidates": struct.pack("<2I", 7, 9)})
-        ranked = await door.ask("POST", "/v1/rank", body, content_type=media)
-        assert ranked.headers["content-type"] == MSGPACK.media
-        assert struct.unpack("<4f", ranked.value["scores"]) == (7, -7, 9, -9)
-        assert peer.requests[0][1].prefix == WIRE
-        as_json = await door.ask("POST", "/v1/rank", body, content_type=media, accept="application/json")
-        assert as_json.value["scores"] == [[7, -7], [9, -9]]
+        for media in ("application/msgpack", "application/vnd.msgpack", "application/x-msgpack"):
+            with subtests.test(media):
+                ranked = await door.ask("POST", "/v1/rank", body, content_type=media)
+                assert ranked.headers["content-type"] == MSGPACK.media
+                assert struct.unpack("<4f", ranked.value["scores"]) == (7, -7, 9, -9)
+                assert peer.requests[-1][1].prefix == WIRE
+                as_json = await door.ask("POST", "/v1/rank", body, content_type=media, accept="application/json")
+                assert as_json.value["scores"] == [[7, -7], [9, -9]]
 
 
 async def test_arrays_may_be_packed_in_json_and_lists_in_messagepack_and_features_pass(
@@ -147,24 +148,20 @@ async def test_a_history_by_reference_is_the_clients_or_the_stores(embedded_sett
         assert (neither.status, "history.store" in neither.value["detail"]) == (400, True)
 
 
-def answering(status: str) -> object:
-    return lambda request: [ScoreReply(request_id=request.request_id, status=status, detail="because")]  # type: ignore[arg-type]
+OUTCOMES = {"overloaded": 429, "deadline_exceeded": 504, "rejected": 400, "failed": 502}
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "named"),
-    [
-        ("overloaded", 429, "overloaded"),
-        ("deadline_exceeded", 504, "deadline_exceeded"),
-        ("rejected", 400, "rejected"),
-        ("failed", 502, "failed"),
-    ],
-)
-async def test_each_outcome_has_its_status(embedded_settings: Kafka, status: str, code: int, named: str) -> None:
-    async with responder_on(embedded_settings, answering(status)) as _, door_on(embedded_settings) as door:  # type: ignore[arg-type]
-        found = await door.ask("POST", "/v1/rank", RANK)
-        assert (found.status, found.value) == (code, {"error": named, "detail": "because"})
-        assert found.headers.get("retry-after") == ("1" if code == 429 else None)
+def as_its_user_says(request: RankingRequest) -> list[ScoreReply | bytes]:
+    return [ScoreReply(request_id=request.request_id, status=request.user_id, detail="because")]  # type: ignore[arg-type]
+
+
+async def test_each_outcome_has_its_status(embedded_settings: Kafka, subtests: pytest.Subtests) -> None:
+    async with responder_on(embedded_settings, as_its_user_says), door_on(embedded_settings) as door:
+        for outcome, code in OUTCOMES.items():
+            with subtests.test(outcome):
+                found = await door.ask("POST", "/v1/rank", {**RANK, "user_id": outcome})
+                assert (found.status, found.value) == (code, {"error": outcome, "detail": "because"})
+                assert found.headers.get("retry-after") == ("1" if code == 429 else None)
 
 
 async def test_no_answer_in_time_is_504_and_a_full_gateway_429(embedded_settings: Kafka) -> None:
