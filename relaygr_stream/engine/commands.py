@@ -164,7 +164,7 @@ class Answer:
     scores: npt.NDArray[np.float32] | None = None  # (candidates, tasks)
     detail: str = ""
     measured: Measured = field(default_factory=Measured)
-    again: bool = True  # of a refusal: handed in as late (Rank.late), it may be cut or get idle time
+    retry_late: bool = True  # of a refusal: handed in once more, as late (Rank.late), it may be cut or get idle time
 
     @property
     def task(self) -> RankTask:

@@ -243,7 +243,7 @@ class Rankings:
         """It is not done in time. To hand it in again as late takes another turn of the device: only where that may
         help."""
         self._admission.remove(ranking)
-        self._answer(ranking, "overloaded", reason, again=self._admission.takes_late(ranking, now))
+        self._answer(ranking, "overloaded", reason, retry_late=self._admission.takes_late(ranking, now))
 
     def _answer(
         self,
@@ -252,7 +252,7 @@ class Rankings:
         detail: str = "",
         scores: npt.NDArray[np.float32] | None = None,
         *,
-        again: bool = True,
+        retry_late: bool = True,
     ) -> None:
         """The one answer: release what the request held, then say so."""
         assert not ranking.answered
@@ -261,4 +261,4 @@ class Rankings:
         self._residents.let_go(ranking)
         self._pins.release(ranking.task.request_key)
         self._answered.add(ranking.task.request_key)
-        self.answers.append(Answer(ranking.rank, status, scores, detail, ranking.measured, again))
+        self.answers.append(Answer(ranking.rank, status, scores, detail, ranking.measured, retry_late))

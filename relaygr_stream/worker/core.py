@@ -210,7 +210,7 @@ class WorkerCore:
                 return [Forward(answer, lane)]
             effects, why = [CountForward(lane)], f"; {WHY[lane]}"
         cut = self._policy.truncates and not rank.whole
-        if answer.again and not rank.late and (cut or task.due < task.deadline):
+        if answer.retry_late and not rank.late and (cut or task.due < task.deadline):
             return [*effects, self._take(rank._replace(late=True))]
         return [*effects, self._reply(replace(answer, detail=answer.detail + why))]
 

@@ -57,7 +57,7 @@ class Served(Simulation):
         while self._seen < len(self.world.answers):
             answer = self.world.answers[self._seen]
             self._seen += 1
-            if answer.status == "overloaded" and answer.again and not answer.rank.late:
+            if answer.status == "overloaded" and answer.retry_late and not answer.rank.late:
                 self.world.now = self.device.now
                 self.world.handle(answer.rank._replace(late=True))
             else:
@@ -124,12 +124,12 @@ def test_a_refusal_says_whether_to_hand_the_ranking_in_again() -> None:
     served = Served()
     tasks = set(served.load(1.5 * CAPACITY_PER_S, 1600)[1200:])  # before, the share of idle time still follows the load
     answers = [each for each in served.world.answers if each.task in tasks and not each.rank.late]
-    again = [each.again for each in answers if each.status == "overloaded"]
-    assert len(again) > 50 and not any(again)
+    retried = [each.retry_late for each in answers if each.status == "overloaded"]
+    assert len(retried) > 50 and not any(retried)
     served = measured_slow()
     served.ask(full=True)
     first = served.world.answers[-1]
-    assert first.status == "overloaded" and first.again, "the device has time"
+    assert first.status == "overloaded" and first.retry_late, "the device has time"
 
 
 def test_after_an_overload_the_next_rankings_are_in_time_again() -> None:

@@ -143,7 +143,7 @@ def test_one_that_gets_no_idle_time_either_is_refused_at_once() -> None:
     due = rank.task.times._replace(due=NOW + 0.05)
     rank = rank._replace(task=msgspec.structs.replace(rank.task, times=due))
     world.core.on_ranking(rank, NOW)
-    (reply,) = world.core.on_answer(Answer(rank, "overloaded", detail="why", again=False), NOW)
+    (reply,) = world.core.on_answer(Answer(rank, "overloaded", detail="why", retry_late=False), NOW)
     assert isinstance(reply, Reply) and reply.answer.detail == "why"
 
 
