@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -14,8 +15,10 @@ from relaygr_stream.engine.commands import Rank, RankTask, Times
 from relaygr_stream.engine.forecast import IDLE_S, Forecast, IdleShare
 from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION
+from relaygr_stream.engine.scheduler import Limits
 from tests.unit.engine.test_overload import BATCH_MS, CAPACITY_PER_S, TOKENS, USERS, Simulation, waiting
 from tests.unit.engine.test_queue import job, ranking
+from tests.unit.engine.worlds import LIMITS
 
 #: An answer that leaves REPLY_S before the SLO ends is with its caller within it.
 SLO_S, REPLY_S, TIMEOUT_S = 0.03, 0.002, 1.0
@@ -27,8 +30,8 @@ class Served(Simulation):
 
     timeout_s = TIMEOUT_S
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        super().__init__(limits)
         self.ends: dict[RankTask, tuple[str, float]] = {}  # status, seconds since its arrival
         self._seen = 0
 
@@ -133,7 +136,7 @@ def test_a_refusal_says_whether_to_hand_the_ranking_in_again() -> None:
 
 
 def test_after_an_overload_the_next_rankings_are_in_time_again() -> None:
-    served = Served()
+    served = Served(dataclasses.replace(LIMITS, queue_limit=2048))  # LIMITS would bound the queue, whatever is due
     served.load(0.5 * CAPACITY_PER_S, 100)
     rng, at = np.random.default_rng(2), served.device.now
     for _ in range(300):
