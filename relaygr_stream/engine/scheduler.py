@@ -198,8 +198,6 @@ class Scheduler:
         rankings_only: more commands wait, which may be rankings. Raises DeviceError when the device fails whatever it
         is given, also what it took at the start; what was being worked on has its answer.
         """
-        idle = self.admission.idle
-        idle.works(now, first=False)
         self.pins.expire(now)
         self.rankings.expire(now)
         for entry in self.cache.poll():
@@ -207,25 +205,27 @@ class Scheduler:
         if self.pins.unheld:
             self._end_unwanted(now)
         self._residents.lend_scratch()
+        found = first = True
         if (work := self._queue.in_time.first()) is not None:
-            idle.works(now, first=True)
             self._work(work, now)
         elif (work := self._residents.in_the_way()) is not None:
-            idle.works(now, first=True)
             self._work(work, now, alone=True)
         elif rankings_only:
             return False
         elif (job := self._queue.background()) is not None:
-            idle.works(now, first=True)
             self._advance(job, now)
-        elif (work := self._queue.late.first()) is not None:
-            self._work(work, now)
-        elif self.auditor.step(self._executor, self.cache.scratch, self.delay_ms):
-            self._evict_deviating()
         else:
-            return False
-        self._check_device()
-        return True
+            first = False
+            if (work := self._queue.late.first()) is not None:
+                self._work(work, now)
+            elif self.auditor.step(self._executor, self.cache.scratch, self.delay_ms):
+                self._evict_deviating()
+            else:
+                found = False
+        self.admission.idle.works(now, first=first)
+        if found:
+            self._check_device()
+        return found
 
     def next_timer(self) -> float | None:
         """When something will have to be done even if nothing comes in."""

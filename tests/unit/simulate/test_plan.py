@@ -208,7 +208,7 @@ def test_a_fleet_with_more_lanes_than_topics_may_have_is_said_to_be_several(tmp_
         (["--stage-delay", "0"], "--stage-delay 0"),
         (["--stage-sigma", "1000"], "sigma at most 10"),
         (["--sigma", "1000"], "sigma = 1000"),
-        (["--plan", "--hit-target", "nan"], "'nan' is not within 0…1"),
+        (["--plan", "--hit-target", "nan"], "'nan' is not a share"),
         (["--plan", "--hit-target", "200%"], "'200%' is not within 0…1"),
         (["--mix", "80%"], "80%:128"),
         (["--mix", "2:128"], "mix = 2:128"),
