@@ -27,20 +27,20 @@ HOUR_MS = 3_600_000
 AHEAD_MS = 2 * HOUR_MS
 
 
-@pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def stamp_ahead(patch: pytest.MonkeyPatch) -> None:
     """Producers stamp messages by a clock that is two hours ahead."""
     append = MessageBatch.append
 
     def stamped(self: Any, key: Any, value: Any, _: None, **options: Any) -> Any:
         return append(self, key, value, now_ms() + AHEAD_MS, **options)
 
-    monkeypatch.setattr(MessageBatch, "append", stamped)
+    patch.setattr(MessageBatch, "append", stamped)
 
 
 async def test_a_clock_two_hours_ahead_is_taken_and_the_time_is_the_brokers(
-    kafka_settings: Kafka, broker: AnyBroker, ahead: None
+    kafka_settings: Kafka, broker: AnyBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stamp_ahead(monkeypatch)
     await apply_topics(kafka_settings)
     for topic in load_topics(kafka_settings).all:
         async with Producer(kafka_settings, client_id="test") as producer:
@@ -86,11 +86,7 @@ async def test_a_refused_clock_is_told_in_words_until_a_send_is_taken(
     async with Producer(kafka_settings, client_id="test") as producer:
         with capture_logs() as lines:
             with monkeypatch.context() as patch:
-                send = producer._renewed.client.send
-                late = now_ms() + AHEAD_MS
-                patch.setattr(
-                    producer._renewed.client, "send", lambda *args: send(*args[:4], late, *args[5:]), raising=True
-                )
+                stamp_ahead(patch)
                 for _ in range(3):
                     with pytest.raises(BrokerError, match=r"clock .*NTP.*LogAppendTime"):
                         await producer.send_and_wait(topic, b"x", partition=0)
