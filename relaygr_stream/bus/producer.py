@@ -54,7 +54,7 @@ class Outgoing(NamedTuple):
     headers: Sequence[tuple[str, bytes]] = ()
 
 
-#: Called once with a message's offset, or with why no broker has it.
+#: Called once with a message's offset, or with the error, after which a broker may have it all the same.
 Settle = Callable[[int | BrokerError], None]
 #: Called once for each message that was sent together: its index, and what became of it.
 SettleEach = Callable[[int, int | BrokerError], None]

@@ -91,7 +91,7 @@ class ErasedUsers:
     def __init__(self, erases: Iterable[Erase]) -> None:
         self._marks = defaultdict[tuple[str, bytes], set[bytes]](set)
         for erase in erases:
-            salt, mark = (erase.hour, erase.hour_mark) if erase.hour_mark else (erase.id, erase.user)
+            salt, mark = (erase.hour, erase.hour_mark) if len(erase.hour_mark) == MARK_BYTES else (erase.id, erase.user)
             for key in erase.mark_keys:
                 self._marks[salt, key].add(mark)
 

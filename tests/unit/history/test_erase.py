@@ -302,6 +302,11 @@ def test_a_user_is_looked_up_with_one_hash_for_an_hours_requests(monkeypatch: py
     assert hashed == ["u99", "u100"]
 
 
+def test_a_request_with_a_part_of_its_hours_mark_names_its_user_all_the_same() -> None:
+    request = Erase.request("1" * 16, "u", 0, StatusReader())
+    assert "u" in ErasedUsers([msgspec.structs.replace(request, hour_mark=request.hour_mark[:8])])
+
+
 def test_who_cannot_know_the_user_refuses_instead_of_confirming(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without the secret, and a release that would compare another hash."""
     with pytest.raises(DecodeError, match="has not"):

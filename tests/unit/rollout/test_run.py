@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import now_ms
@@ -19,11 +18,10 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics, verify_topics
-from relaygr_stream.cli.main import main
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.rollout import process, warming
 from relaygr_stream.ops.rollout.process import RolloutRequest, run_rollout, take_back
-from relaygr_stream.ops.rollout.routing import Bus, next_group, source_of
+from relaygr_stream.ops.rollout.routing import Bus
 from relaygr_stream.ops.rollout.run import Plan
 from relaygr_stream.ops.rollout.warming import Warming
 from relaygr_stream.settings.schema import Kafka, Settings
@@ -397,42 +395,6 @@ async def test_workers_that_are_there_already_are_not_joined(world: World) -> No
     async with world.stating(world.old, world.new):
         with pytest.raises(ConfigError, match="has workers already"):
             await world.roll_out(up=())
-
-
-def test_a_third_group_waits_for_the_rollout_under_way() -> None:
-    mixed = Routes.of_one("", 8).moved("next", 8, 500)
-    with pytest.raises(ConfigError, match="finish that rollout"):
-        source_of(mixed, "third")
-    assert source_of(mixed, "next") == ""
-    with pytest.raises(ConfigError, match="all users are in group default already"):
-        source_of(Routes.of_one("", 8), "")
-    assert next_group(mixed) == "next"
-    assert next_group(Routes.of_one("next", 8)) == ""
-    assert next_group(None) == "next"
-
-
-@pytest.mark.parametrize("steps", [[], [0.0, 1.0], [0.5, 0.25, 1.0], [0.5], [0.5, 0.5, 1.0], [0.5, 2.0]])
-def test_steps_rise_to_all(steps: list[float]) -> None:
-    with pytest.raises(ConfigError, match="must rise"):
-        Plan.of(steps, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (("--checkpoint", ""), "'' does not exist"),
-        (("--checkpoint", "models/none"), "'models/none' does not exist"),
-        (("--checkpoint", "."), "it has no config.json"),
-        (("--workers", "2"), "--workers: for workers that --checkpoint starts here"),
-        (("--back", "--steps", "100", "--cold"), "leave out --steps, --cold"),
-        (("--canary", "nan%"), "'nan%' is not a share"),
-        (("--steps", "50,inf"), "'inf%' is not a share"),
-    ],
-)
-def test_what_would_be_ignored_is_refused(line: tuple[str, ...], said: str) -> None:
-    result = CliRunner().invoke(main, ["rollout", "--bootstrap", "localhost:1", *line])
-    assert result.exit_code == 2
-    assert said in result.output
 
 
 async def test_who_is_stopped_while_no_broker_takes_the_routes_goes_back(
