@@ -11,8 +11,8 @@ from relaygr_stream.settings.schema import Settings
 
 
 @click.command(name="lanes")
-@click.argument("action", required=False, type=click.Choice(["grow"]), metavar="[grow")
-@click.argument("number", required=False, type=click.IntRange(1, 10_000), metavar="NUMBER]")
+@click.argument("action", required=False, type=click.Choice(["grow"]), metavar="[grow]")
+@click.argument("number", required=False, type=click.IntRange(1, 10_000), metavar="[NUMBER]")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @click.option("--group", default="default", show_default=True, callback=group_name, help="Group whose lanes grow.")
 @settings_options
