@@ -121,7 +121,8 @@ def encode_erase(erase: Erase) -> bytes:
 
 
 def read_erase(record: Record, reader: StatusReader, *, fresh: bool = True) -> Erase | None:
-    """What a record asks for; None: it is of another kind, or a tombstone. fresh: it must be of just now.
+    """What a record asks for; None: it is of another kind, or a tombstone. fresh: not older than the topic keeps
+    requests: who had no broker reads them late, and written again, one only drops what comes back.
 
     Raises DecodeError, `unsigned` without a valid signature where the fleet has a secret, or for an old time; `invalid`
     for a user named with a secret that this process has not.
@@ -130,7 +131,7 @@ def read_erase(record: Record, reader: StatusReader, *, fresh: bool = True) -> E
     if erase is None:
         return None
     if fresh:
-        reader.check_fresh(erase.sent_ms)
+        reader.check_fresh(erase.sent_ms, KEPT_MS / 1e3)
     if erase.v < KEYED_VERSION:
         return erase
     if reader.signer is None:

@@ -170,13 +170,16 @@ class StatusReader:
         """Whether a clock that agrees with ours may have stated this time just now."""
         return abs(self._wall() - sent_ms / 1e3) <= MAX_SKEW_S
 
-    def check_fresh(self, sent_ms: int) -> None:
-        """Raise DecodeError `unsigned` if the signed time is too far from now: the record may be written again."""
-        if self.signer is not None and not self.is_fresh(sent_ms):
-            off_s = abs(self._wall() - sent_ms / 1e3)
+    def check_fresh(self, sent_ms: int, late_s: float = MAX_SKEW_S) -> None:
+        """Raise DecodeError `unsigned` if the signed time is too far from now: the record may be written again.
+
+        late_s: how much earlier than now it may be.
+        """
+        age_s = self._wall() - sent_ms / 1e3
+        if self.signer is not None and not -MAX_SKEW_S <= age_s <= late_s:
             raise DecodeError(
                 "unsigned",
-                f"stated {off_s:.0f} s from now by its sender's clock; clocks must agree within {MAX_SKEW_S:.0f} s",
+                f"stated {abs(age_s):.0f} s from now by its sender's clock; clocks must agree to {MAX_SKEW_S:.0f} s",
             )
 
     def _check(self, status: WorkerStatus) -> None:

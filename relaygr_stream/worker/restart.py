@@ -109,8 +109,8 @@ async def erased_since(kafka: Kafka, topic: str, until: Until, reader: StatusRea
                 first = Until(record.offset, record.timestamp_ms)
             try:
                 erase = read_erase(record, reader, fresh=False)
-            except DecodeError:  # no request of this fleet
-                continue
+            except DecodeError as error:  # whom it names is not known: another secret's, or a stranger's
+                return [], f"users may have been erased unseen: {topic}, offset {record.offset}, a request: {error}"
             if erase is not None:
                 found.append(erase)
     if first != until:

@@ -31,6 +31,7 @@ from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import (
     HOUR_MS,
+    KEPT_MS,
     KEY_PREFIX,
     KEYED_VERSION,
     KIND,
@@ -234,7 +235,10 @@ def test_a_request_to_erase_is_signed_fresh_and_names_nobody_in_clear() -> None:
     assert user_mark(asked.id, "ann") != asked.user, "whoever reads the record could try user ids"
     earlier = read_erase(record(Erase(id="1" * 32, user=user_mark("1" * 32, "ann"), sent_ms=now_ms())), reader)
     assert earlier is not None and earlier.names("ann") and not earlier.names("bob"), "an earlier command asks so"
-    for forged in (record(asked, signed=False), record(msgspec.structs.replace(asked, sent_ms=now_ms() - 120_000))):
+    late = record(msgspec.structs.replace(asked, sent_ms=now_ms() - KEPT_MS // 2))
+    assert read_erase(late, reader) is not None, "its brokers were away"
+    others = (msgspec.structs.replace(asked, sent_ms=now_ms() + off_ms) for off_ms in (-KEPT_MS - 60_000, 120_000))
+    for forged in (record(asked, signed=False), *map(record, others)):
         with pytest.raises(DecodeError, match="unsigned"):
             read_erase(forged, reader)
 

@@ -18,6 +18,7 @@ from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.erase import AWAY_MS, CLOCK_MS, KEPT_MS, KEY_PREFIX, KIND, Erase, encode_erase
 from relaygr_stream.wire.messages import tenant_key
 from relaygr_stream.wire.records import HEADER_KIND
+from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.restart import LAG, _why_too_late, erased_since, warm_lanes
@@ -89,6 +90,23 @@ async def test_requests_are_found_by_offset_whatever_the_brokers_clock_says(
         found, why = await erased_since(embedded_settings, name, other, reader)
         assert not found
         assert "made anew" in why
+
+
+@pytest.mark.parametrize("asker", [None, Signer("the secret before the change")])
+async def test_a_request_that_is_not_believed_may_name_anybody(embedded_settings: Kafka, asker: Signer | None) -> None:
+    await apply_topics(embedded_settings)
+    name, asking = load_topics(embedded_settings).worker_status.name, StatusReader(signer=asker)
+    erase = Erase.request("1" * 32, "u", now_ms(), asking)
+    key, value, kind = f"{KEY_PREFIX}{erase.id}".encode(), encode_erase(erase), [(HEADER_KIND, KIND.encode())]
+    async with Producer(embedded_settings, client_id="test") as producer:
+        await producer.send_and_wait(name, b"an unsigned status", key=b"w1")
+        last = (await read_all(embedded_settings, name, [0]))[-1]
+        until, reader = Until(last.offset, last.timestamp_ms), StatusReader(signer=Signer("the secret after it"))
+        assert await erased_since(embedded_settings, name, until, reader) == ([], "")
+        await producer.send_and_wait(name, value, key=key, headers=asking.signed(name, key, value, kind))
+    found, why = await erased_since(embedded_settings, name, until, reader)
+    assert not found
+    assert f"offset {until.offset + 1}" in why and "erased unseen" in why
 
 
 @pytest.mark.parametrize("tenant", ["", "shop"])
