@@ -162,8 +162,10 @@ class Clients:
         mine = account.parent
         if mine is None or mine is self.whole:
             return False
-        others = (each.served_ms for each in self._scenarios.values() if each.waiting and each is not mine)
-        return mine.served_ms + mine.ms <= min(others, default=-math.inf) + self.slack(mine)
+        least_ms = self.whole.floor_ms  # one that waits for a copy has not joined yet, and can claim no more either
+        others = (each for each in self._scenarios.values() if each.waiting and each is not mine)
+        first_ms = min((max(least_ms, each.served_ms) for each in others), default=-math.inf)
+        return max(least_ms, mine.served_ms) + mine.ms <= first_ms + self.slack(mine)
 
     def check(self, booked: Sequence[Booked]) -> None:
         """Raise CacheCorruption where the accounts do not add up to these rankings."""
