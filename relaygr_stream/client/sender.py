@@ -179,9 +179,14 @@ class Sender:
                 silence.since_s = None
             settled(error)
 
-        for index, (key, value, headers) in enumerate(messages):
-            if not self._producer.send_now(topic, key, value, headers, partition, settle):
-                return self._buffer_rest(topic, partition, messages[index:], settle, partial(due.pop, number, None))
+        give_up = partial(due.pop, number, None)
+        try:
+            for index, (key, value, headers) in enumerate(messages):
+                if not self._producer.send_now(topic, key, value, headers, partition, settle):
+                    return self._buffer_rest(topic, partition, messages[index:], settle, give_up)
+        except BaseException:  # a defect: what is not on its way must not count as unacknowledged for ever
+            give_up()
+            raise
         return None
 
     async def _buffer_rest(

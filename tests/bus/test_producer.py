@@ -27,6 +27,7 @@ from aiokafka.errors import (
 from relaygr_stream.bus.buffering import buffered
 from relaygr_stream.bus.producer import Outgoing, Producer
 from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.client.sender import Sender
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, MessageTooLarge, TopicError
 from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.settings.schema import Kafka
@@ -200,6 +201,22 @@ async def test_what_cannot_be_sent_says_why(kafka_settings: Kafka) -> None:
         with pytest.raises(TopicError, match=r"nowhere.*relaygr topics apply"):
             await producer.send("nowhere", b"", partition=0)
         assert await producer.send_and_wait(topic, b"", partition=0) == 0
+
+
+async def test_a_message_that_cannot_be_encoded_leaves_nothing_unacknowledged(kafka_settings: Kafka) -> None:
+    await apply_topics(kafka_settings)
+    topic, wrong = load_topics(kafka_settings).scores.name, Outgoing(None, b"", [("a", "no bytes")])  # type: ignore[list-item]
+    clock = iter(range(100)).__next__
+    async with Producer(kafka_settings, client_id="test") as producer:
+        sender = Sender(producer, kafka_settings.bootstrap, clock)
+        sent: asyncio.Future[BrokerError | None] = asyncio.get_running_loop().create_future()
+        with pytest.raises(TypeError):
+            sender.buffer(topic, 0, [Outgoing(None, b"first"), wrong], settled=lambda _: None)
+        with pytest.raises(TypeError):
+            sender.buffer(topic, 0, [wrong], settled=lambda _: None)
+        assert sender.buffer(topic, 0, [Outgoing(None, b"good")], settled=sent.set_result) is None
+        assert await asyncio.wait_for(sent, WITHIN_S) is None
+        assert sender.waits_s(topic, [0]) == {0: 0.0}
 
 
 async def test_no_broker_is_said_at_once(kafka_settings: Kafka) -> None:
