@@ -162,7 +162,7 @@ class Clients:
         mine = account.parent
         if mine is None or mine is self.whole:
             return False
-        least_ms = self.whole.floor_ms  # one that waits for a copy has not joined yet, and can claim no more either
+        least_ms = self.whole.floor_ms  # `join` comes later for a scenario whose rankings wait for copies
         others = (each for each in self._scenarios.values() if each.waiting and each is not mine)
         first_ms = min((max(least_ms, each.served_ms) for each in others), default=-math.inf)
         return max(least_ms, mine.served_ms) + mine.ms <= first_ms + self.slack(mine)

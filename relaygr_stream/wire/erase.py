@@ -121,8 +121,10 @@ def encode_erase(erase: Erase) -> bytes:
 
 
 def read_erase(record: Record, reader: StatusReader, *, fresh: bool = True) -> Erase | None:
-    """What a record asks for; None: it is of another kind, or a tombstone. fresh: not older than the topic keeps
-    requests: who had no broker reads them late, and written again, one only drops what comes back.
+    """What a record asks for; None: it is of another kind, or a tombstone.
+
+    fresh: refuse a time further back than KEPT_MS. So long a process without a broker may read a request late, and a
+    stranger may repeat it: that drops the user once more.
 
     Raises DecodeError, `unsigned` without a valid signature where the fleet has a secret, or for an old time; `invalid`
     for a user named with a secret that this process has not.

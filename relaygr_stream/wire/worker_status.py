@@ -166,20 +166,18 @@ class StatusReader:
         if self.signer is not None and not self.signer.verifies(record):
             raise DecodeError("unsigned", "no signature, or not one made with handover.secret")
 
-    def is_fresh(self, sent_ms: int) -> bool:
-        """Whether a clock that agrees with ours may have stated this time just now."""
-        return abs(self._wall() - sent_ms / 1e3) <= MAX_SKEW_S
+    def is_fresh(self, sent_ms: int, late_s: float = MAX_SKEW_S) -> bool:
+        """Whether a clock that agrees with ours may have stated this time just now, or so many seconds ago."""
+        return -MAX_SKEW_S <= self._wall() - sent_ms / 1e3 <= late_s
 
     def check_fresh(self, sent_ms: int, late_s: float = MAX_SKEW_S) -> None:
-        """Raise DecodeError `unsigned` if the signed time is too far from now: the record may be written again.
-
-        late_s: how much earlier than now it may be.
-        """
-        age_s = self._wall() - sent_ms / 1e3
-        if self.signer is not None and not -MAX_SKEW_S <= age_s <= late_s:
+        """Raise DecodeError `unsigned` if the signed time is not fresh: the record may be written again."""
+        if self.signer is not None and not self.is_fresh(sent_ms, late_s):
+            age_s = self._wall() - sent_ms / 1e3
+            when, most_s = ("before", late_s) if age_s > 0 else ("after", MAX_SKEW_S)
             raise DecodeError(
                 "unsigned",
-                f"stated {abs(age_s):.0f} s from now by its sender's clock; clocks must agree to {MAX_SKEW_S:.0f} s",
+                f"stated {abs(age_s):.0f} s {when} now, by its sender's clock; believed up to {most_s:.0f} s {when}",
             )
 
     def _check(self, status: WorkerStatus) -> None:

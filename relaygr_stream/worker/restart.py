@@ -101,7 +101,8 @@ def _why_too_late(until: Until | None, statuses: TopicRow) -> str:
 
 
 async def erased_since(kafka: Kafka, topic: str, until: Until, reader: StatusReader) -> tuple[list[Erase], str]:
-    """The requests behind this record; and why they may not be all, "": they are."""
+    """The requests behind this record; and why they may not be all, "": they are. One that is not believed may name
+    any user: it was signed with another secret, or is a stranger's."""
     found, first = list[Erase](), None
     async for records in read_from(kafka, topic, 0, until.offset):
         for record in records:
@@ -109,7 +110,7 @@ async def erased_since(kafka: Kafka, topic: str, until: Until, reader: StatusRea
                 first = Until(record.offset, record.timestamp_ms)
             try:
                 erase = read_erase(record, reader, fresh=False)
-            except DecodeError as error:  # whom it names is not known: another secret's, or a stranger's
+            except DecodeError as error:
                 return [], f"users may have been erased unseen: {topic}, offset {record.offset}, a request: {error}"
             if erase is not None:
                 found.append(erase)
