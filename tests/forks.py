@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -256,7 +257,10 @@ def _import() -> None:
     if not (first := os.fork()):  # OpenBLAS ends its threads before a fork
         os._exit(0)
     os.waitpid(first, 0)
-    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    # A thread that was joined may be listed for a moment more.
+    until = time.monotonic() + FORK_TIMEOUT_S
+    while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < until:  # noqa: PTH208
+        time.sleep(0.001)
     random = "numpy.random" in sys.modules  # drawn from by all forks alike
     if threads > 1 or random or import_module("torch").cuda.is_initialized():
         sys.exit(f"cannot be forked: {threads} threads, numpy.random {random}, or an initialized device")

@@ -210,10 +210,19 @@ async def test_a_message_that_cannot_be_encoded_leaves_nothing_unacknowledged(ka
     async with Producer(kafka_settings, client_id="test") as producer:
         sender = Sender(producer, kafka_settings.bootstrap, clock)
         sent: asyncio.Future[BrokerError | None] = asyncio.get_running_loop().create_future()
+
+        async def buffered(*messages: Outgoing) -> None:
+            # Before the producer knows the topic, and where its buffer is full, the rest waits.
+            if rest := sender.buffer(topic, 0, messages, settled=lambda _: None):
+                await rest
+
         with pytest.raises(TypeError):
-            sender.buffer(topic, 0, [Outgoing(None, b"first"), wrong], settled=lambda _: None)
+            await buffered(wrong)
+        assert await producer.send_and_wait(topic, b"known", partition=0) == 0
         with pytest.raises(TypeError):
-            sender.buffer(topic, 0, [wrong], settled=lambda _: None)
+            await buffered(Outgoing(None, b"first"), wrong)
+        with pytest.raises(TypeError):
+            await buffered(wrong)
         assert sender.buffer(topic, 0, [Outgoing(None, b"good")], settled=sent.set_result) is None
         assert await asyncio.wait_for(sent, WITHIN_S) is None
         assert sender.waits_s(topic, [0]) == {0: 0.0}
