@@ -36,8 +36,9 @@ IMPORTS: Final = (
     "relaygr_stream.trigger.service",
     "uvloop",
 )
-#: Names of variables that nothing reads as it is imported: a fork takes their values of its own.
-READ_LATER: Final = ("OTEL_", "PYTEST_", "TESTS_")
+#: Names of variables that nothing reads as it is imported: a fork takes their values of its own. torch itself sets
+#: TORCHINDUCTOR_CACHE_DIR once it compiles.
+READ_LATER: Final = ("OTEL_", "PYTEST_", "TESTS_", "TORCHINDUCTOR_")
 #: Longest wait of a fetch at the embedded broker. Each consumer would ask it 80 times a second, and a test has a dozen:
 #: that was most of what such tests took. With 50, three files of services took 1.4 times the processor time of 200.
 SELDOM_MS: Final = 150
