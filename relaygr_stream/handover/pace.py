@@ -6,9 +6,11 @@ import threading
 import time
 from typing import Final, Protocol
 
-#: Most of one processor's time that copies take while there is a ranking. So a ranking should take a twentieth
-#: longer at most, even where every processor is busy (bench-change measures it).
+#: Of one processor's time, what copies are sure of. Time without a ranking counts: where there is enough, they take
+#: nothing beside one (bench-change measures what it feels).
 SHARE: Final = 0.05
+#: But they wait no longer than this: most rankings take less.
+PATIENCE_S: Final = 0.25
 #: What may go at once after a pause, in seconds of the rate.
 BURST_S: Final = 1 / 30
 
@@ -50,6 +52,7 @@ class CopyPace:
         self._beside = beside
         now = time.monotonic()
         self._cpu = Bandwidth(SHARE, SHARE * BURST_S, now)
+        self._alone_at = now  # since when there has been no ranking; 0: there was one
         burst = max(slice_bytes, bytes_per_s * BURST_S)
         self._bytes = Bandwidth(bytes_per_s, burst, now) if bytes_per_s else None
         self._lock = threading.Lock()
@@ -60,13 +63,21 @@ class CopyPace:
         return self._beside is not None and self._beside.works
 
     def wait_s(self, nbytes: int) -> float:
-        """Seconds to wait before the next slice, of so many bytes."""
-        if not (works := self.works) and self._bytes is None:
-            return 0.0
+        """Seconds to wait before the next slice, of so many bytes; 0: of one asked about before."""
+        if not (works := self.works):
+            self._alone_at = self._alone_at or time.monotonic()
+            if self._bytes is None:
+                return 0.0
         with self._lock:
             now = time.monotonic()
             bound_s = 0.0 if self._bytes is None else self._bytes.take(nbytes, now)
-            return max(bound_s, self._cpu.take(0.0, now) if works else 0.0)
+            if not works:
+                return bound_s
+            wait_s = self._cpu.take(0.0, now)
+            if self._alone_at:
+                most_s = SHARE * max(0.0, PATIENCE_S - wait_s)
+                wait_s, self._alone_at = self._cpu.take(min(now - self._alone_at, most_s), now), 0.0
+            return max(bound_s, wait_s)
 
     def spent(self, cpu_s: float) -> None:
         """A slice beside the computing took so many seconds of a processor."""

@@ -23,6 +23,8 @@ T = TypeVar("T")
 #: Bytes between two looks at the pace, and in which a copy must advance within its time limit: about 0.1 ms of
 #: encryption.
 SLICE_BYTES: Final = 128 * 1024
+#: A copy that gives way looks so often whether it still must.
+LOOK_S: Final = 0.005
 #: Copies under way at once, of all sessions that a worker serves and fetches.
 MAX_COPIES: Final = 64
 #: Time limit of TLS's closing exchange.
@@ -160,10 +162,12 @@ class TlsSocket:
             self._socket.settimeout(None)
             for at in range(0, len(data), SLICE_BYTES):
                 piece = data[at : at + SLICE_BYTES]
-                wait_s = pace.wait_s(len(piece))
-                self._due_s = time.monotonic() + wait_s + seconds
-                if wait_s:
-                    self._ended.wait(wait_s)
+                asked = len(piece)
+                while wait_s := pace.wait_s(asked):
+                    asked, self._due_s = 0, time.monotonic() + wait_s + seconds
+                    if self._ended.wait(min(wait_s, LOOK_S)):
+                        break
+                self._due_s = time.monotonic() + seconds
                 began = time.thread_time() if pace.works else 0.0  # a system call
                 one(piece)
                 if began:

@@ -1,4 +1,4 @@
-"""The bound on bytes per second, at times that the test gives."""
+"""The bound on bytes per second, and what copies take beside rankings, at times that the test gives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.handover import pace
-from relaygr_stream.handover.pace import Bandwidth
+from relaygr_stream.handover.pace import PATIENCE_S, SHARE, Bandwidth
+from relaygr_stream.handover.tls import LOOK_S
 
 
 @given(
@@ -63,3 +64,46 @@ def test_copies_take_a_twentieth_of_a_processor_while_it_computes(
     device.works = True
     copy(100)
     assert copy(100) <= pace.SHARE * 1.001
+
+
+#: Of a slice's copy.
+SLICE_S = 1e-4
+
+
+def copied_beside(turns: list[tuple[float, float]]) -> tuple[float, float, float]:
+    """Seconds that copies take beside rankings and alone, and seconds in all, where a ranking and a pause take these
+    seconds, in turns."""
+    beside = alone = now = 0.0
+    device = SimpleNamespace(works=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: 50.0 + now))
+        made = pace.CopyPace(device)
+        made.wait_s(0)
+        device.works = False
+        for ranking_s, pause_s in [(0.0, 1.0), *turns]:  # a pause before pays for what the first ranking would give
+            over, ends = now + ranking_s, now + ranking_s + pause_s
+            while now < ends:
+                device.works = now < over
+                if wait_s := made.wait_s(0):
+                    now += min(wait_s, LOOK_S) + 1e-9  # else a wait may be too short to add up
+                    continue
+                now += SLICE_S
+                if device.works:
+                    made.spent(SLICE_S)
+                    beside += SLICE_S
+                else:
+                    alone += SLICE_S
+    return beside, alone - 1.0, now - 1.0
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 0.9 * PATIENCE_S), st.floats(0.05, 0.1)), min_size=1, max_size=5))
+def test_a_ranking_after_a_pause_has_no_copies_beside_it(turns: list[tuple[float, float]]) -> None:
+    beside, alone, _ = copied_beside(turns)
+    assert beside == 0.0
+    assert alone >= sum(pause_s - 2 * LOOK_S for _, pause_s in turns)
+
+
+@given(st.tuples(st.floats(1e-3, 2.0), st.floats(0, 0.02)))
+def test_rankings_without_pauses_or_with_short_ones_leave_copies_a_twentieth(turn: tuple[float, float]) -> None:
+    beside, alone, seconds = copied_beside([turn] * int(10 / sum(turn)))
+    assert beside + alone >= 0.9 * SHARE * (seconds - PATIENCE_S)
