@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.handover import pace
-from relaygr_stream.handover.pace import PATIENCE_S, SHARE, Bandwidth
+from relaygr_stream.handover.pace import BURST_S, PATIENCE_S, SHARE, Bandwidth
 from relaygr_stream.handover.tls import LOOK_S
 
 
@@ -96,7 +96,9 @@ def copied_beside(turns: list[tuple[float, float]]) -> tuple[float, float, float
     return beside, alone - 1.0, now - 1.0
 
 
-@given(st.lists(st.tuples(st.floats(0.01, 0.9 * PATIENCE_S), st.floats(0.05, 0.1)), min_size=1, max_size=5))
+@given(
+    st.lists(st.tuples(st.floats(0.01, PATIENCE_S - BURST_S - LOOK_S), st.floats(0.05, 0.1)), min_size=1, max_size=5)
+)
 def test_a_ranking_after_a_pause_has_no_copies_beside_it(turns: list[tuple[float, float]]) -> None:
     beside, alone, _ = copied_beside(turns)
     assert beside == 0.0
