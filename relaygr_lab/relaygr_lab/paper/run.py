@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -71,7 +71,7 @@ class Paper:
         self._engine = engine
         self._real: Ground | None = None  # until its costs are measured
         self.left_out: list[str] = []  # what there was no time for, and what failed
-        self._oracles: dict[tuple[Setup, str], float] = {}
+        self._oracles: dict[Hashable, float] = {}
         self._started = time.monotonic()
 
     @property
@@ -113,11 +113,12 @@ class Paper:
 
     def oracle(self, setup: Setup, mode: Mode) -> float:
         """The oracle queue's largest rate, whatever the setup's load."""
-        key = setup.at(load=0.0), mode.name
+        ground = self._ground(setup)
+        costs, shape = setup.costs(ground.costs), setup.shape(ground.costs, ground.slo_ms)
+        # All that it depends on: most setups and modes share one.
+        key = costs, shape, setup.arrivals, mode.announce, mode.keeps, mode.route
         if key not in self._oracles:
-            ground = self._ground(setup)
-            shape = setup.shape(ground.costs, ground.slo_ms)
-            self._oracles[key] = largest_rate(mode, setup.costs(ground.costs), shape, log=self._log(setup))
+            self._oracles[key] = largest_rate(mode, costs, shape, log=self._log(setup))
         return self._oracles[key]
 
     def _ground(self, setup: Setup) -> Ground:
@@ -187,7 +188,7 @@ class Paper:
         if not setup.load and self.oracle(setup, mode) < FEWEST * self.factor(setup):
             self.record.add(self._nothing(setup, mode, "simulated", repeat))
             return None
-        ground = self._ground(setup)
+        ground, known = self._ground(setup), self.record.find(setup, mode.name, "simulated")
         return Simulation(
             setup=setup,
             mode=mode,
@@ -198,6 +199,7 @@ class Paper:
             factor=self.factor(setup),
             oracle=self.oracle(setup, mode),
             most=self.oracle(setup, RELAY),
+            other=None if known is None else known.rate,
             log=self._log(setup),
         )
 

@@ -5,6 +5,7 @@ A value is the median of several seeds: traffic, bus and random choices are draw
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +23,7 @@ from relaygr_lab.paper.results import SIGNALS, Outcome
 from relaygr_lab.paper.setup import GIB, GROWTH, SUFFIX, TIDE_REQUESTS, USERS, Setup, tide_s
 from relaygr_lab.simulate.bus import BusLatency
 from relaygr_lab.simulate.costs import DeviceCosts
-from relaygr_lab.simulate.run import run_group
+from relaygr_lab.simulate.run import TooLateError, run_group
 from relaygr_lab.simulate.scenario import Scenario
 from relaygr_lab.simulate.story import (
     ALLOWED_LATE,
@@ -49,10 +50,10 @@ WARM_UP: Final = 300
 ROUNDS: Final = 3
 #: The share of a log's arrivals before the judged ones.
 LOG_WARM_UP: Final = 0.2
-#: Rates are found to within this; a search begins at this share of the oracle's rate, with this step.
+#: Rates are found to within this. A search begins at the oracle's rate with steps of two tolerances, or at what another
+#: seed found with steps of one; each step outwards is twice as long as the one before, since some modes carry a tenth.
 TOLERANCE: Final = 1.05
-FIRST_SHARE: Final = 0.9
-STEP: Final = 1.2
+WIDENING: Final = 2.0
 #: The least rate tried, undilated, requests/s.
 LEAST_RATE: Final = 1.0
 
@@ -61,8 +62,8 @@ LEAST_RATE: Final = 1.0
 class Simulation:
     """One value to simulate; can be sent to another process. costs, settings: undilated, of the whole run.
 
-    oracle: the largest rate in this mode; most: that of the relay, of which the setup's load is a share. A log is
-    played once, from its beginning, so that its mean rate is the probe's.
+    oracle: the largest rate in this mode; most: that of the relay, of which the setup's load is a share; other: what
+    another seed found. A log is played once, from its beginning, so that its mean rate is the probe's.
     """
 
     setup: Setup
@@ -74,6 +75,7 @@ class Simulation:
     factor: int
     oracle: float
     most: float
+    other: float | None = None
     log: ArrivalLog | None = None  # of the setup's arrivals
 
     def run(self) -> Outcome:
@@ -83,25 +85,38 @@ class Simulation:
             rate = self.setup.load * self.most
             story = self._simulate(rate)
             return self._outcome(story, rate, rate if self._holds(story) else None, None, settled=True)
-        start = (self.oracle or self.most / 4) * FIRST_SHARE / (1 + self.setup.swing)
-        search = Search(start, LEAST_RATE, max(2 * LEAST_RATE, 4 * self.most), STEP, TOLERANCE)
+        start, step = self.other, TOLERANCE
+        if start is None:
+            start, step = (self.oracle or self.most / 4) / (1 + self.setup.swing), TOLERANCE**2
+        highest = max(2 * LEAST_RATE, 4 * self.most)
+        search = Search(start, LEAST_RATE, highest, step, TOLERANCE, widening=WIDENING)
         best: Story | None = None
         while (rate_now := search.next()) is not None:
-            story = self._simulate(rate_now)
-            passed = self._holds(story)
-            search.record(rate_now, passed)
-            if best is None or (passed and rate_now == search.passed):
-                best = story
-        assert best is not None
+            passing = self._passing(rate_now)
+            search.record(rate_now, passing is not None)
+            best = passing or best  # each rate that passes is larger than those before
         return self._outcome(best, search.passed, search.passed, search.failed, settled=search.settled)
+
+    def _passing(self, rate: float) -> Story | None:
+        """The simulation at this rate, if it passes."""
+        try:
+            story = self._simulate(rate, self._slo_ms)
+        except TooLateError:
+            return None
+        return story if self._holds(story) else None
 
     def _holds(self, story: Story) -> bool:
         return self._late(story) <= ALLOWED_LATE
 
     def _late(self, story: Story) -> float:
-        return late_share(story, self.factor * self.settings.relay.slo_ms).value
+        return late_share(story, self._slo_ms).value
 
-    def _simulate(self, rate: float) -> Story:
+    @property
+    def _slo_ms(self) -> float:
+        """Dilated."""
+        return self.factor * self.settings.relay.slo_ms
+
+    def _simulate(self, rate: float, within_ms: float = math.inf) -> Story:
         setup, factor = self.setup, self.factor
         slo_ms, dilated_rate = self.settings.relay.slo_ms, rate / factor
         length = setup.length(self.costs, slo_ms)
@@ -147,15 +162,13 @@ class Simulation:
         )
         (group,) = scenario.groups
         with stretched(factor):
-            return run_group(scenario, group)
+            return run_group(scenario, group, within_ms)
 
     def _outcome(
-        self, story: Story, at: float | None, rate: float | None, failed: float | None, *, settled: bool
+        self, story: Story | None, at: float | None, rate: float | None, failed: float | None, *, settled: bool
     ) -> Outcome:
-        every, short = latencies(story), self.setup.long < 1
-        reasons = counts(story.reason[story.reason >= 0], REASONS)
-        announced = sum(reasons.values())
-        return Outcome(
+        """story: at the given rate, or the largest; None: none passed."""
+        outcome = Outcome(
             setup=self.setup,
             mode=self.mode.name,
             where="simulated",
@@ -167,6 +180,13 @@ class Simulation:
             settled=settled,
             oracle=self.oracle,
             given=at if self.setup.load else None,
+        )
+        if story is None:
+            return outcome
+        every, short = latencies(story), self.setup.long < 1
+        reasons = counts(story.reason[story.reason >= 0], REASONS)
+        return msgspec.structs.replace(
+            outcome,
             p99_ms=self._p99(every),
             p99_short=self._p99(every[~story.long]) if short else None,
             p99_long=self._p99(every[story.long]) if short else None,
@@ -175,7 +195,7 @@ class Simulation:
             outcomes=counts(story.outcome[story.outcome >= 0], OUTCOMES),
             signals={name: story.signals[name] for name in SIGNALS},
             decisions=reasons,
-            announced=announced,
+            announced=sum(reasons.values()),
             busy=float(story.busy.mean()),
             tiers={"hbm": float(story.hbm_bytes.sum()) / GIB, "dram": float(story.dram_bytes.sum()) / GIB},
         )

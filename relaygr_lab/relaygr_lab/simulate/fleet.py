@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import tee
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -154,6 +155,11 @@ class Fleet:
     def _make_worker(self, core: WorkerCore, seed: int) -> SimulatedWorker:
         answered, scenario = partial(self._answered, core.name), self._scenario
         return SimulatedWorker(core, self._settings, scenario.costs, self.timeline, seed, answered, scenario.policy)
+
+    def ahead(self) -> Iterator[Arrival]:
+        """The requests that are to come, which come all the same."""
+        self._arrivals, ahead = tee(self._arrivals)
+        return ahead
 
     def run(self) -> None:
         """Run until every client has its answer or has timed out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import time
@@ -10,22 +11,33 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
+from itertools import takewhile
+from typing import Final
 
 import torch
 
 from relaygr_lab.simulate.fleet import Fleet
 from relaygr_lab.simulate.scenario import Group, Scenario
-from relaygr_lab.simulate.story import Story, joined, signals_of, story_of
+from relaygr_lab.simulate.story import ALLOWED_LATE, Story, is_late, joined, signals_of, story_of
 from relaygr_stream.ops.stopping import signals_later
 
 #: report(groups done, groups in all)
 Report = Callable[[int, int], None]
+#: How often in the measured time requests that are late are counted, to end what is decided.
+COUNTS: Final = 50
 
 
-def run_group(scenario: Scenario, group: Group) -> Story:
-    """Simulate one group, in this process."""
+class TooLateError(Exception):
+    """More requests are late than the SLO allows, whatever becomes of the others."""
+
+
+def run_group(scenario: Scenario, group: Group, within_ms: float = math.inf) -> Story:
+    """Simulate one group, in this process. Raises TooLateError once more than ALLOWED_LATE of the requests that will be
+    measured are certain to take longer than within_ms, which saves the rest of the simulation."""
     started = time.process_time()
     fleet = Fleet(scenario, group)
+    if within_ms < math.inf:
+        _end_when_late(fleet, scenario, within_ms)
     busy: list[list[float]] = []
     before: Counter[str] = Counter()
 
@@ -47,6 +59,22 @@ def run_group(scenario: Scenario, group: Group) -> Story:
         worker.scheduler.check_integrity()
     worked = [until - since for since, until in zip(*busy, strict=True)]
     return story_of(fleet, scenario, worked, time.process_time() - started, before)
+
+
+def _end_when_late(fleet: Fleet, scenario: Scenario, within_ms: float) -> None:
+    begin, pause = fleet.start + scenario.warm_s, scenario.seconds / COUNTS
+    until = begin + scenario.seconds
+    coming = takewhile(lambda arrival: fleet.start + arrival.at < until, fleet.ahead())
+    most = ALLOWED_LATE * sum(fleet.start + arrival.rank_at >= begin for arrival in coming)
+
+    def count(now: float) -> None:
+        measured = [request for request in fleet.requests if request.ranked and begin <= request.rank_at <= now]
+        if sum(is_late(request, now, within_ms) for request in measured) > most:
+            raise TooLateError
+        if now < until:
+            fleet.timeline.at(now + pause, count)
+
+    fleet.timeline.at(begin, count)
 
 
 def run_scenario(scenario: Scenario, processes: int = 0, report: Report = lambda done, of: None) -> Story:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relaygr_lab.simulate.fleet import Fleet
-from relaygr_lab.simulate.scenario import Scenario
+from relaygr_lab.simulate.scenario import Request, Scenario
 from relaygr_stream.trigger.decision import REASONS
 from relaygr_stream.wire.messages import FOUND, MISSES, Status
 from relaygr_stream.workload.quantiles import nearest_rank
@@ -170,6 +170,13 @@ def p99(story: Story, *, long: bool | None = None) -> Estimate:
     values = latencies(story)
     among = np.ones(len(values), np.bool_) if long is None else story.long == long
     return _estimate(story, percentile(values[among], 0.99), lambda chosen: percentile(values[among & chosen], 0.99))
+
+
+def is_late(request: Request, now: float, slo_ms: float) -> bool:
+    """Whether `late_share` will count this request, whose ranking was sent by now, whatever else happens."""
+    if request.status is None:
+        return (now - request.rank_at) * 1e3 > slo_ms
+    return request.status != "ok" or request.outcome == "truncated" or request.latency_s * 1e3 > slo_ms
 
 
 def late_share(story: Story, slo_ms: float) -> Estimate:

@@ -75,8 +75,8 @@ def test_quick_measures_the_headline() -> None:
 def test_a_simulated_ranking_has_the_timeout_of_its_setup(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
     seen: list[Scenario] = []
 
-    def run_group(scenario: Scenario, group: Group) -> None:
-        del group
+    def run_group(scenario: Scenario, group: Group, within_ms: float) -> None:
+        del group, within_ms
         seen.append(scenario)
         raise InterruptedError
 

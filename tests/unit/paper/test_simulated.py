@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,8 @@ from relaygr_lab.paper.results import RUN_FILES, Outcome, Record, points
 from relaygr_lab.paper.run import Paper
 from relaygr_lab.paper.setup import Ground, Setup, factor_for
 from relaygr_lab.paper.simulated import Simulation
+from relaygr_lab.simulate.run import TooLateError
+from relaygr_lab.simulate.story import Story
 
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
@@ -38,11 +41,15 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated, "TOLERANCE", 1.3)
 
 
-def run(mode: Mode, **setup: float) -> Outcome:
+def simulation(mode: Mode, **setup: float) -> Simulation:
     made = Setup().at(**setup)
     oracle, most = (largest_rate(one, made.costs(COSTS), made.shape(COSTS, SLO_MS)) for one in (mode, RELAY))
     settings = load_settings(["fleet"], {}).settings
-    return Simulation(made, mode, 0, 7, COSTS, settings, factor_for(most), oracle, most).run()
+    return Simulation(made, mode, 0, 7, COSTS, settings, factor_for(most), oracle, most)
+
+
+def run(mode: Mode, **setup: float) -> Outcome:
+    return simulation(mode, **setup).run()
 
 
 def test_the_relay_carries_the_most_and_lane_owners_without_it_the_least() -> None:
@@ -57,6 +64,43 @@ def test_the_relay_carries_the_most_and_lane_owners_without_it_the_least() -> No
         assert one.where == "simulated"
     assert relay.announced == relay.requests
     assert not lane.announced
+
+
+@pytest.mark.parametrize("mode", [RELAY, FULL_LANE], ids=lambda mode: mode.name)
+def test_a_simulation_ends_early_if_and_only_if_its_rate_does_not_pass(mode: Mode) -> None:
+    """Below, near and beyond the largest rate."""
+    made, ended = simulation(mode), set()
+    for share in (0.5, 0.8, 0.9, 1.0, 1.3, 2.0):
+        whole = made._simulate(share * made.oracle)
+        try:
+            same = made._simulate(share * made.oracle, within_ms=made._slo_ms)
+        except TooLateError:
+            ended.add(True)
+            assert not made._holds(whole)
+        else:
+            ended.add(False)
+            assert made._holds(whole)
+            assert same.latency_ms.tolist() == whole.latency_ms.tolist()
+    assert ended == {True, False}
+
+
+def test_a_further_seed_searches_from_what_the_first_one_found() -> None:
+    first, rates = run(RELAY), []
+
+    class Counted(Simulation):
+        def _simulate(self, rate: float, within_ms: float = math.inf) -> Story:
+            rates.append(rate)
+            return super()._simulate(rate, within_ms)
+
+    assert first.rate is not None
+    again = Counted(**{**vars(simulation(RELAY)), "other": first.rate}).run()
+    assert rates[0] == first.rate == again.rate, "the same seed finds the same"
+    assert len(rates) == 2
+
+
+def test_where_no_rate_passes_nothing_is_told_of_those_that_failed() -> None:
+    none = run(FULL_LANE, share=4.0)
+    assert (none.rate, none.settled, none.p99_ms, none.requests) == (None, True, None, 0)
 
 
 def simulate_nothing(folder: Path, engine: Settings) -> tuple[Paper, Record]:
