@@ -16,7 +16,7 @@ import torch
 from cache_baselines import BYTES_PER_TOKEN, Trace, cost_ms, traces
 
 from relaygr_stream.cache.arena import Extent
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import Before, CopyEngine, CopyTicket
 from relaygr_stream.cache.entry import Coverage, Entry, Source
 from relaygr_stream.cache.kept import kept_bytes
 from relaygr_stream.cache.memory import ALIGNMENT, TierMemory
@@ -54,9 +54,11 @@ Check = Callable[[bool, str], None]
 class AtOnce(CopyEngine):
     """Copies made when they are submitted."""
 
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, before: Before | None = None
+    ) -> CopyTicket:
         del urgent
-        ticket = CopyTicket(dst, src)
+        ticket = CopyTicket(dst, src, before=before)
         ticket.run(None)
         return ticket
 

@@ -22,17 +22,22 @@ CLOSE_TIMEOUT_S = 20.0
 
 #: Has the device thread look for work, because a copy is over; callable from any thread.
 Wake = Callable[[], None]
+#: What a copy's thread does before it; what it raises is the copy's failure.
+Before = Callable[[], None]
 
 
 class CopyTicket:
     """One copy, in progress or complete."""
 
-    __slots__ = ("_done", "_dst", "_error", "_ready", "_src")
+    __slots__ = ("_before", "_done", "_dst", "_error", "_ready", "_src")
 
-    def __init__(self, dst: torch.Tensor, src: torch.Tensor, ready: torch.Event | None = None) -> None:
+    def __init__(
+        self, dst: torch.Tensor, src: torch.Tensor, ready: torch.Event | None = None, before: Before | None = None
+    ) -> None:
         self._dst: torch.Tensor | None = dst
         self._src: torch.Tensor | None = src
         self._ready = ready
+        self._before = before
         self._error: Exception | None = None
         self._done = threading.Event()
 
@@ -57,6 +62,8 @@ class CopyTicket:
         """Make the copy, once. stream: the current stream of this thread, the lane's; None on a CPU."""
         assert self._dst is not None and self._src is not None
         try:
+            if self._before is not None:
+                self._before()
             if stream is not None and self._ready is not None:
                 stream.wait_event(self._ready)
             self._dst.copy_(self._src, non_blocking=True)
@@ -75,7 +82,7 @@ class CopyTicket:
     def finish(self, error: Exception | None) -> None:
         """Complete the ticket. error: why there is no copy."""
         self._error = error
-        self._dst = self._src = self._ready = None
+        self._dst = self._src = self._ready = self._before = None
         self._done.set()
 
 
@@ -143,7 +150,9 @@ class CopyEngine:
         self._digests: _CopyLane | None = None
         self._lanes = {urgent: _CopyLane(name, device, wake) for urgent, name in ((True, "reload"), (False, "spill"))}
 
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, before: Before | None = None
+    ) -> CopyTicket:
         """Copy `src` into `dst`, after the work that is now on the current stream.
 
         Until the ticket is complete, the caller must not write `src`, nor write or read `dst`. An urgent copy (a
@@ -159,7 +168,7 @@ class CopyEngine:
         if self._device.type != "cpu":
             ready = torch.Event(self._device)
             ready.record(torch.accelerator.current_stream(self._device))
-        return self.enqueue(CopyTicket(dst, src, ready), urgent=urgent)
+        return self.enqueue(CopyTicket(dst, src, ready, before), urgent=urgent)
 
     def enqueue(self, ticket: CopyTicket, *, urgent: bool) -> CopyTicket:
         """Have a lane's thread make this copy, after those that it has."""

@@ -86,6 +86,7 @@ class KeptCopies:
 
     def digest(self, copy: StoredCopy) -> bytes:
         """Of all its bytes. SHA-1, the fastest where processors have it: it finds damage, and no one else may write."""
+        self.file.fetch(copy.extent)
         start = copy.extent.offset
         digest = sha1(self.file.data[start : start + self._layout.nbytes(copy.capacity)].data, usedforsecurity=False)
         digest.update(np.ascontiguousarray(self._token_words(copy)).data)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from itertools import islice
 from typing import Final
 
 import structlog
 import torch
 
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import Before, CopyEngine, CopyTicket
 from relaygr_stream.cache.entry import Entry, StoredCopy
 from relaygr_stream.cache.entry_table import CacheCounters, EntryTable
 from relaygr_stream.cache.kept import DigestTicket
@@ -77,7 +78,7 @@ class Moves:
     def poll(self) -> list[Entry]:
         """Complete finished copies and start write-backs. Returns the entries loaded, or `failed` to load.
 
-        Raises DeviceError where the tier's file was shortened: none of its copies is to be trusted.
+        Raises DeviceError where the tier's file was shortened, or lost pages: none of its copies is to be trusted.
         """
         if self._kept is not None:
             self._kept.file.check()
@@ -150,12 +151,18 @@ class Moves:
                 raise CacheCorruption(f"{entry} is in the list of spills, but its state is {entry.state.value}")
 
     def _outcome(self, ticket: CopyTicket) -> bool | None:
-        """Whether the copy succeeded; None while it is in progress."""
+        """Whether the copy succeeded; None while it is in progress. Raises DeviceError as `poll`: what it has read of
+        the file may not be what was written."""
         try:
-            return True if ticket.done() else None
-        except DeviceError:
+            if not ticket.done():
+                return None
+        except DeviceError as error:
             self._counters.copy_failures += 1
+            limited(log.warning, "copy")("a copy between tiers failed, and is dropped", error=str(error))
             return False
+        if self._kept is not None:
+            self._kept.file.check()
+        return True
 
     def _digested(self, user_id: str, copy: StoredCopy, ticket: DigestTicket) -> None:
         entry = self._table.by_user.get(user_id)
@@ -187,7 +194,13 @@ class Moves:
 
     def _start_load(self, entry: Entry) -> CopyTicket:
         assert self._dram is not None and entry.region is not None and entry.stored is not None
-        return self._copier.submit(entry.region.storage.view(torch.uint8), self._dram.view(entry.stored), urgent=True)
+        before = self._fetch_of(entry.stored)
+        return self._copier.submit(
+            entry.region.storage.view(torch.uint8), self._dram.view(entry.stored), urgent=True, before=before
+        )
+
+    def _fetch_of(self, copy: StoredCopy) -> Before | None:
+        return None if self._kept is None else partial(self._kept.file.fetch, copy.extent)
 
     def _loaded(self, entry: Entry, succeeded: bool) -> None:
         assert entry.region is not None
@@ -264,6 +277,9 @@ class Moves:
         if extent is None:
             return
         entry.stored = StoredCopy(extent, entry.region.capacity, entry.region.length)
-        entry.spill = self._copier.submit(dram.view(entry.stored), entry.region.storage.view(torch.uint8))
+        before = self._fetch_of(entry.stored)
+        entry.spill = self._copier.submit(
+            dram.view(entry.stored), entry.region.storage.view(torch.uint8), before=before
+        )
         self._spilling.append(entry)
         self._table.note(entry)

@@ -17,11 +17,13 @@ pread would avoid the bus error, at the price of a copy, and read the same zeros
 from __future__ import annotations
 
 import enum
+import errno
 import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -31,6 +33,7 @@ import numpy.typing as npt
 
 from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.host import is_memory
+from relaygr_stream.cache.mapped import why_absent, why_lost
 from relaygr_stream.errors import CapacityError, DeviceError
 
 #: Extents begin at pages of this size (memory.ALIGNMENT); those of a processor may be larger.
@@ -116,11 +119,13 @@ class TierFile:
         self.in_memory: Final = is_memory(os.fstat(fd).st_dev)
         self._fd = fd
         self._map = mmap.mmap(fd, shape.file_bytes)
-        whole = np.frombuffer(self._map, np.uint8)
+        whole = self._whole = np.frombuffer(self._map, np.uint8)
         self._words: npt.NDArray[np.int64] = whole[:PAGE].view(np.int64)
         slots = whole[PAGE : PAGE + shape.slots * SLOT_BYTES]
         self._states: npt.NDArray[np.uint64] = slots.view(np.uint64)[:: SLOT_BYTES // 8]  # a store of a word is one
         self.data: npt.NDArray[np.uint8] = whole[shape.data_at :]
+        self._lost = ""
+        self._fetch(0, shape.data_at)
         why = dropped or self._why_not_ours()
         self.holds = why is None
         self.dropped = why or ""
@@ -145,13 +150,22 @@ class TierFile:
         return self._fd >= 0 and os.fstat(self._fd).st_size >= self.shape.file_bytes
 
     def check(self) -> None:
-        """Raise DeviceError where the file was shortened."""
+        """Raise DeviceError where the file was shortened, or pages were lost: what was read before may be other bytes
+        than were written. Any thread may ask."""
         if not self.whole:
             raise DeviceError(
                 f"`worker.dram_path`: {self.path} was shortened to {os.fstat(self._fd).st_size} of its "
                 f"{self.shape.file_bytes} bytes while this worker had it: its prefix KV are lost, and the worker ends. "
                 f"Leave the file alone while a worker runs; to drop it, remove it while none does"
             )
+        if not self.in_memory:
+            self._lost = why_lost(self._fd, self.shape.file_bytes) or self._lost
+        if self._lost:
+            raise self._failed("did not take what was written", self._lost)
+
+    def fetch(self, extent: Extent) -> None:
+        """Have the extent's bytes in memory. Raises DeviceError where the disk does not give them."""
+        self._fetch(self.shape.data_at + extent.offset, extent.size)
 
     # ---- slots ----
 
@@ -198,10 +212,17 @@ class TierFile:
             self._set(extent, SlotState.VALID)
 
     def clear(self, extent: Extent, wiped: slice | None) -> None:
-        """The extent is free. wiped: the part of its bytes to overwrite with zeros; None: all, and on the disk, too."""
+        """The extent is free. wiped: the part of its bytes to overwrite with zeros, unless the disk does not give them;
+        None: all, and on the disk, too."""
         self.disown(extent, lasting=wiped is None)
-        part = self.data[extent.offset : extent.end]
-        part[wiped or slice(None)] = 0
+        try:
+            self.fetch(extent)
+        except DeviceError:
+            if wiped is None:
+                raise
+        else:
+            part = self.data[extent.offset : extent.end]
+            part[wiped or slice(None)] = 0
         if wiped is None:
             self._flush(self.shape.data_at + extent.offset, extent.size)
         self._clear_slot(extent.offset // self.shape.unit)
@@ -212,7 +233,7 @@ class TierFile:
 
     def sync(self) -> None:
         """Have all that was written on the disk, whatever happens to the host."""
-        os.fdatasync(self._fd)
+        self._written(partial(os.fdatasync, self._fd))
 
     def records(self) -> Iterator[SlotRecord | str]:
         """The valid records, or why one is none. Slots without a valid one are cleared, extents of BUSY ones wiped."""
@@ -247,8 +268,22 @@ class TierFile:
 
     def _flush(self, at: int, nbytes: int) -> None:
         """Have these bytes on the disk, whatever happens to the host."""
-        start = at // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map.flush(start, at + nbytes - start)
+        self._written(partial(self._map.flush, *_pages(at, nbytes)))
+
+    def _written(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._lost = os.strerror(error.errno or errno.EIO)
+            raise self._failed("did not take what was written", self._lost) from error
+
+    def _fetch(self, at: int, nbytes: int) -> None:
+        start, nbytes = _pages(at, nbytes)
+        if not self.in_memory and (why := why_absent(self._whole[start:].ctypes.data, nbytes)):
+            raise self._failed("does not give what was written", why)
+
+    def _failed(self, what: str, why: str) -> DeviceError:
+        return DeviceError(f"`worker.dram_path`: the disk of {self.path} {what} ({why}); name a folder on another one")
 
     def _at(self, extent: Extent) -> int:
         return PAGE + extent.offset // self.shape.unit * SLOT_BYTES
@@ -315,6 +350,12 @@ class TierFile:
         fields = self._header(self._nonce)
         self._map[HEADER_AT : HEADER_AT + len(fields)] = fields
         self._map[:HEADER_AT] = MAGIC + _header_checksum(fields)
+
+
+def _pages(at: int, nbytes: int) -> tuple[int, int]:
+    """The same part of a file from the beginning of a page on."""
+    start = at // mmap.PAGESIZE * mmap.PAGESIZE
+    return start, at + nbytes - start
 
 
 def allocate(path: Path, fd: int, nbytes: int) -> None:

@@ -28,9 +28,10 @@ def open_tier_file(path: Path, shape: FileShape, lock_s: float = LOCK_S) -> Tier
     try:
         fd = os.open(path, flags, 0o600)
     except OSError as error:
-        raise ConfigError(
-            f"`worker.dram_path`: {path} cannot be opened: {error.strerror}; name a folder that this user may write to"
-        ) from error
+        why, what = f"{path} cannot be opened: {error.strerror}", "name a folder that this user may write to"
+        if isinstance(error, FileNotFoundError):
+            why, what = f"there is no folder {path.parent}", "make it, or name another"
+        raise ConfigError(f"`worker.dram_path`: {why}; {what}") from error
     try:
         _check_whose(path, fd)
         if not _locked(fd, lock_s):

@@ -17,6 +17,7 @@ from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.entry import Coverage, Entry, StoredCopy
 from relaygr_stream.cache.entry_table import MIN_COST_MS, EntryTable, PredictMs
 from relaygr_stream.cache.moves import Moves
+from relaygr_stream.cache.tier_file import TierFile
 from relaygr_stream.cache.tiers import DramTier
 from relaygr_stream.models.api import Tokens
 
@@ -25,7 +26,7 @@ from relaygr_stream.models.api import Tokens
 class Lease:
     """A DRAM copy that another worker reads. data: all its bytes (uint8).
 
-    uses: the entry's faded uses.
+    uses: the entry's faded uses. file: the tier's, if it has one.
     """
 
     entry: Entry
@@ -33,6 +34,12 @@ class Lease:
     capacity: int
     data: torch.Tensor
     uses: float
+    file: TierFile | None = None
+
+    def fetch(self) -> None:
+        """Have the data in memory. Raises DeviceError where the file's disk does not give them."""
+        if self.file is not None and self.entry.stored is not None:
+            self.file.fetch(self.entry.stored.extent)
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +186,8 @@ class Transit:
         self._table.note(entry)
         stored = entry.stored
         tokens = entry.tokens.slice(0, stored.length)
-        return Lease(entry, tokens, stored.capacity, dram.view(stored), self._uses(user_id))
+        file = None if dram.kept is None else dram.kept.file
+        return Lease(entry, tokens, stored.capacity, dram.view(stored), self._uses(user_id), file)
 
     def give_back(self, lease: Lease) -> None:
         """End the lease: the copy is read, or no longer needed."""

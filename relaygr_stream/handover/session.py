@@ -7,6 +7,7 @@ for the contents of a copy only: it checks lengths, shapes, users and order.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -131,7 +132,15 @@ class Giver:
         return None
 
     async def _send(self, channel: Channel, lease: Lease, progress: SessionProgress) -> None:
-        await channel.send_copy(lease.data.numpy().data, self._pace)
+        data = lease.data.numpy().data
+        if lease.file is None:
+            await channel.send_copy(data, self._pace)
+        else:  # the taker has it once the last byte is there
+            await asyncio.to_thread(lease.fetch)
+            last = bytes(data[-1:])
+            await channel.send_copy(data[:-1], self._pace)
+            lease.file.check()
+            await channel.send_copy(memoryview(last), self._pace)
         progress.entries += 1
         progress.nbytes += lease.data.numel()
         self._metrics.entries.labels("given").inc()

@@ -9,25 +9,44 @@ import msgspec
 import pytest
 
 from relaygr_stream.cache.tier_file import SlotState
-from relaygr_stream.client import RelayClient
+from relaygr_stream.client import Ranking, RelayClient
+from relaygr_stream.ops.children import Child
 from relaygr_stream.ops.erase import erase_from_fleet
 from relaygr_stream.settings.schema import Client, Kafka
+from relaygr_stream.telemetry.process import EXIT_SETTINGS
+from tests import needs
 from tests.e2e.fleet import Fleet, traffic
+from tests.faults.disk import HINT, drop_pages, failing_disk, permitted, read_only, small_disk
 from tests.waiting import until
 
 VALID = SlotState.VALID.to_bytes(8, "little")
 PREFIX = traffic(seconds=9, rate=1)[0].request.prefix
 
 
+async def exit_code(child: Child) -> int | None:
+    """Its, once it has ended."""
+    await until(lambda: child.exit_code is not None, f"{child.name} ended")
+    return child.exit_code
+
+
+def _may_mount() -> None:
+    if not permitted():
+        needs.without(HINT)
+
+
 class Restarted(Fleet):
-    """A trigger, and a worker whose DRAM tier is in a file."""
+    """A trigger, and a worker whose DRAM tier is in a file, in this folder or another one."""
+
+    def __init__(self, kafka: Kafka, folder: Path, disk: Path | None = None) -> None:
+        super().__init__(kafka, folder)
+        self.disk = disk or folder
 
     @property
     def file(self) -> Path:
-        return self._folder / f"relaygr-{self.settings.kafka.prefix}+w1.dram"
+        return self.disk / f"relaygr-{self.settings.kafka.prefix}+w1.dram"
 
     async def worker(self, name: str = "w1") -> None:
-        self.start("worker", name, f"worker.dram_path={self._folder}", worker_name="w1")
+        self.start("worker", name, f"worker.dram_path={self.disk}", worker_name="w1")
         await self.ready(name)
         await self.lanes_settled("w1")
 
@@ -36,11 +55,15 @@ class Restarted(Fleet):
         return {status.lane for status in self.statuses[name].lanes}
 
     async def asked(self, user: str) -> str:
-        """The outcome of a ranking of the user that was not announced. No hedges: a copy would leave an entry with
-        another worker, too."""
+        """The outcome of a ranking of the user."""
+        return (await self.ranked(user)).outcome
+
+    async def ranked(self, user: str) -> Ranking:
+        """A ranking of the user that was not announced. No hedges: a copy would leave an entry with another worker,
+        too."""
         unhedged = msgspec.structs.replace(self.settings, client=Client(hedge_ms=0.0))
         async with RelayClient(settings=unhedged) as client:
-            return (await client.request(user, PREFIX, candidates=2).rank([1, 2], timeout=30)).outcome
+            return await client.request(user, PREFIX, candidates=2).rank([1, 2], timeout=30)
 
     async def worker_with(self, user: str) -> None:
         """Start w1 and have this user's prefix KV written to its file."""
@@ -90,11 +113,51 @@ async def test_a_file_that_is_shortened_while_it_serves_ends_the_worker_with_the
         await fleet.worker_with("eve")
         ended = fleet.children.pop("w1")
         os.truncate(fleet.file, 0)
-        await until(lambda: ended.exit_code is not None, "the worker ended")
-        assert ended.exit_code == 1
+        assert await exit_code(ended) == 1
         assert "was shortened to 0 of its" in ended.log.read_text()
         await fleet.worker()
         assert await fleet.asked("eve") == "full"
+
+
+@pytest.mark.stack
+async def test_on_a_disk_that_loses_what_is_written_the_worker_ends_with_the_reason(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    _may_mount()
+    with failing_disk(tmp_path / "disk", 128 << 20) as disk:
+        async with Restarted(embedded_settings, tmp_path, tmp_path / "disk") as fleet:
+            await fleet.worker_with("eve")
+            before = (await fleet.ranked("eve")).scores
+            ended = fleet.children.pop("w1")
+            disk.refuse_writes()
+            assert await exit_code(ended) == 1
+            assert "did not take what was written" in ended.log.read_text()
+            disk.accept_writes()
+            drop_pages(fleet.file)
+            await fleet.worker()
+            assert (await fleet.ranked("eve")).scores == pytest.approx(before, rel=1e-4)  # from the file, or in full
+
+
+@pytest.mark.stack
+async def test_a_folder_that_can_have_no_file_ends_the_start_with_one_line(
+    embedded_settings: Kafka, tmp_path: Path
+) -> None:
+    _may_mount()
+    for name in ("small", "read-only"):
+        (tmp_path / name).mkdir()
+    with small_disk(tmp_path / "small", 1 << 20), read_only(tmp_path / "read-only"):
+        async with Fleet(embedded_settings, tmp_path) as fleet:
+            for name, why in (
+                ("absent", f"there is no folder {tmp_path / 'absent'}; make it"),
+                ("small", "No space left on device; make room"),
+                ("read-only", "Read-only file system; name a folder"),
+            ):
+                child = fleet.start("worker", name, f"worker.dram_path={tmp_path / name}")
+                assert await exit_code(child) == EXIT_SETTINGS, name
+                said = [line for line in child.log.read_text().splitlines() if "error" in line]
+                assert len(said) == 1, said
+                assert why in said[0]
+                fleet.children.pop(name)
 
 
 @pytest.mark.stack
@@ -105,8 +168,7 @@ async def test_the_later_of_two_workers_of_one_file_serves_from_memory(
         await fleet.worker_with("eve")
         fleet.start("worker", "again", f"worker.dram_path={tmp_path}", worker_name="w1")
         first = fleet.children.pop("w1")
-        await until(lambda: first.exit_code is not None, "the first one ended")
-        assert first.exit_code == 3
+        assert await exit_code(first) == 3
         await fleet.ready("again")
         assert "another process has the DRAM tier's file" in fleet.children["again"].log.read_text()
         assert await fleet.asked("eve") == "full"

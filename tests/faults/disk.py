@@ -1,7 +1,8 @@
-"""A folder on a small filesystem of its own, which a test fills to the last byte and frees again.
+"""A folder on a small filesystem of its own, which a test fills to the last byte and frees again, or on a disk that
+fails. Needs root. Knows nothing of who writes there; nobody may while the block begins or ends.
 
-tmpfs: what is in the folder when the block begins is there inside it, and what is there when it ends is kept. Needs
-root. Knows nothing of who writes there; nobody may while the block begins or ends.
+A small one is of tmpfs: what is in the folder when the block begins is there inside it, and what is there when it ends
+is kept. A failing one is of ext4 on a loop device, whose file has more bytes than there is room for.
 """
 
 from __future__ import annotations
@@ -61,6 +62,62 @@ def small_disk(folder: Path, size_bytes: int) -> Iterator[SmallDisk]:
         _run("umount", "--lazy", str(folder))
         folder.rmdir()
         aside.rename(folder)
+
+
+class FailingDisk:
+    """Made by `failing_disk`. file: has the disk's bytes."""
+
+    def __init__(self, folder: Path, file: Path) -> None:
+        self._folder, self._file = folder, file
+        self._beside: Final = SmallDisk(file.parent)
+
+    def refuse_writes(self) -> None:
+        """From now on what is written where nothing was is lost, and so is what was not on the disk yet."""
+        self._beside.fill()
+        subprocess.run(["sync", "-f", str(self._folder)], check=False, capture_output=True)
+
+    def accept_writes(self) -> None:
+        """There is room again."""
+        self._beside.free()
+
+    def refuse_reads(self) -> None:
+        """From now on what is read is an I/O error, but for what is in memory."""
+        _run("sync", "-f", str(self._folder))
+        os.truncate(self._file, 0)
+
+
+def drop_pages(file: Path) -> None:
+    """Those that nobody has mapped leave memory, as others do where it is short."""
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def failing_disk(folder: Path, size_bytes: int = 64 << 20) -> Iterator[FailingDisk]:
+    """The folder, which is new and empty, on a disk of so many bytes for the duration of the block."""
+    under = folder.with_name(f"{folder.name}-under")
+    folder.mkdir()
+    under.mkdir()
+    with small_disk(under, size_bytes):
+        file = under / "disk"
+        with file.open("wb") as opened:
+            opened.truncate(2 * size_bytes)
+        _run("mkfs.ext4", "-q", "-O", "^has_journal", "-E", "lazy_itable_init=0,nodiscard", str(file))
+        _run("mount", "-o", "loop", str(file), str(folder))
+        try:
+            yield FailingDisk(folder, file)
+        finally:
+            _run("umount", "--lazy", str(folder))
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """The folder is empty, and nobody can write there, for the duration of the block."""
+    _run("mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder))
+    try:
+        yield
+    finally:
+        _run("umount", "--lazy", str(folder))
 
 
 def permitted() -> bool:

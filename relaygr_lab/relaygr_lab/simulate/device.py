@@ -14,7 +14,7 @@ import torch
 
 from relaygr_lab.simulate.costs import DeviceCosts
 from relaygr_lab.simulate.noise import Lasting, Noise
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import Before, CopyEngine, CopyTicket
 from relaygr_stream.models.api import ScoreInput, Tokens
 from relaygr_stream.models.kv import KVRegion
 
@@ -122,8 +122,11 @@ class SimulatedCopies(CopyEngine):
         self._clock = clock
         self._wake_at = wake_at
 
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
-        """Start a copy."""
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, before: Before | None = None
+    ) -> CopyTicket:
+        """Start a copy; of no file."""
+        del before
         seconds = src.nbytes / self._speed[urgent]
         over_at = max(self._free_at[urgent], self._clock.now) + seconds
         self._free_at[urgent] = over_at

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import Before, CopyEngine, CopyTicket
 from relaygr_stream.cache.entry import EntryState
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tiers import GRANULE_TOKENS
@@ -76,7 +76,9 @@ class Gated(CopyEngine):
         self.entered = threading.Semaphore(0)
         self.submitted: list[CopyTicket] = []
 
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, before: Before | None = None
+    ) -> CopyTicket:
         def when_open() -> None:
             self.entered.release()
             self.gate.wait(WITHIN_S)

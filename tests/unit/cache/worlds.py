@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import Before, CopyEngine, CopyTicket
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.entry_table import EntryTable
 from relaygr_stream.cache.fading import CostAwarePolicy
@@ -87,11 +87,11 @@ class HookedCopy(CopyTicket):
 
     def __init__(self, dst: torch.Tensor, src: torch.Tensor, before: Callable[[], None]) -> None:
         super().__init__(dst, src)
-        self._before = before
+        self._hook = before
 
     def run(self, stream: torch.Stream | None) -> None:
         try:
-            self._before()
+            self._hook()
         except Exception as error:
             assert self._dst is not None
             self._dst.view(torch.uint8).fill_(255)  # NaN of every type
@@ -139,7 +139,9 @@ class Flaky(Copies):
         self.waiting.append(ticket)
         return ticket
 
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, before: Before | None = None
+    ) -> CopyTicket:
         self.waiting.append(HookedCopy(dst, src, self._next_hook()))
         return self.waiting[-1]
 
@@ -160,7 +162,9 @@ class Slow(Copies):
     def _copied(self) -> None:
         self._ends[threading.get_ident()].set()
 
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, before: Before | None = None
+    ) -> CopyTicket:
         inner, pause, over = self._next_hook(), (len(self.waiting) % 3) * 0.5e-3, threading.Event()
 
         def slowly() -> None:

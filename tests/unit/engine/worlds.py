@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import Before, CopyEngine, CopyTicket
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.audit import Auditor
@@ -133,11 +133,13 @@ class Flaky(CopyEngine):
 
     fail_next = 0
 
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, before: Before | None = None
+    ) -> CopyTicket:
         if self.fail_next:
             self.fail_next -= 1
             return self.enqueue(HookedCopy(dst, src, broken), urgent=urgent)
-        return super().submit(dst, src, urgent=urgent)
+        return super().submit(dst, src, urgent=urgent, before=before)
 
 
 class Look(NamedTuple):

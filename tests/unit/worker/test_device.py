@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import Before, CopyEngine, CopyTicket
 from relaygr_stream.engine.commands import Answer, Placed, Query, Rank
 from relaygr_stream.engine.scheduler import Scheduler
 from relaygr_stream.errors import CacheCorruption, CapacityError, DeviceError
@@ -46,7 +46,9 @@ class HeldCopies(CopyEngine):
         super().__init__(device, wake)
         self.let_go = threading.Event()
 
-    def submit(self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
+    def submit(
+        self, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, before: Before | None = None
+    ) -> CopyTicket:
         def held() -> None:
             assert self.let_go.wait(WITHIN_S)
 
