@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import math
 import os
 import time
@@ -18,7 +19,7 @@ import pytest
 import structlog
 from hypothesis.internal.conjecture import providers
 
-from relaygr_stream.bus import embedded
+from relaygr_stream.bus import aiokafka_patches, embedded
 from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
@@ -31,6 +32,8 @@ from tests.waiting import WITHIN_S
 # Before torch is imported, which the conftest.py of a folder may do. The tests' tensors are small, and threads for them
 # only wait for each other: on a busy machine that took fifty times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nothing of what is imported and collected is garbage: to look for it took a tenth of the time of that.
+gc.disable()
 
 # The time of an example depends on the machine, so none is limited. A run judges a change by the same examples as the
 # run before; `make test-long` and `make test-repeat` look for new ones (--hypothesis-profile=search).
@@ -98,6 +101,7 @@ def pytest_collection_finish() -> None:
     of a test changes what it draws, and the test fails as flaky. So it takes those that are loaded by now, once."""
     found = providers._get_local_constants()
     setattr(providers, "_get_local_constants", lambda: found)  # noqa: B010  (mypy knows it as a function)
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -221,8 +225,12 @@ def _time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _embedded_broker_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+def _embedded_broker_asked_little(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seldom; and for one topic by a client that starts, which it would tell of all: with those of twenty tests, half
+    of the processor time of such a test."""
     monkeypatch.setattr(embedded, "EMBEDDED_FETCH_WAIT_MS", SELDOM_MS)
+    if not {"kafka", "faults"} & {each.name for each in request.node.iter_markers()}:
+        monkeypatch.setattr(aiokafka_patches, "NO_TOPICS", ("none",))
 
 
 @pytest.fixture(scope="session")

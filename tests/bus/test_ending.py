@@ -11,6 +11,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.conn import AIOKafkaConnection, create_conn
 
+from relaygr_stream.bus import aiokafka_patches
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.aiokafka_compat import client_options, end_client
 from relaygr_stream.bus.renewed import Renewed
@@ -73,6 +74,7 @@ async def test_a_connection_that_comes_after_the_end_is_closed(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await apply_topics(embedded_settings)
+    monkeypatch.setattr(aiokafka_patches, "NO_TOPICS", ())  # the consumer learns of the topic as it starts
     consumer = AIOKafkaConsumer(**client_options(embedded_settings, "test"), group_id=None)
     await consumer.start()
     made: list[AIOKafkaConnection] = []

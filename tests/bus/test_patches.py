@@ -82,6 +82,7 @@ async def test_a_client_without_topics_asks_for_none(kafka_settings: Kafka, monk
 
     monkeypatch.setattr(AIOKafkaConnection, "send", noting)
     monkeypatch.setattr(aiokafka_compat, "METADATA_MS", 20)
+    monkeypatch.setattr(aiokafka_patches, "NO_TOPICS", ())  # as outside of the tests
     name = load_topics(kafka_settings).retrieval.name
     async with Producer(kafka_settings, client_id="test") as producer:
         await until(lambda: len(asked) >= 3)

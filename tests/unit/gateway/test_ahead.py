@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import time
 from itertools import product
@@ -11,8 +10,8 @@ from itertools import product
 import psutil
 import pytest
 
-from relaygr_stream.gateway import connection
 from relaygr_stream.gateway.bodies import longest_body
+from relaygr_stream.gateway.connection import MAX_FIELDS, HttpConnection
 from relaygr_stream.settings.schema import Kafka, Relay
 from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import RANK, OpenDoor, door_on
@@ -65,8 +64,27 @@ BEHIND = {
 }
 
 
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> set[HttpConnection]:
+    """The gateway's that are open."""
+    found: set[HttpConnection] = set()
+    made, lost = HttpConnection.connection_made, HttpConnection.connection_lost
+
+    def add(each: HttpConnection, transport: asyncio.Transport) -> None:
+        found.add(each)
+        made(each, transport)
+
+    def discard(each: HttpConnection, error: Exception | None) -> None:
+        lost(each, error)
+        found.discard(each)
+
+    monkeypatch.setattr(HttpConnection, "connection_made", add)
+    monkeypatch.setattr(HttpConnection, "connection_lost", discard)
+    return found
+
+
 async def test_a_request_before_the_last_answer_is_complete_is_not_read(
-    embedded_settings: Kafka, subtests: pytest.Subtests
+    embedded_settings: Kafka, connections: set[HttpConnection], subtests: pytest.Subtests
 ) -> None:
     async with responder_on(embedded_settings) as peer, door_on(embedded_settings, read_ms=60_000.0) as door:
         for (name, behind), sends in product(BEHIND.items(), (1, 2)):
@@ -76,9 +94,10 @@ async def test_a_request_before_the_last_answer_is_complete_is_not_read(
                 async with raw(door) as (reader, writer), asyncio.timeout(WITHIN_S):
                     writer.write(whole(BODY) + behind * (sends == 1))
                     await until(lambda: len(peer.held) == 1, "the first is with a worker")
+                    (ours,) = connections
                     if sends == 2:
                         writer.write(behind)
-                        await until(deaf, "what is behind has come")
+                        await until(lambda: ours._deaf, "what is behind has come")  # noqa: B023
                     peer.release()
                     answered = await reader.read()
                 assert statuses(answered) == [200]
@@ -86,12 +105,7 @@ async def test_a_request_before_the_last_answer_is_complete_is_not_read(
                 assert len(peer.requests) == before + 1
                 peer.hold = False
                 assert await still_serves(door)
-                await until(lambda: gc.collect() >= 0 and not deaf(), "the connection is gone")
-
-
-def deaf() -> bool:
-    """Whether a connection of this process drops what comes."""
-    return any(type(each) is connection.HttpConnection and each._deaf for each in gc.get_objects())
+                await until(lambda: not connections, "its connections are gone")
 
 
 async def test_one_connection_makes_the_gateway_hold_nothing_and_stops_nobody(embedded_settings: Kafka) -> None:
@@ -207,7 +221,7 @@ async def test_a_head_is_bounded_however_it_comes(embedded_settings: Kafka, subt
                         await writer.drain()
                     assert statuses(await reader.read()) == [status]
         with subtests.test("fields without content"):
-            tiny = b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * (connection.MAX_FIELDS + 1) + b"\r\n"
+            tiny = b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * (MAX_FIELDS + 1) + b"\r\n"
             assert statuses((await pushed(door, tiny))[1]) == [431]
 
 
