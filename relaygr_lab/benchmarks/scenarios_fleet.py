@@ -62,8 +62,8 @@ async def ways(day: Day, factor: float, split: Mapping[str, int], arms: Sequence
                 found[arm] = report(arm, fleet)
                 if fleet.disturbed:
                     disturbed[arm] = fleet.disturbed
-                if fleet.load.lost:
-                    missed += [f"{arm}: {fleet.load.lost} rankings lost", *fleet.load.unanswered[:10]]
+                if lost := len(fleet.load.unanswered):
+                    missed.append(f"{arm}: {lost} rankings lost")
     for name, least in (("oracle", OF_ORACLE), ("fixed", OF_FIXED), ("mixed", 1.0)):
         if not {"moving", name} <= found.keys():
             continue
@@ -87,7 +87,7 @@ def report(arm: str, fleet: TidalFleet) -> float:
     ]
     moves = len(fleet.planned) + len(fleet.moves)
     late_ms = nearest_rank(some(fleet.load.sent_late_ms, "rankings"), 0.99)
-    told_of = f"{moves} moves, {fleet.load.lost} lost, sent {late_ms:.0f} ms late at P99"
+    told_of = f"{moves} moves, {len(fleet.load.unanswered)} lost, sent {late_ms:.0f} ms late at P99"
     print(f"{arm:>8}: {mean:.1%}; {', '.join(parts)}; {told_of}", flush=True)
     for (_, move), each in zip(fleet.planned, followed(fleet), strict=True):
         after = (
@@ -122,7 +122,7 @@ async def moves_in_a_row(moves: int, factor: float, load: float = MOVES_LOAD) ->
     print(f"  the least of these {_told(least)}")
     if fleet.disturbed:
         raise NotValid(fleet.disturbed)
-    missed = [f"{len(lost)} rankings lost", *lost[:10]] if lost else []
+    missed = [f"{len(lost)} rankings lost"] if lost else []
     if together.ratio - SURE * together.error < OF_HITS:
         missed.append(f"hits after moves are {_told(together)} of those before, aim {OF_HITS:g} for sure")
     fell = [each for each in after.since if each.ratio + CHANCE * each.error < OF_HITS]

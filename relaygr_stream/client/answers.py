@@ -171,7 +171,8 @@ class Answers:
             of_call = correlation[:CORRELATION_BYTES]
             call = self._calls.get(of_call)
             if call is None or call.reply.done():
-                self._drop(self._ended.get(of_call, "foreign"))
+                # A call whose time is over is released one turn of the loop later.
+                self._drop(self._ended.get(of_call, "foreign" if call is None else "late"))
             elif kind_of(record.headers):
                 self._drop("kind")
             elif self._answer_secrets and not self._is_signed(record, correlation):

@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.client import RelayClient
-from relaygr_stream.client.answers import Ranking
+from relaygr_stream.client.answers import Answers, Ranking
+from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.errors import ConfigError, Rejected, WorkerFailed
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.wire.codec import encode
@@ -81,6 +83,18 @@ async def test_an_answer_to_another_request_is_dropped_and_the_call_waits_on(emb
         assert not ranking.done()
         peer.release()
         assert (await ranking).worker == "peer"
+
+
+async def test_an_answer_that_comes_as_its_call_ends_is_late_and_not_a_stranger_s() -> None:
+    """The caller learns that its time is over one turn of the loop after the call did."""
+    registry = CollectorRegistry()
+    answers = Answers(ClientMetrics(registry), 1 << 20)
+    call = answers.expect("r")
+    call.fail(TimeoutError())
+    answers.on_records([Record("scores", 0, 0, 0, b"", b"", ((HEADER_CORRELATION, call.correlation),))])
+    dropped = "relaygr_client_answers_dropped_total"
+    found = {reason: registry.get_sample_value(dropped, {"reason": reason}) for reason in ("late", "foreign")}
+    assert found["late"] == 1 and not found["foreign"]
 
 
 @pytest.mark.parametrize(("status", "error"), [("rejected", Rejected), ("failed", WorkerFailed)])

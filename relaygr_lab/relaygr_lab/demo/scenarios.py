@@ -59,20 +59,19 @@ async def run_scenarios_demo(broker: BrokerKind | None, settings: Settings, out:
             f"{name}: {told.asked} rankings, {told.within:.0%} within {fleet.load.slo_ms(name):g} ms, {told.refused} "
             f"refused; hits {before.hits:.0%} before the first move{then}"
         )
-    console.print(f"{len(fleet.planned)} moves, {len(fleet.verified)} verified; {fleet.load.lost} rankings lost")
-    for each in fleet.load.unanswered[:10] if fleet.load.lost else ():
-        console.print(f"no answer: {each}")
+    lost = len(fleet.load.unanswered)
+    console.print(f"{len(fleet.planned)} moves, {len(fleet.verified)} verified; {lost} rankings lost")
     if broker is not None and fleet.disturbed:
         console.print(remark(fleet.disturbed))
     draw(fleet, began_s).savefig(out, format="png")
     console.print(f"picture: {out}")
-    return 1 if fleet.load.lost else 0
+    return 1 if lost else 0
 
 
 def draw(fleet: TidalFleet, since_s: float) -> Figure:
     """Workers of each scenario above, shares within their SLOs below, over the seconds since then, and the moves."""
     title = f"A day of two scenarios on {fleet.day.devices} workers: {len(fleet.planned)} moves"
-    figure, workers, shares = two_panels(f"{title}, {fleet.load.lost} rankings lost")
+    figure, workers, shares = two_panels(f"{title}, {len(fleet.load.unanswered)} rankings lost")
     end_s = fleet.factor * fleet.day.seconds
     for name, samples in fleet.load.samples.items():
         steps = [(at_s - since_s, counts[name]) for at_s, counts in fleet.counts]

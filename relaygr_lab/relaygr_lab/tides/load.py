@@ -14,14 +14,15 @@ from msgspec.structs import replace
 from relaygr_lab.rollouts import Sample
 from relaygr_lab.simulate.groups import Day, Surface
 from relaygr_lab.tides.traffic import requests_of
+from relaygr_stream.bus.producer import Outgoing
 from relaygr_stream.client import RelayClient
+from relaygr_stream.client.connection import Connection
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.messages import HITS, MISSES, Outcome
+from relaygr_stream.wire.messages import HITS, MISSES, Outcome, RankingRequest, ScoreReply
 from relaygr_stream.workload.driver import OnResult, Result, drive
 
-#: An answer that comes after its client has stopped waiting, within so many seconds, was late and not lost.
+#: An answer that comes this much later than its request allows was late and not lost.
 LATE_S: Final = 5.0
-DROPPED: Final = "relaygr_client_answers_dropped_total"
 #: A ranking with one of these errors had its answer: a worker refused it, or its client.
 REFUSED: Final = ("Overloaded", "BrokerUnavailable")
 #: What DeadlineExceeded says where a worker has answered so, and where the client was too late to send: what has
@@ -29,7 +30,6 @@ REFUSED: Final = ("Overloaded", "BrokerUnavailable")
 NOT_LOST: Final = ("the deadline passed", "the timeout is", "sent ", "not sent ")
 #: Longest wait until a worker of each scenario serves.
 SERVES_S: Final = 90.0
-LOOK_S: Final = 0.05
 #: From when, until when, by the monotonic clock.
 Span = tuple[float, float]
 
@@ -44,6 +44,14 @@ class Served(NamedTuple):
     scored: int
 
 
+class PatientClient(RelayClient):
+    """Waits LATE_S longer than workers are told, so that each ranking without an answer is known by name."""
+
+    async def _ask(self, connection: Connection, request: RankingRequest, message: Outgoing) -> ScoreReply:
+        longer = replace(request, timeout_ms=request.timeout_ms + LATE_S * 1e3)
+        return await super()._ask(connection, longer, message)
+
+
 class DayLoad:
     """The rankings of a day, by scenario. day: undilated; factor: of its times. pooled: without scenarios.
 
@@ -53,21 +61,11 @@ class DayLoad:
     def __init__(self, day: Day, factor: float, *, pooled: bool) -> None:
         self.samples: dict[str, list[Sample]] = {each.scenario.name: [] for each in day.surfaces}
         self.misses: list[tuple[float, str]] = []  # when a ranking was sent that found no prefix KV, and why
-        self.unanswered: list[str] = []  # each ranking without an answer in time, in words
+        self.unanswered: list[str] = []  # each ranking without an answer, not even a late one, in words
         self.sent_late_ms: list[float] = []
         self.start_s = 0.0
         self.timeout_s: float | None = None
         self._day, self._factor, self._pooled = day, factor, pooled
-        self._late_answers = 0  # to unanswered ones, after their clients had stopped waiting
-
-    @property
-    def lost(self) -> int:
-        """Rankings that no worker has answered, not even late.
-
-        At least: a ranking that two owners of its lane have read is answered twice. Where clients wait for long,
-        `unanswered` is exact.
-        """
-        return max(0, len(self.unanswered) - self._late_answers)
 
     @property
     def begins_s(self) -> float:
@@ -92,17 +90,13 @@ class DayLoad:
         """Send them for so long, or until stopped, and wait for their answers."""
         # Of each ranking one copy: an answer that comes late is another one's.
         alone = replace(settings, client=replace(settings.client, hedge_ms=0))
-        async with RelayClient(settings=alone) as client:
+        async with PatientClient(settings=alone) as client:
             for surface in self._day.surfaces:
                 await client.worker_serves(SERVES_S, "" if self._pooled else surface.scenario.name)
             self.start_s = time.monotonic()
             async with asyncio.TaskGroup() as group:
                 for number, surface in enumerate(self._day.surfaces):
                     group.create_task(self._send(client, surface, seconds, self._day.seed + number, stop))
-            until_s = time.monotonic() + LATE_S
-            while self.lost and time.monotonic() < until_s:
-                await asyncio.sleep(LOOK_S)
-                self._late_answers = int(client.registry.get_sample_value(DROPPED, {"reason": "late"}) or 0)
 
     async def _send(
         self, client: RelayClient, surface: Surface, seconds: float, seed: int, stop: asyncio.Event | None
@@ -126,6 +120,7 @@ class DayLoad:
             if sample.lost:
                 when = f"{result.item.request.request_id}, after {result.item.rank_at:.1f} s"
                 self.unanswered.append(f"{when}: {result.error}: {result.detail}")
+                print(f"no answer: {self.unanswered[-1]}", flush=True)  # at once: the day may end early
 
         return note
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from relaygr_lab.emulate.process import damping_at
 from relaygr_lab.rollouts import Sample
 from relaygr_lab.tides.days import EVEN, after_moves, followed, turns
 from relaygr_lab.tides.fleet import Moved, TidalFleet
-from relaygr_lab.tides.load import DayLoad, served, why_missed
+from relaygr_lab.tides.load import DayLoad, PatientClient, served, why_missed
 from relaygr_lab.tides.traffic import FEED, day_of, rates_of, requests_of
 from relaygr_lab.verdicts import NotValid
 
@@ -23,11 +24,14 @@ from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.messages import Outcome
 from relaygr_stream.wire.planner_status import Move
 from relaygr_stream.workload.driver import Result
+from tests.unit.client_peers import request, responder_on
+from tests.waiting import until
 
 NAN = math.nan
 #: A day of 100 s, times ten times as long as a device's, on two devices.
 TIDAL = day_of(rates_of(1.0, 2), 2, 10.0, FEED, tide=True, return_s=0.5)
 FACTOR = 10.0
+TOLD_S = 0.2
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +65,30 @@ def test_what_is_refused_is_not_lost_and_neither_is_within_the_slo() -> None:
         ("WorkerFailed", "a defect", True),
     ],
 )
-def test_what_no_worker_answered_though_it_was_sent_is_lost(error: str | None, detail: str, lost: bool) -> None:
+def test_what_no_worker_answered_though_it_was_sent_is_lost_and_named_at_once(
+    error: str | None, detail: str, lost: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     load = DayLoad(TIDAL, FACTOR, pooled=False)
     item = next(requests_of(TIDAL.surfaces[0], 100.0, FACTOR, 7, "feed"))
     outcome: Outcome | None = None if error else "hbm"
     load._on_result("feed")(Result(item, outcome, error, detail, 1.0, None, None))
-    assert (load.lost, load.samples["feed"][0].lost, load.samples["feed"][0].hit) == (lost, lost, error is None)
+    assert (load.samples["feed"][0].lost, load.samples["feed"][0].hit) == (lost, error is None)
+    named = [each for each in capsys.readouterr().out.splitlines() if item.request.request_id in each]
+    assert bool(named) == bool(load.unanswered) == lost
+
+
+async def test_the_days_client_still_takes_an_answer_that_comes_after_the_time_that_workers_are_told(
+    embedded_settings: Kafka,
+) -> None:
+    settings = Settings(kafka=embedded_settings)
+    async with responder_on(embedded_settings) as peer, PatientClient(settings=settings) as client:
+        peer.hold = True
+        ranking = asyncio.create_task(client.rank(request(), timeout=TOLD_S))
+        await until(lambda: len(peer.held) == 1)
+        assert peer.held[0][1].timeout_ms == pytest.approx(TOLD_S * 1e3)
+        await asyncio.sleep(TOLD_S)
+        peer.release()
+        assert (await ranking).latency_s > TOLD_S
 
 
 def test_requests_come_in_dilated_time_with_opposite_tides_and_users_of_their_own() -> None:
