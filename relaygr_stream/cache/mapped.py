@@ -1,4 +1,5 @@
-"""What a mapping does not say of its file: that the disk does not give a page, or has lost one that was written.
+"""What a mapping does not say of its file: that the disk does not give a page, or has lost one that was written. Linux
+alone is asked.
 
 An access to the former is a bus error. The latter is read as it was before, once Linux has dropped the page.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import sys
 from typing import Final
 
 MADV_POPULATE_READ: Final = 22
@@ -19,7 +21,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def why_absent(address: int, nbytes: int) -> str:
-    """Have these pages in memory. Returns why some cannot be; "": they are, or Linux is older than 5.14."""
+    """Have these pages in memory. Returns why some cannot be; "": they are, or that cannot be told (Linux < 5.14)."""
+    if sys.platform != "linux":
+        return ""
     if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), MADV_POPULATE_READ) == 0:
         return ""
     found = ctypes.get_errno()
@@ -31,6 +35,8 @@ def why_lost(fd: int, nbytes: int) -> str:
 
     Waits for the pages behind its end: there are none.
     """
+    if sys.platform != "linux":
+        return ""
     behind, one = ctypes.c_int64(nbytes), ctypes.c_int64(1)
     if _libc.sync_file_range(fd, behind, one, SYNC_FILE_RANGE_WAIT_BEFORE) == 0:
         return ""
