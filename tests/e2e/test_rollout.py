@@ -249,3 +249,59 @@ async def test_a_bad_model_stops_at_the_canary_and_a_good_one_gets_all_users(
         old = asked.versions[version]
         await until(lambda: asked.versions[version] > old + 50, "the former workers answer")
         assert asked.errors == {}  # what was in the log of the group that ended is asked again
+
+
+#: A rollout of a model as good, which stays in its first step.
+HALF = ("--canary", "50%", "--steps", "100", "--hold", "1h", "--cold", "--unlike")
+
+
+async def test_killed_in_its_first_step_it_is_taken_back_or_goes_on(embedded_settings: Kafka, tmp_path: Path) -> None:
+    """Its processes end with it, and the former group answers its users until one of the two is done."""
+    async with serving_fleet(embedded_settings, tmp_path, "w") as fleet, traffic(fleet) as asked:
+        arguments = ("--checkpoint", changed_model(tmp_path, "good", 1.0001), *HALF)
+        version = fleet.statuses["w"].model_version
+        for back in (True, False):
+            async with rollout(fleet, tmp_path, *arguments) as killed:
+                await killed.said("group next serves")
+                asked.hurry()
+                await killed.said("step 1 of 2")
+                asked.versions.clear()
+                await until(lambda: len(asked.versions) == 2, "both groups answer")
+                killed.process.kill()
+                await killed.process.wait()
+            assert await share(fleet) == POSITIONS // 2
+            old = asked.versions[version]
+            await until(lambda old=old: asked.versions[version] > old + 200, "the former group answers")  # type: ignore[misc]
+            asked.calm()
+            async with rollout(fleet, tmp_path, *(("--back",) if back else arguments)) as later:
+                if back:
+                    assert await later.process.wait() == 0
+                    assert await share(fleet) == 0
+                else:
+                    await later.said("step 2 of 2")
+                    assert await share(fleet) == POSITIONS
+        await asked.more(50)
+        assert asked.errors == {}
+
+
+async def test_of_two_begun_at_once_one_goes_on_and_is_taken_back(embedded_settings: Kafka, tmp_path: Path) -> None:
+    async with serving_fleet(embedded_settings, tmp_path, "w") as fleet, traffic(fleet) as asked:
+        arguments = ("--checkpoint", changed_model(tmp_path, "good", 1.0001), *HALF)
+        async with rollout(fleet, tmp_path, *arguments) as first:
+            await first.said("rollout from group")
+            async with rollout(fleet, tmp_path, *arguments) as second:
+                both = {first, second}
+                await until(lambda: any("step 1" in each.text for each in both), "a step")
+                (one,) = (each for each in both if "step 1" in each.text)
+                (other,) = both - {one}
+                why = re.compile("another command has changed the routes|has workers already")
+                await until(lambda: why.search(other.text), "why the other one ends")
+                assert await other.process.wait() == 1
+                assert await share(fleet) == POSITIONS // 2
+                await asked.more(100)
+                async with rollout(fleet, tmp_path, "--back") as back:
+                    assert await back.process.wait() == 0
+                await until(lambda: why.search(one.text), "why it ends")
+                assert await one.process.wait() == 1
+        assert await share(fleet) == 0
+        assert asked.errors == {}

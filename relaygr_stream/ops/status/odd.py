@@ -20,6 +20,8 @@ MIB = 1 << 20
 NEW_S: Final = 60.0
 #: A status's counter of what engine/signals.py refused by its tenant's bytes.
 OVER_QUOTA: Final = "signal_over_quota"
+#: A rollout states its figures every 5 s, and a broker may be away for a while.
+SILENT_S: Final = 30.0
 S = TypeVar("S", WorkerStatus, TriggerStatus)
 #: Fewer rankings have no 99 %.
 JUDGED_FROM: Final = 100
@@ -39,7 +41,20 @@ class Oddity(NamedTuple):
 def findings(view: Overview) -> list[Oddity]:
     """What is odd, what is urgent first."""
     urgent = [Oddity(line, True) for line in (*_unanswered(view), *_slow(view))]
-    checks = (_missing, moves, _clocks, _groups, _lanes, _versions, _bounds, _unused, _throttled, _quotas, _records)
+    checks = (
+        _missing,
+        moves,
+        _rollout,
+        _clocks,
+        _groups,
+        _lanes,
+        _versions,
+        _bounds,
+        _unused,
+        _throttled,
+        _quotas,
+        _records,
+    )
     found = urgent + [Oddity(line, False) for check in checks for line in check(view)]
     groups = view.groups
     for each in view.scenarios:
@@ -135,6 +150,17 @@ def _clocks(view: Overview) -> Iterator[str]:
         if abs(seen.ahead_ms) > MAX_SKEW_S * 1e3:
             off = "ahead of" if seen.ahead_ms > 0 else "behind"
             yield f"{name}: its clock is {abs(seen.ahead_ms) / 1e3:.0f} s {off} the broker's; set the clocks (NTP)"
+
+
+def _rollout(view: Overview) -> Iterator[str]:
+    rollout = (view.routes and view.routes.rollout) or None
+    if view.routes is None or rollout is None or rollout.state != "moving" or not view.routes.share_of(rollout.group):
+        return
+    if (silent_s := (view.now_ms() - view.routes.sent_ms) / 1e3) > SILENT_S:
+        yield (
+            f"rollout to {rollout.group or 'default'}: its command has said nothing for {silent_s:.0f} s; if it has "
+            f"ended, users stay where they are: run it again to go on, or `relaygr rollout --back`"
+        )
 
 
 def _groups(view: Overview) -> Iterator[str]:

@@ -318,7 +318,7 @@ def test_groups_and_the_rollout_between_them_are_shown() -> None:
     view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader())
     assert json.loads(as_json(view))["routes"] is None
     assert "rollout" not in render_plain(render(view))
-    view.routes = msgspec.structs.replace(routes, rollout=progress)
+    view.routes = msgspec.structs.replace(routes, rollout=progress, sent_ms=int(view.now_ms()))
     text = render_plain(render(view))
     assert "rollout to next is moving, step 2 of 3" in text
     rows = [line.split() for line in text.splitlines()]
@@ -332,6 +332,21 @@ def test_groups_and_the_rollout_between_them_are_shown() -> None:
     assert any("no worker" in line for line in oddities(view))
     view.routes = routes.moved("next", 8, 10_000)
     assert not any("no worker" in line or "no trigger" in line for line in oddities(view))
+
+
+def test_a_rollout_whose_command_is_silent_is_odd_once_users_have_moved() -> None:
+    def odd(age_s: float, share: int = 500, state: str = "moving") -> list[str]:
+        view = Overview(SETTINGS, load_topics(SETTINGS.kafka), StatusReader())
+        progress = RolloutProgress(state=state, group="next", steps=(500, 10_000))
+        routes = Routes.of_one("", 4).moved("next", 4, share)
+        sent_ms = view.now_ms() - int(1e3 * age_s)
+        view.routes = msgspec.structs.replace(routes, rollout=progress, sent_ms=sent_ms)
+        return [line for line in oddities(view) if line.startswith("rollout to next")]
+
+    (line,) = odd(40.0)
+    assert "has said nothing for 40 s" in line
+    assert "run it again to go on, or `relaygr rollout --back`" in line
+    assert odd(10.0) == odd(40.0, share=0) == odd(40.0, state="done") == []
 
 
 def test_scenarios_are_shown_with_what_is_odd_of_each() -> None:
