@@ -74,6 +74,7 @@ class Executor:
         self.failed_ms = 0.0  # that the last operation to fail had taken
         self.last_error = ""
         self.out_of_memory = 0
+        self._inference = torch.inference_mode()  # entered for each step: to make it takes as long as to enter it
         self._asynchronous = device.type != "cpu"
         self._steps: float | None = None  # of a chunk, about equal in time
         self._longest = MAX_CHUNK
@@ -208,7 +209,7 @@ class Executor:
 
     def _score(self, batch: Sequence[ScoreInput]) -> tuple[list[npt.NDArray[np.float32]], float]:
         start = self.clock()
-        with torch.inference_mode():
+        with self._inference:
             # Copied on a CPU too: the rows may be views of a buffer that the model's next call overwrites.
             scores = [row.to("cpu", torch.float32, copy=True).numpy() for row in self.model.score(batch)]
         ms = (self.clock() - start) * 1e3
@@ -343,7 +344,7 @@ class _Chunk:
         executor, region = self._executor, self._region
         start = executor.clock()
         try:
-            with torch.inference_mode():
+            with executor._inference:
                 self.finished = next(self._rest, self) is self
                 executor._synchronize()
             if self.finished and region.length != self.position + self.tokens:

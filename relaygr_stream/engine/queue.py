@@ -95,6 +95,8 @@ class Turns(Generic[T]):
 
     def first(self) -> T | None:
         """What is next, left in place."""
+        if not self._of_account:
+            return None
         heads = {}
         for account, heap in list(self._of_account.items()):
             first = heap.first()

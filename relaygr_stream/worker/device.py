@@ -50,26 +50,27 @@ class Turn:
 
 
 def take_turn(scheduler: Scheduler, inbox: deque[Submitted], clock: Clock) -> Iterator[Turn]:
-    """Handle the commands in the inbox, for HANDLING_S at most, then step; yields what each half did.
+    """Handle the commands in the inbox, if there are any, for HANDLING_S at most, then step; yields what each half did.
 
     So what needs no device (refusals, passing on, questions) does not wait for a step. After a half with an error,
     which does not lose what was done before it, there is no other.
     """
-    turn, until = Turn(), clock() + HANDLING_S
-    try:
-        while inbox and clock() <= until:
-            command, asked_by = inbox.popleft()
-            reply = scheduler.handle(command, clock())
-            if asked_by is not None:
-                turn.replies.append((asked_by, reply))
-            if isinstance(command, Prefill):
-                turn.prefill_bytes += command.task.nbytes
-    except BaseException as error:  # a defect: the caller decides
-        turn.error = error
-    turn.answers, turn.placed = scheduler.take_results()
-    yield turn
-    if turn.error is not None:
-        return
+    if inbox:
+        turn, until = Turn(), clock() + HANDLING_S
+        try:
+            while inbox and clock() <= until:
+                command, asked_by = inbox.popleft()
+                reply = scheduler.handle(command, clock())
+                if asked_by is not None:
+                    turn.replies.append((asked_by, reply))
+                if isinstance(command, Prefill):
+                    turn.prefill_bytes += command.task.nbytes
+        except BaseException as error:  # a defect: the caller decides
+            turn.error = error
+        turn.answers, turn.placed = scheduler.take_results()
+        yield turn
+        if turn.error is not None:
+            return
     turn = Turn()
     try:
         turn.worked = scheduler.step(clock(), rankings_only=bool(inbox))

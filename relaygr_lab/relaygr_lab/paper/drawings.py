@@ -28,14 +28,13 @@ Y_WORDS: Final = {
     "goodput": Axis("scores within the SLO, 1/s"),
     "hits": Axis("share of returns"),
 }
-BY_WORDS: Final = {"revisit": "{:.0%} returning", "width": "{:g} × width"}
 
 
 def drawings(curve: Curve, rows: Sequence[Sequence[Any]]) -> Iterable[tuple[str, list[Series], Axis, Axis, str]]:
     """Title, lines, axes and legend of each chart of a curve; rates over lengths are drawn the other way, too."""
     if not curve.drawn:
         return
-    values = [None] if curve.x == curve.by else sorted({row[1] for row in rows})
+    values = [None] if curve.x == "revisit" else sorted({row[1] for row in rows})
     words = (
         "Lines: simulated, with the range of the seeds, or the bracket of one. Dots: measured; hollow: a lower bound. "
         "Dashed: the oracle queue."
@@ -44,7 +43,7 @@ def drawings(curve: Curve, rows: Sequence[Sequence[Any]]) -> Iterable[tuple[str,
     x, y = Axis(curve.axis, log=curve.log), Y_WORDS[curve.shown]
     for value in values:
         mine = [row for row in rows if value is None or row[1] == value]
-        by = "" if value is None else f", {BY_WORDS[curve.by].format(value)}"
+        by = "" if value is None else f", {value:.0%} returning"
         series = list(_series(mine, curve))
         yield f"{curve.words}{by}", series, x, y, words
         if curve.x == "share":

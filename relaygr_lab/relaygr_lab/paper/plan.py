@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from relaygr_lab.bench.modes import ABLATIONS, CACHE, FLEET_MODES, FULL_ANY, FULL_LANE, RELAY, Mode
+from relaygr_lab.bench.options import TIMEOUT_SLOS
 from relaygr_lab.paper.setup import GRID, HEADLINE, Setup
 from relaygr_stream.workload.arrivals import ArrivalLog
 
@@ -33,14 +34,13 @@ LOADS: Final = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0, 1.2)
 FLEET_LOADS: Final = (0.1, 0.5, 0.8)
 #: Arrivals of a log that are played: enough for its bursts, and simulated in seconds.
 LOGGED_ARRIVALS: Final = 6_000
-#: In these every mode tells how much is within the SLO, its hits, its decisions and its use of devices and memory.
-AT_LOADS: Final = tuple(Setup(load=load) for load in (0.8, 1.0, 1.1, 1.25))
-#: Those of them that a fleet is measured at, too: beyond what the relay without delegates carries, where it is
-#: compared with them; and beyond what any mode carries, where each is looked at.
+#: Beyond what the relay without delegates carries, where it is compared with them; and beyond what any mode carries.
 HIGH, OVERLOAD = Setup(load=1.1), Setup(load=1.25)
 #: Where callers wait no longer than the SLO, and workers refuse or pass on what would be late by that.
 IN_TIME: Final = OVERLOAD.at(timeout=1.0)
-TIMEOUTS: Final = (1.0, 1.5, 2.0, 4.0, 8.0)
+#: In these every mode tells how much is within the SLO, its hits, its decisions and its use of devices and memory.
+AT_LOADS: Final = (Setup(load=0.8), OVERLOAD, IN_TIME)
+TIMEOUTS: Final = (1.0, 2.0, TIMEOUT_SLOS)
 #: Callers who wait for a second, as by default: what is in time is then the workers' doing, not that of timeouts.
 PATIENT: Final = Setup(timeout=20.0)
 #: Up to three times what the oracle carries; those from 1 on are judged.
@@ -111,7 +111,6 @@ class Curve:
     steps: tuple[Step, ...]
     shown: Shown = "rate"
     log: bool = False  # the axis
-    by: str = "revisit"  # another property: one chart for each of its values
     drawn: bool = True  # else its table says all: its axis has no order
 
 
@@ -123,7 +122,7 @@ def curves(quick: bool, arrivals: ArrivalLog | None = None) -> tuple[Curve, ...]
         return (_lengths(HEADLINE, (1.0,), quick=True), _parts((REGIMES["usual"],), fleet=False), few, *logged)
     heads = (20.0, 40.0, 60.0, 80.0, 150.0, 300.0)
     candidates = (32, 128, 512, 1024, 2048)
-    hot = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7)
+    hot, layers = (0.0, 0.1, 0.3, 0.5, 0.7), (0.25, 0.5, 1.0, 1.5, 2.0)
     return (
         _lengths(GRID, GRID),
         _loads("load", "P99 against load", USUAL, Setup(), (RELAY, FULL_ANY)),
@@ -139,17 +138,16 @@ def curves(quick: bool, arrivals: ArrivalLog | None = None) -> tuple[Curve, ...]
         _over("candidates", "Candidates", "candidates", candidates, (128, 512, 2048), log=True),
         _over("workers", "Workers", "workers", (1, 2, 4, 8), (1, 2, 8)),
         _over("long", "Share of long users", "share", (0.05, 0.1, 0.2, 0.4, 1.0), (0.1, 0.4), of=Setup(share=2.0)),
-        _over("hot", "A hot lane", "share of the users on it", hot, (0.3, 0.7), modes=HOT_MODES, fleet_modes=HOT_FLEET),
+        _over("hot", "A hot lane", "share of the users on it", hot, (0.3, 0.7), modes=HOT, fleet_modes=HOT),
         _over("swing", "A tide", "swing of the rate", (0.0, 0.2, 0.4, 0.6, 0.8), (0.4, 0.8)),
-        _shapes(),
+        _over("layers", "Layers", "× layers of the cost file", layers, (0.5, 1.5)),
         *logged,
     )
 
 
 FIRST_VISITS: Final = Setup(revisit=0.0)
 ANCHORS_WORDS: Final = "The real engine of this machine, one worker, undilated"
-HOT_MODES: Final = (FULL_ANY, FULL_LANE, RELAY, UNDELEGATED)
-HOT_FLEET: Final = (RELAY, UNDELEGATED)
+HOT: Final = (RELAY, UNDELEGATED)
 
 
 def _lengths(shares: Sequence[float], others: Sequence[float], *, quick: bool = False) -> Curve:
@@ -178,9 +176,9 @@ def _parts(regimes: Sequence[Setup], *, fleet: bool) -> Curve:
 
 
 def _modes() -> Curve:
-    steps = [Step(setup, FLEET_MODES) for setup in (*AT_LOADS, IN_TIME)]
-    steps += [Step(HIGH, (RELAY, UNDELEGATED), "fleet"), Step(OVERLOAD, FLEET_MODES, "fleet")]
-    steps += [Step(IN_TIME, (RELAY, CACHE), "fleet")]
+    steps = [Step(setup, FLEET_MODES) for setup in AT_LOADS]
+    steps += [Step(HIGH, (RELAY, UNDELEGATED)), Step(HIGH, (RELAY, UNDELEGATED), "fleet")]
+    steps += [Step(OVERLOAD, FLEET_MODES, "fleet"), Step(IN_TIME, (RELAY, CACHE), "fleet")]
     return Curve("modes", "Each mode at and beyond saturation", "load", "load", tuple(steps), "p99", drawn=False)
 
 
@@ -233,13 +231,6 @@ def _over(
     return Curve(name, words, axis, name, tuple(steps), log=log)
 
 
-def _shapes() -> Curve:
-    pairs = ((layers, width) for width in (0.5, 1.0, 2.0) for layers in (0.25, 0.5, 1.0, 1.5, 2.0))
-    steps = [Step(Setup(layers=layers, width=width), TWO) for layers, width in pairs]
-    steps += [Step(Setup(layers=layers), (RELAY,), "fleet") for layers in (0.5, 1.5)]
-    return Curve("layers", "Layers and width", "× layers of the cost file", "layers", tuple(steps), by="width")
-
-
 def _anchors() -> Curve:
     """The curves that one worker can have, on the real engine: more would share this machine's cores."""
     unit = Setup(real=True, workers=1)
@@ -261,7 +252,7 @@ def _anchors() -> Curve:
 
 def _dram() -> Curve:
     of = Setup(**SMALL, load=0.5)
-    steps = tuple(Step(of.at(dram_gib=gib), (RELAY, LRU)) for gib in (0, 4, 8, 16, 24, 32, 48))
+    steps = tuple(Step(of.at(dram_gib=gib), (RELAY, LRU)) for gib in (0, 8, 16, 32, 48))
     return Curve("dram_gib", "DRAM against hits", "GiB of DRAM a worker, 8 of HBM", "dram_gib", steps, "hits")
 
 

@@ -58,7 +58,7 @@ def make_report(
 
 
 def _rows(curve: Curve, known: Sequence[Point]) -> list[list[Any]]:
-    """[x, value of curve.by, mode, where, what, median, least, greatest, oracle, settled] of each point; two of one of
+    """[x, revisit ratio, mode, where, what, median, least, greatest, oracle, settled] of each point; two of one of
     hits. oracle: of goodput, what the oracle could serve of the load."""
     shown = {"hits": ("hits", "dram")}.get(curve.shown, (curve.shown,))
     rows = []
@@ -67,7 +67,7 @@ def _rows(curve: Curve, known: Sequence[Point]) -> list[list[Any]]:
             one = find(known, step.setup, mode.name, step.where)
             if one is None:
                 continue
-            x, by = getattr(one.setup, curve.x), getattr(one.setup, curve.by)
+            x, by = getattr(one.setup, curve.x), one.setup.revisit
             for what in shown:
                 value = one.shown(what) or (None, None, None)
                 oracle = one.ideal if what == "goodput" else one.oracle
@@ -92,7 +92,7 @@ def _beyond(known: Sequence[Point]) -> Iterable[str]:
 
 
 def _charts(curve: Curve, rows: Sequence[Sequence[Any]]) -> str:
-    """A chart for each value of curve.by, if that is not the axis."""
+    """A chart for each revisit ratio, if that is not the axis."""
     figures = []
     for title, series, x, y, words in drawings(curve, rows):
         figures.append(

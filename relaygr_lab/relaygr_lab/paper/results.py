@@ -141,7 +141,7 @@ class PaperReport(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
     conditions: dict[str, Any]
     points: list[Point]
-    curves: dict[str, list[list[Any]]]  # curve → [x, its `by`, mode, where, what, value, low, high, oracle, settled]
+    curves: dict[str, list[list[Any]]]  # curve → [x, revisit, mode, where, what, value, low, high, oracle, settled]
     headline: list[Headline]
     differences: list[list[Any]]  # [mode, setup, what, fleet, simulated, their difference as a share]
     verdicts: list[Verdict]

@@ -49,7 +49,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A fleet and its traffic. share: of the grid's unit length. delay_ms: head start, undilated.
 
     known: users with 512 tokens that it knows before it is measured, fewer if longer. long: share of the users who have
-    the length; the others are short. hot: share of the users on one lane. layers, width: × those of the cost file.
+    the length; the others are short. hot: share of the users on one lane. layers: × those of the cost file.
     timeout: of a ranking, in SLOs: workers refuse what would be late by it.
     load: the probe's rate as a share of the oracle's largest for the relay; 0: the largest rate is searched.
     arrivals: the log whose times, and users if it has them, the requests have; "": Poisson.
@@ -69,7 +69,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hbm_gib: int = 32
     dram_gib: int = 256
     layers: float = 1.0
-    width: float = 1.0
     timeout: float = TIMEOUT_SLOS
     load: float = 0.0
     arrivals: str = ""
@@ -90,7 +89,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def costs(self, costs: DeviceCosts) -> DeviceCosts:
         """The costs of its devices."""
-        return costs if (self.layers, self.width) == (1.0, 1.0) else costs.scaled(self.layers, self.width)
+        return costs if self.layers == 1.0 else costs.scaled(self.layers, 1.0)
 
     def settings(self, settings: Settings) -> Settings:
         """The settings of its processes."""
@@ -133,7 +132,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 ("hbm_gib", f"{self.hbm_gib} GiB HBM"),
                 ("dram_gib", f"{self.dram_gib} GiB DRAM"),
                 ("layers", f"{self.layers:g} × layers"),
-                ("width", f"{self.width:g} × width"),
                 ("timeout", f"timeouts of {self.timeout:g} SLO{'s' * (self.timeout != 1)}"),
                 ("load", f"load {self.load:.0%}"),
                 ("arrivals", f"arrivals of {self.arrivals}"),

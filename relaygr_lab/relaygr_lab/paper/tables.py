@@ -8,7 +8,7 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from relaygr_lab.bench.modes import ABLATIONS, BASELINES, FLEET_MODES, RELAY
-from relaygr_lab.paper.plan import ANCHORS_WORDS, AT_LOADS, IN_TIME, REGIMES, Curve, Shown
+from relaygr_lab.paper.plan import ANCHORS_WORDS, AT_LOADS, HIGH, IN_TIME, REGIMES, Curve, Shown
 from relaygr_lab.paper.readings import PLACES, find, in_both
 from relaygr_lab.paper.results import TIERS, PaperReport, Point
 from relaygr_stream.workload.report import HIT_WORDS
@@ -110,7 +110,7 @@ MODES_COLUMNS: Final = (
 def modes_rows(report: PaperReport) -> list[tuple[str, ...]]:
     """One row for each mode at and beyond saturation, as in MODES_COLUMNS."""
     order = [mode.name for mode in FLEET_MODES]
-    some = [one for one in report.points if one.setup in (*AT_LOADS, IN_TIME)]
+    some = [one for one in report.points if one.setup in (*AT_LOADS, HIGH)]
     return [
         (
             one.mode,

@@ -45,17 +45,17 @@ def test_a_report_can_be_read_again_and_its_page_stands_alone() -> None:
     assert "Targets" in shown and "· a setup: no time" in shown
 
 
-def test_a_curve_of_two_properties_has_a_chart_for_each_value_of_one() -> None:
-    (curve,) = [one for one in curves(quick=False) if one.name == "layers"]
+def test_a_curve_has_a_chart_for_each_revisit_ratio() -> None:
+    (curve,) = [one for one in curves(quick=False) if one.name == "length"]
     outcomes = [
-        outcome("relay", 100.0 * width + layers, where="simulated", layers=layers, width=width)
-        for width in (0.5, 2.0)
-        for layers in (0.25, 1.0)
+        outcome("relay", 100.0 * revisit + share, where="simulated", share=share, revisit=revisit)
+        for revisit in (0.0, 0.5)
+        for share in (0.25, 1.0)
     ]
     report = make_report(outcomes, (curve,), {"words": {}}, [], 1.0)
-    drawn = {title: series[0].points for title, series, *_ in drawings(curve, report.curves["layers"])}
-    assert list(drawn) == ["Layers and width, 0.5 × width", "Layers and width, 2 × width"]
-    assert [(dot.x, dot.y) for dot in drawn["Layers and width, 2 × width"]] == [(0.25, 200.25), (1.0, 201.0)]
+    drawn = {title: series[0].points for title, series, *_ in drawings(curve, report.curves["length"])}
+    assert list(drawn)[:2] == [f"{curve.words}, {share}% returning" for share in (0, 50)]
+    assert [(dot.x, dot.y) for dot in drawn[f"{curve.words}, 50% returning"]] == [(0.25, 50.25), (1.0, 51.0)]
 
 
 def test_tables_show_fleet_and_simulation_beside_each_other() -> None:
@@ -204,7 +204,7 @@ def test_nothing_in_dram_is_drawn_as_zero() -> None:
     report = make_report(found, (curve,), {"words": {}}, [], 1.0)
     ((_, series, *_),) = drawings(curve, report.curves[curve.name])
     of_dram = next(one for one in series if one.name == "relay, of DRAM")
-    assert [(dot.x, dot.y) for dot in of_dram.points] == [(0, 0.0), (4, 0.0)]
+    assert [(dot.x, dot.y) for dot in of_dram.points] == [(0, 0.0), (8, 0.0)]
 
 
 def test_lengths_are_drawn_against_rates_too_and_regimes_without_an_order_are_not() -> None:
