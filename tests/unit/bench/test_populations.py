@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +22,11 @@ from relaygr_stream.workload.items import StageDelay, WorkItem
 from relaygr_stream.workload.traffic import Mix
 from tests.unit.bench.reports import WORLD
 from tests.unit.workload.test_arrivals import prompts
+
+#: Few users, who return for a short while before the first probe.
+ASKED = SloOptions(
+    preset="quick", length=64, samples=100, tolerance=1.2, repeats=1, budget_s=60.0, known=5, settle_s=0.2
+)  # fmt: skip
 
 
 def options(length: float, revisit: float, **given: object) -> GeneratorOptions:
@@ -107,7 +113,7 @@ async def test_on_several_workers_cache_has_users_of_its_own_who_are_not_announc
         announced.append(announce)
 
     monkeypatch.setattr(populations, "drive", drive)
-    asked = SloOptions(preset="quick", length=64, samples=100, tolerance=1.2, repeats=1, budget_s=60.0, workers=workers)
+    asked = replace(ASKED, workers=workers)
     pipeline = SimpleNamespace(name="p", client=None, settings=load_settings([], {}).settings)
     made = Populations(asked, cast(Any, pipeline), 7, lambda line: None)
     relay, cache = [await made.get(64, 0.5, mode, WORLD) for mode in (RELAY, CACHE)]
@@ -125,9 +131,7 @@ async def test_with_a_logs_users_each_mode_that_announces_nothing_has_its_own(mo
 
     monkeypatch.setattr(populations, "drive", drive)
     log = ArrivalLog("log", np.arange(400.0), np.arange(400) % 40)
-    asked = SloOptions(
-        preset="quick", length=64, samples=100, tolerance=1.2, repeats=1, budget_s=60.0, workers=4, arrivals=log
-    )
+    asked = replace(ASKED, workers=4, arrivals=log)
     pipeline = SimpleNamespace(name="p", client=None, settings=load_settings([], {}).settings)
     made = Populations(asked, cast(Any, pipeline), 7, lambda line: None)
     of = [await made.get(64, 0.5, mode, WORLD) for mode in (RELAY, CACHE, FULL_LANE, FULL_ANY)]

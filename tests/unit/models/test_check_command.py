@@ -18,7 +18,7 @@ from tests.unit.models.broken_models import ByBatchSize
 
 SHAPE = settings.Model(layers=2, dim=16, heads=2, dqk=8, dv=8, vocab=50, max_positions=200)
 SETTINGS = [
-    "--set", "relay.max_prefix_tokens=120", "--set", "relay.max_suffix_tokens=16", "--set", "relay.max_candidates=20",
+    "--set", "relay.max_prefix_tokens=40", "--set", "relay.max_suffix_tokens=16", "--set", "relay.max_candidates=20",
 ]  # fmt: skip
 
 

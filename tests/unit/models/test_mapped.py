@@ -226,7 +226,8 @@ def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     assert "50 rows in 1 files" in done.output and "of its row's largest value" in done.output
-    checked = CliRunner().invoke(main, ["model", "check", "--set", f"model.checkpoint={tmp_path / 'out'}"])
+    small = ["--set", "relay.max_prefix_tokens=33", "--set", "relay.max_suffix_tokens=7"]
+    checked = CliRunner().invoke(main, ["model", "check", "--set", f"model.checkpoint={tmp_path / 'out'}", *small])
     assert "every property holds" in checked.output
     packaged = CliRunner().invoke(main, ["model", "map-items", "demo", str(tmp_path / "demo")])
     assert "4,000 rows in 1 files" in packaged.output

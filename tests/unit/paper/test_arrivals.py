@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from relaygr_lab.bench import oracle
 from relaygr_lab.bench.lengths import costs_named
 from relaygr_lab.bench.modes import CACHE, FULL_ANY, RELAY
 from relaygr_lab.bench.oracle import largest_rate
@@ -71,7 +72,10 @@ def test_without_a_head_start_bursts_carry_less_than_poisson_arrivals() -> None:
         assert 0 < largest_rate(mode, COSTS, shape, log=LOG) < 0.8 * largest_rate(mode, COSTS, shape)
 
 
-def test_simulations_and_oracle_of_that_setup_have_the_log_and_others_have_not(tmp_path: Path) -> None:
+def test_simulations_and_oracle_of_that_setup_have_the_log_and_others_have_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oracle, "REQUESTS", 4000)
     run = paper(tmp_path)
     logged, poisson = (run._simulation(0, setup, RELAY) for setup in (LOGGED, POISSON))
     assert logged is not None
