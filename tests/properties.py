@@ -1,4 +1,4 @@
-"""How many examples a property gets: a quarter of them in make test, all in make test-long and make test-repeat."""
+"""How many examples a property gets: an eighth of them in make test, all in make test-long and make test-repeat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import settings
 
 #: The profile with all examples, and new ones in each run.
 WHOLE: Final = "search"
-PART: Final = 4
+PART: Final = 8
 #: Below this, the first examples, which are the simplest, are most of them.
 LEAST: Final = 8
 
