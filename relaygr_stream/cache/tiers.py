@@ -203,7 +203,7 @@ class DramTier(_Tier):
     """Copies of regions in host memory, byte for byte.
 
     cost_ms(entry): the cost of its next use if the copy is evicted. full: the last allocation failed, and nothing has
-    changed since. kept: what is written of copies into the tier's file; None: it has none.
+    changed since. file: the tier's; kept: what is written of copies into it; None: it has none.
     """
 
     def __init__(
@@ -216,6 +216,7 @@ class DramTier(_Tier):
         super().__init__(memory, cost_ms, policy)
         self._layout = layout
         self.kept = None if memory.file is None else KeptCopies(memory.file, layout)
+        self.file = memory.file
         self._nbytes = layout.nbytes if self.kept is None else self.kept.nbytes
         self.full = False
         self._evictable: dict[str, Entry] = {}

@@ -44,14 +44,20 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Memory for an arriving copy. data: the bytes to fill (uint8)."""
+    """Memory for an arriving copy. data: the bytes to fill (uint8). file: as of a lease."""
 
     user_id: str
     tokens: Tokens
     copy: StoredCopy
     data: torch.Tensor
+    file: TierFile | None = None
     filled: bool = False  # the copy became the user's entry
     erased: bool = False  # its user was erased meanwhile: it becomes nothing
+
+    def fetch(self) -> None:
+        """As of a lease: before they are filled."""
+        if self.file is not None:
+            self.file.fetch(self.copy.extent)
 
 
 class ListUsers(NamedTuple):
@@ -186,8 +192,7 @@ class Transit:
         self._table.note(entry)
         stored = entry.stored
         tokens = entry.tokens.slice(0, stored.length)
-        file = None if dram.kept is None else dram.kept.file
-        return Lease(entry, tokens, stored.capacity, dram.view(stored), self._uses(user_id), file)
+        return Lease(entry, tokens, stored.capacity, dram.view(stored), self._uses(user_id), dram.file)
 
     def give_back(self, lease: Lease) -> None:
         """End the lease: the copy is read, or no longer needed."""
@@ -216,7 +221,7 @@ class Transit:
         if extent is None:
             return "full"
         copy = StoredCopy(extent, capacity, len(tokens))
-        reservation = Reservation(user_id, tokens, copy, dram.view(copy))
+        reservation = Reservation(user_id, tokens, copy, dram.view(copy), dram.file)
         self._reserved[reservation] = extent
         return reservation
 

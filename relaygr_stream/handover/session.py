@@ -260,6 +260,8 @@ class Taker:
         """Receive the copy of the oldest offer, if it was taken, and make it the user's entry."""
         place = offers.waiting[0]
         if place is not None:
+            if place.file is not None:
+                await asyncio.to_thread(place.fetch)
             await channel.receive_copy(place.data.numpy().data, self._pace)
             self._metrics.bytes.labels("taken").inc(place.data.numel())
         offers.waiting.popleft()

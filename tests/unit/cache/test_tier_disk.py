@@ -13,7 +13,7 @@ from relaygr_stream.cache.copy import CopyEngine
 from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tier_file import TierFile
-from relaygr_stream.cache.transit import Lease
+from relaygr_stream.cache.transit import Lease, Reservation
 from relaygr_stream.errors import DeviceError
 from tests import needs
 from tests.faults.disk import HINT, FailingDisk, drop_pages, failing_disk, permitted
@@ -89,14 +89,18 @@ def test_what_a_disk_does_not_give_is_computed_again(world: World) -> None:
     world.cache.check_integrity()
 
 
-def test_what_a_disk_does_not_give_is_not_lent(world: World) -> None:
+def test_what_a_disk_does_not_give_is_not_lent_nor_filled(world: World) -> None:
     lease = world.cache.transit.lend(world.away().user_id)
+    place = world.cache.transit.reserve("another", sequence(USERS, 0, 70), 128)
     assert isinstance(lease, Lease)
+    assert isinstance(place, Reservation)
+    place.data.fill_(3)
     world.file.sync()
     world.disk.refuse_reads()
     world.forget()
-    with pytest.raises(DeviceError, match="does not give what was written"):
-        lease.fetch()
+    for each in (lease, place):
+        with pytest.raises(DeviceError, match="does not give what was written"):
+            each.fetch()
 
 
 def test_an_erasure_that_does_not_reach_the_disk_is_none(world: World) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -39,7 +40,8 @@ from relaygr_stream.models.loading import load_model
 from relaygr_stream.settings.schema import Relay
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.wire.messages import tenant_key
-from tests.unit.cache.worlds import HookedCopy, broken
+from tests.unit.cache.worlds import GRANULE_BYTES as CACHE_GRANULE
+from tests.unit.cache.worlds import HookedCopy, broken, file_of
 
 CPU = torch.device("cpu")
 TOY = Model(
@@ -168,6 +170,7 @@ class World:
 
     hbm: int = 9
     dram: int = 8
+    folder: Path | None = None  # of the DRAM tier's file
     audit_share: float = 0.0
     lag: int = 0
     limits: Limits = LIMITS
@@ -188,7 +191,9 @@ class World:
         self.model = self.wrap(self.truth if on_cpu else toy_model(self.device, self.kind))
         self.executor = Executor(self.model, self.device, self.clock)
         self.copies = self.copier(self.device)
-        dram = TierMemory(self.dram * GRANULE_BYTES, CPU, pinned=not on_cpu) if self.dram else None
+        size = self.dram * GRANULE_BYTES
+        file = None if self.folder is None else file_of(self.folder / "tier", size // CACHE_GRANULE, self.truth.layout)
+        dram = TierMemory(size, CPU, pinned=not on_cpu, file=file) if self.dram else None
         self.cache = PrefixCache(
             self.model.layout,
             TierMemory(self.hbm * GRANULE_BYTES, self.device),

@@ -8,6 +8,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -55,12 +56,13 @@ class Peer:
         secret: str = SECRET,
         rate: float = 1e3,
         dram: int = 30,
+        folder: Path | None = None,
         settings: HandoverSettings | None = None,
         max_tokens: int = MAX_TOKENS,
     ) -> None:
         self.name = name
         self.answers: list[Answer] = []
-        self.world = World(hbm=30, dram=dram)
+        self.world = World(hbm=30, dram=dram, folder=folder)
         self.thread = DeviceThread(asyncio.get_running_loop(), self)
         self.known: dict[str, WorkerStatus] = {}
         self.registry = CollectorRegistry()

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections import defaultdict, deque
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -41,8 +42,12 @@ from tests.unit.handover.peers import (
 from tests.waiting import until
 
 
-async def test_users_of_moved_lanes_are_served_without_computing() -> None:
-    async with peers() as (old, new):
+@pytest.mark.parametrize("in_files", [False, True])
+async def test_users_of_moved_lanes_are_served_without_computing(in_files: bool, tmp_path: Path) -> None:
+    folders = [tmp_path / name if in_files else None for name in ("old", "new")]
+    for folder in filter(None, folders):
+        folder.mkdir()
+    async with peers({"folder": folders[0]}, folder=folders[1]) as (old, new):
         moved = frozenset(lane_of(f"u{user}", LANES) for user in (1, 2, 3))
         theirs = [user for user in range(6) if lane_of(f"u{user}", LANES) in moved]
         new.handover.lanes_changed(moved, ())
