@@ -28,7 +28,7 @@ from tests.waiting import until
 ROUTE = [(HEADER_CORRELATION, b"me-1"), (HEADER_REPLY_PARTITION, b"2")]
 
 
-async def test_bad_messages_are_answered_and_buried(embedded_settings: Kafka, tmp_path: Path) -> None:
+async def test_bad_messages_are_answered_and_dead_lettered(embedded_settings: Kafka, tmp_path: Path) -> None:
     dead: list[Record] = []
     replies: list[Record] = []
 

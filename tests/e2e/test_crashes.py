@@ -90,7 +90,7 @@ async def test_a_request_that_ends_each_worker_is_answered_failed_after_so_many(
 
 
 @pytest.mark.parametrize("delegated", [False, True])
-async def test_a_signal_that_ends_each_worker_is_buried_after_so_many(
+async def test_a_signal_that_ends_each_worker_is_dead_lettered_after_so_many(
     kafka_settings: Kafka, tmp_path: Path, delegated: bool
 ) -> None:
     dead: list[Record] = []

@@ -36,7 +36,7 @@ def machines() -> Iterator[Network]:
         yield found
 
 
-def flight(machines: Network, packets: int = PACKETS) -> tuple[list[int], list[float]]:
+def sent_across(machines: Network, packets: int = PACKETS) -> tuple[list[int], list[float]]:
     """Numbers of the packets that arrived, in the order of their arrival, and the seconds that each took."""
     numbers: list[int] = []
     took: list[float] = []
@@ -91,14 +91,14 @@ def test_no_connection_is_silenced_for_longer_than_a_request() -> None:
 
 def known(machines: Network) -> None:
     """The far machine's address is asked for and answered: what waits for that may be dropped by the sender itself."""
-    while not flight(machines, packets=1)[0]:
+    while not sent_across(machines, packets=1)[0]:
         pass
 
 
 def test_as_new_everything_arrives_in_order(machines: Network) -> None:
     machines.splice("far")
     known(machines)
-    numbers, _ = flight(machines)
+    numbers, _ = sent_across(machines)
     assert numbers == list(range(PACKETS))
 
 
@@ -106,12 +106,12 @@ def test_worn_it_loses_its_share(machines: Network) -> None:
     cable = machines.splice("far", seed=7)
     known(machines)
     cable.wear(loss=LOSS)
-    numbers, _ = flight(machines)
+    numbers, _ = sent_across(machines)
     lost = 1 - len(numbers) / PACKETS
     assert abs(lost - LOSS) < CHANCE * (LOSS * (1 - LOSS) / PACKETS) ** 0.5, lost
     assert numbers == sorted(numbers), "without jitter nobody overtakes"
     cable.mend()
-    numbers, _ = flight(machines)
+    numbers, _ = sent_across(machines)
     assert len(numbers) == PACKETS, "mended, nothing is lost"
 
 
@@ -119,7 +119,7 @@ def test_worn_it_delays_and_reorders(machines: Network) -> None:
     cable = machines.splice(HERE)
     known(machines)
     cable.wear(delay_s=DELAY_S, jitter_s=JITTER_S)
-    numbers, took = flight(machines)
+    numbers, took = sent_across(machines)
     assert sorted(numbers) == list(range(PACKETS)), "delay loses nothing"
     assert numbers != sorted(numbers), "jitter lets packets overtake each other"
     # From below only: a crowded machine delays more.
@@ -155,6 +155,6 @@ def test_spliced_it_can_still_be_pulled(machines: Network) -> None:
     machines.splice("far")
     known(machines)
     machines.cut("far")
-    assert flight(machines, packets=10) == ([], [])
+    assert sent_across(machines, packets=10) == ([], [])
     machines.join("far")
     known(machines)

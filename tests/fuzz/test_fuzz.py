@@ -49,7 +49,7 @@ def test_what_does_not_hold_is_found_and_counted(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.stack
-async def test_bad_messages_on_the_bus_are_buried_or_answered_and_nobody_stops(embedded_settings: Kafka) -> None:
+async def test_bad_messages_on_the_bus_are_dead_lettered_or_answered_and_nobody_stops(embedded_settings: Kafka) -> None:
     async with bus(embedded_settings) as running:
         await flood(running, SHORT, seed=7)
     assert len(running.deserved) > SHORT // 4

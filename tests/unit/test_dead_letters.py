@@ -279,7 +279,7 @@ def test_a_reason_that_there_is_not_is_an_error() -> None:
     ) == [later]
 
 
-def test_a_detail_that_is_no_unicode_can_be_buried() -> None:
+def test_a_detail_that_is_no_unicode_can_be_dead_lettered() -> None:
     headers = dead_letter_headers(record(1, []), DecodeError("invalid", "user \ud800"))
     assert (HEADER_DETAIL, b"user \\ud800") in headers
 

@@ -1,5 +1,5 @@
 """Records that say, with the header `relaygr-kind`, that they are none of this release's messages: readers skip them,
-count them, and neither bury nor answer them."""
+count them, and neither dead-letter nor answer them."""
 
 from __future__ import annotations
 

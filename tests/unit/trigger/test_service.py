@@ -325,7 +325,7 @@ async def test_an_event_larger_than_dead_letters_may_be_holds_up_nothing(embedde
 
 
 async def test_a_trigger_refuses_a_dead_letter_topic_that_would_hold_up_its_lanes(tmp_path: Path) -> None:
-    """It would try for ever to bury an event that its topic takes and the dead letters' does not."""
+    """It would try for ever to dead-letter an event that its topic takes and that of dead letters does not."""
     for file in (Path(__file__).parents[3] / "topics").glob("*.toml"):
         text = file.read_text(encoding="utf-8")
         if file.stem == "retrieval":

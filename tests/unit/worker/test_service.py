@@ -97,7 +97,7 @@ def position(peer: Peer, lane: int) -> int:
     return next((each.pre_infer_offset for each in lanes if each.lane == lane), -1)
 
 
-async def test_a_cancel_releases_in_its_order_and_a_broken_one_is_buried(embedded_settings: Kafka) -> None:
+async def test_a_cancel_releases_in_its_order_and_a_broken_one_is_dead_lettered(embedded_settings: Kafka) -> None:
     kind = [(HEADER_KIND, KIND_CANCEL.encode())]
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
         before = await committed(embedded_settings, peer.topics.ranking.name)

@@ -230,7 +230,8 @@ async def test_a_worker_that_stops_in_order_leaves_a_tombstone(embedded_settings
     assert StatusReader().read(last) == Tombstone("w1", decode(WorkerStatus, seen[0].value).incarnation)
 
 
-@pytest.mark.parametrize("process", [pytest.param("worker", marks=pytest.mark.stack), "trigger"])
+@pytest.mark.stack
+@pytest.mark.parametrize("process", ["worker", "trigger"])
 async def test_a_process_that_is_stopped_while_it_starts_ends_at_once(tmp_path: Path, process: str) -> None:
     """Somebody takes connections and never says a word: a request to such a broker takes its whole timeout."""
     loop = asyncio.get_running_loop()

@@ -114,7 +114,7 @@ async def test_what_is_larger_than_dead_letters_may_be_holds_up_no_lane(embedded
 
 
 @pytest.mark.stack
-async def test_a_worker_that_cannot_bury_any_more_reads_no_more_until_it_can(
+async def test_a_worker_that_cannot_dead_letter_any_more_reads_no_more_until_it_can(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else bad messages pile up in its memory for as long as the dead letters' topic is away."""
