@@ -19,6 +19,7 @@ from relaygr_stream.cache.entry import Coverage, Found
 from relaygr_stream.engine.clients import Clients
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.forecast import (
+    ALONE_DEADLINE_FACTOR,
     LEAST_IDLE,
     STILL_IDLE,
     Calibration,
@@ -27,7 +28,7 @@ from relaygr_stream.engine.forecast import (
     IdleShare,
 )
 from relaygr_stream.engine.prefill import PrefillJobs
-from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION, Booking, Ranking
+from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION, Booking, PrefillJob, Ranking
 from relaygr_stream.models.api import takes_suffix
 
 #: What the answer to a ranking that made room says.
@@ -170,6 +171,20 @@ class Admission:
         full = self._too_late_when_idle(ranking, now)
         self._late.add(ranking)
         return full
+
+    def comes_late(self, ranking: Ranking, job: PrefillJob, now: float) -> Full | None:
+        """Why not to go on with the job for this waiter: what is left of it comes too late, and nothing gets idle time.
+
+        One that the device has not begun, and that keeps nobody waiting, may have been predicted too long.
+        """
+        if ranking.late or not ranking.booking.expected_ms or self.idle.share(now) >= LEAST_IDLE:
+            return None
+        left = (ranking.due - now) * 1e3
+        ms = self._jobs.remaining_ms(job) + self.score_ms(ranking) * self.calibration.factor
+        alone = self._forecast.count == 1 and not ranking.measured.started
+        if ms <= (ALONE_DEADLINE_FACTOR * left if alone else left):
+            return None
+        return Full("ms", f"what is left of it takes {ms:.0f} ms, and {left:.0f} ms are left")
 
     def tries(self, ranking: Ranking, full: Full, now: float) -> bool:
         """Whether to admit a ranking all the same for which an idle device would take too long, by prediction.

@@ -286,6 +286,11 @@ class PrefillRun:
         """All tokens are in the region."""
         return self.region.length >= len(self.tokens)
 
+    def rest_ms(self, predicted_ms: float) -> float:
+        """Until it is done. predicted_ms: of the tokens that are not there, those of the chunk under way among them."""
+        chunk = self._chunk
+        return predicted_ms if chunk is None else max(predicted_ms - chunk.ms, chunk.last_ms)
+
     def advance(self, bound_ms: float) -> float:
         """Work for SLICE_SHARE of bound_ms or so, at least a step; returns the milliseconds. Do not call it when done.
 
@@ -329,14 +334,14 @@ class _Chunk:
         self._executor = executor
         self._region = region
         self.taken = 0  # steps so far
-        self._last_ms = 0.0  # of the last of them
+        self.last_ms = 0.0  # of the last of them
         self._rest = _steps(executor.model, region, tokens)
 
     @property
     def whole_steps(self) -> float:
         """The chunk so far in steps of average time: the last one, which may be shorter, counts by its time, at most as
         one: a longer one was interrupted."""
-        before, ms = self.taken - 1, self.ms - self._last_ms
+        before, ms = self.taken - 1, self.ms - self.last_ms
         return min(before * self.ms / ms, float(self.taken)) if before and ms > 0 else 1.0
 
     def step(self) -> float:
@@ -355,10 +360,10 @@ class _Chunk:
         except BaseException:
             region.length = self.position
             raise
-        self._last_ms = (executor.clock() - start) * 1e3
-        self.ms += self._last_ms
+        self.last_ms = (executor.clock() - start) * 1e3
+        self.ms += self.last_ms
         self.taken += 1
-        return self._last_ms
+        return self.last_ms
 
 
 def _steps(model: RankingModel, region: KVRegion, tokens: Tokens) -> Iterator[None]:

@@ -111,7 +111,7 @@ class PrefillJobs:
     def remaining_ms(self, job: PrefillJob) -> float:
         """Predicted device time until it has completed."""
         done = job.run.region.length
-        return self.prefill_ms(done, max(0, len(job.run.tokens) - done))
+        return job.run.rest_ms(self.prefill_ms(done, max(0, len(job.run.tokens) - done)))
 
     def prefill_ms(self, position: int, tokens: int) -> float:
         """Predicted device time of a job of so many tokens behind `position`."""

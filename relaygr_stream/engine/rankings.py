@@ -119,6 +119,12 @@ class Rankings:
                 self._residents.moved(ranking)
             self._timers.add(min(ranking.deadline, now + RECHECK_S), ranking)
 
+    def look_ahead(self, job: PrefillJob, now: float) -> None:
+        """Before a slice of the job: refuse the waiters for which it comes too late; without one left, it ends."""
+        for ranking in job.waiters:
+            if not ranking.answered and (full := self._admission.comes_late(ranking, job, now)) is not None:
+                self._refuse(ranking, full.reason, now)
+
     def started(self, rankings: Iterable[Ranking], now: float) -> None:
         """The device works for these from now on, if it did not before."""
         for each in rankings:

@@ -358,6 +358,7 @@ class Scheduler:
     def _advance(self, job: PrefillJob, now: float) -> None:
         """Give a job a slice of device time, and do what follows if it was the last."""
         if job.waiters:
+            self.rankings.look_ahead(job, now)
             self.rankings.started((each for each in job.waiters if not each.answered), now)
         before = job.ms
         ms = self._jobs.advance(job, now)

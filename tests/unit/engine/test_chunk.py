@@ -57,6 +57,16 @@ def test_the_last_step_counts_as_what_it_takes(steps_ms: tuple[float, ...], wort
     assert taken(*steps_ms).chunk_ms(1.0) == pytest.approx(worth)
 
 
+def test_what_is_left_of_a_chunk_is_less_by_its_steps_and_at_least_another_step() -> None:
+    model = Stepped(4.0, 6.0, 4.0)
+    executor = Executor(model, torch.device("cpu"), lambda: model.now)  # type: ignore[arg-type]
+    run = executor.prefill(empty_region(small_model(), 8), Tokens(np.zeros((3, 8), np.int64)))
+    assert run.rest_ms(14.0) == 14.0
+    for left in (10.0, 6.0):
+        run.advance(1.0)
+        assert run.rest_ms(14.0) == pytest.approx(left)
+
+
 def test_chunks_are_as_long_as_those_before_were_worth() -> None:
     executor = taken(4.0, 1.0)
     assert executor.chunk_ms(2.5) == pytest.approx(2.5 * 1.25)

@@ -16,12 +16,16 @@ from relaygr_stream.engine.forecast import IDLE_S, Forecast, IdleShare
 from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION
 from relaygr_stream.engine.scheduler import Limits
-from tests.unit.engine.test_overload import BATCH_MS, CAPACITY_PER_S, TOKENS, USERS, Simulation, waiting
+from tests.unit.engine.test_overload import BATCH_MS, CAPACITY_PER_S, RANKING_MS, TOKENS, USERS, Simulation, waiting
 from tests.unit.engine.test_queue import job, ranking
 from tests.unit.engine.worlds import LIMITS
 
 #: An answer that leaves REPLY_S before the SLO ends is with its caller within it.
 SLO_S, REPLY_S, TIMEOUT_S = 0.03, 0.002, 1.0
+#: LIMITS would bound the queue, whatever is due.
+ROOMY = dataclasses.replace(LIMITS, queue_limit=2048)
+#: A device that takes so many times as long: fewer rankings overload it for longer than its idle time is averaged.
+SLOWER = 4
 
 
 class Served(Simulation):
@@ -91,13 +95,15 @@ class Served(Simulation):
 @pytest.mark.parametrize("load", [1.1, 3.0])
 def test_goodput_stays_when_more_comes_than_the_device_can_carry(load: float) -> None:
     """Callers wait for a second, 33 SLOs: by their timeouts alone, everything would be late."""
-    served = Served()
-    served.load(0.5 * CAPACITY_PER_S, 100)
+    served, capacity_per_s = Served(ROOMY), CAPACITY_PER_S / SLOWER
+    served.device.batch_ms, served.device.ranking_ms = SLOWER * BATCH_MS, SLOWER * RANKING_MS
+    served.load(0.5 * capacity_per_s, 60)
     begun = served.device.now
-    tasks = served.load(load * CAPACITY_PER_S, 900)
+    tasks = served.load(load * capacity_per_s, 900)
     lasted = max(task.arrived for task in tasks) - begun
-    assert served.good(tasks) / lasted >= 0.9 * CAPACITY_PER_S
-    refused = sorted(took for status, took in map(served.ends.__getitem__, tasks) if status != "ok")
+    assert served.good(tasks) / lasted >= 0.9 * capacity_per_s
+    later = [served.ends[task] for task in tasks if task.arrived > begun + 2 * IDLE_S]  # the share of idle time follows
+    refused = sorted(took for status, took in later if status != "ok")
     assert refused and refused[int(0.99 * len(refused))] <= SLO_S, "refused, but late"
 
 
@@ -136,7 +142,7 @@ def test_a_refusal_says_whether_to_hand_the_ranking_in_again() -> None:
 
 
 def test_after_an_overload_the_next_rankings_are_in_time_again() -> None:
-    served = Served(dataclasses.replace(LIMITS, queue_limit=2048))  # LIMITS would bound the queue, whatever is due
+    served = Served(ROOMY)
     served.load(0.5 * CAPACITY_PER_S, 100)
     rng, at = np.random.default_rng(2), served.device.now
     for _ in range(300):
@@ -190,6 +196,26 @@ def test_what_is_not_begun_in_time_is_refused_before_it_is_due_while_others_can_
     assert len(refused) == waiting - 1, "the last one keeps nobody else waiting"
     served.until(served.device.now + TIMEOUT_S)
     assert [served.ends[task][0] for task in tasks] == ["ok"] * waiting, "in idle time, as nobody else comes"
+
+
+def test_a_ranking_that_its_device_has_begun_is_refused_as_soon_as_what_is_left_of_it_takes_too_long() -> None:
+    """The device becomes four times as slow: at its due time, a refusal would come too late."""
+    served = Served()
+    served.device.token_ms = 0.1
+    served.load(0.5 * CAPACITY_PER_S, 60)
+    for _ in range(30):
+        served.ask(150, full=True)
+        served.until(served.device.now + SLO_S)
+    served.world.scheduler.admission.idle.works(served.device.now, first=True)
+    served.device.now += 10 * IDLE_S  # rankings leave no time
+    task = served.ask(150, full=True)
+    while served.device.now < task.arrived + 0.004:
+        served.step()
+    assert task not in served.ends
+    served.device.token_ms = 0.4
+    served.until(task.due + SLO_S)
+    status, took = served.ends[task]
+    assert status == "overloaded" and took < 0.9 * (task.due - task.arrived)
 
 
 def test_without_predictions_a_late_ranking_does_not_wait_for_a_device_without_time_either() -> None:
