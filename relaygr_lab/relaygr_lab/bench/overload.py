@@ -24,6 +24,11 @@ def seconds(loads: tuple[float, ...], warm_up_s: float) -> float:
     return (1 + len(loads)) * (SECONDS + warm_up_s + WAIT_S) if loads else 0.0
 
 
+def not_offered(revisit: float) -> str:
+    """What is said where there is no rate to multiply."""
+    return f"not offered at {revisit:.0%} returning: the relay carried no rate there within the SLO"
+
+
 def line(load: float, probe: Probe, carried: Probe, slo_ms: float) -> str:
     """What is in time at `load` times the largest rate carried, of what is at that."""
     known = probe.refused_p99

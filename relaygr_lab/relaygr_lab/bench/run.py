@@ -174,14 +174,18 @@ class Bench:
                 if not any(cell.mode is FULL for cell in open_cells):
                     open_cells += self._now_given(cells)
             for cell in cells if self.options.overload else ():
-                if cell.mode is RELAY and cell.kind == "rate" and cell.searches and cell.searches[-1].passed:
+                if cell.mode is RELAY and cell.kind == "rate":
                     await self._overload(cell, pipeline, populations, repeat)
             self._keep_history(pipeline, settings)
 
     async def _overload(self, cell: Cell, pipeline: Pipeline, populations: Populations, repeat: int) -> None:
         """Offer more than the rate that the cell's search has found."""
-        world, carried = self.world, cell.searches[-1].passed
-        assert world is not None and carried is not None
+        self._deadline += overload.seconds(self.options.overload, self.options.warm_up_s)
+        world, carried = self.world, cell.searches[-1].passed if cell.searches else None
+        if carried is None:
+            self.overloaded.append(overload.not_offered(cell.revisit))
+            return
+        assert world is not None
         slo_ms, base = self.settings.relay.slo_ms, None
         judgement = overload.judgement(slo_ms, self.options.warm_up_s)
         for load in (1.0, *self.options.overload):
@@ -192,7 +196,6 @@ class Bench:
             base = base or found.probe
             self.overloaded.append(overload.line(load, found.probe, base, slo_ms))
             self.progress.say(f"{self.clock():5.0f} s  {self.overloaded[-1]}")
-        self._deadline += overload.seconds(self.options.overload, self.options.warm_up_s)
 
     def _opened(self, cells: Sequence[Cell]) -> list[Cell]:
         """The cells whose given value is known, each with a new search."""
