@@ -105,7 +105,7 @@ class WorkerMetrics:
         self.pre_infer_late = gauge(
             "relaygr_pre_infer_late_seconds", "How overdue the most overdue pre-inference not finished is"
         )
-        self.jobs = counter("relaygr_pre_infer_flights", "Prefill jobs by how they ended", "result")
+        self.jobs = counter("relaygr_pre_infer_jobs", "Prefill jobs by how they ended", "result")
         self.queue_seconds = gauge("relaygr_queue_seconds", "Recent delay of a ranking before the device takes it")
         self.lanes = gauge("relaygr_lanes", "Lanes owned")
         self.lag = gauge(

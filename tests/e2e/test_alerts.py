@@ -185,15 +185,15 @@ CASES = {
     ),
     "RelaygrPreInferStarved": Case(
         of(
-            "relaygr_pre_infer_flights_total",
+            "relaygr_pre_infer_jobs_total",
             PER_STEP,
-            of("relaygr_pre_infer_flights_total", PER_STEP, result="finished"),
+            of("relaygr_pre_infer_jobs_total", PER_STEP, result="finished"),
             result="late",
         ),
         of(
-            "relaygr_pre_infer_flights_total",
+            "relaygr_pre_infer_jobs_total",
             PER_STEP,
-            of("relaygr_pre_infer_flights_total", PER_SECOND, result="finished"),
+            of("relaygr_pre_infer_jobs_total", PER_SECOND, result="finished"),
             result="late",
         ),
     ),

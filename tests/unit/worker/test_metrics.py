@@ -44,7 +44,7 @@ def test_totals_are_brought_up_to_and_levels_are_set() -> None:
 
     assert value("signals_total", result="hbm") == 3
     assert value("signals_total", result="dram") is None, "a counter appears with its first event"
-    assert value("pre_infer_flights_total", result="late") == 2
+    assert value("pre_infer_jobs_total", result="late") == 2
     assert value("device_seconds_total", work="ranking") == 1.5
     assert (value("unknown_items_total"), value("pins_expired_total")) == (4, 5)
     assert (value("hbm_bytes", kind="used"), value("queue_seconds")) == (7, 0.25)

@@ -103,7 +103,7 @@ async def test_a_cancel_releases_in_its_order_and_a_broken_one_is_dead_lettered(
         before = await committed(embedded_settings, peer.topics.ranking.name)
         await peer.signal("r", "u", 100)
         await until(lambda: any(lane.pinned_bytes for status in peer.statuses for lane in status.lanes), "pinned")
-        await until(lambda: w.total("pre_infer_flights") == 1, "computed")  # a cancel would cut it short
+        await until(lambda: w.total("pre_infer_jobs") == 1, "computed")  # a cancel would cut it short
         await peer.send_ranking(b"\xc1", headers=kind)
         await peer.send_ranking(encode(Cancel(request_id="r")), headers=kind)
         await until(lambda: not any(lane.pinned_bytes for lane in peer.statuses[-1].lanes), "released")
