@@ -28,7 +28,7 @@ from relaygr_stream.ops.planner.observing import PREFIX_MS, READY, SCORE_MS, SQU
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation, WorkerSeen
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.wire.planner_status import Move
+from relaygr_stream.wire.planner_status import Move, SharedGroup
 from relaygr_stream.workload.quantiles import nearest_rank
 from relaygr_stream.workload.traffic import Traffic
 from relaygr_stream.workload.users import Part
@@ -150,10 +150,11 @@ class Told:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A day: by scenario, and the moves with their times."""
+    """A day: by scenario, and the moves with their times. shared: the groups that a planner proposed to make one."""
 
     told: Mapping[str, Told]
     moves: Sequence[tuple[float, Move]]
+    shared: SharedGroup | None = None
 
     @property
     def within(self) -> int:

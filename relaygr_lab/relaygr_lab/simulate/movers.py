@@ -10,7 +10,7 @@ from relaygr_lab.simulate.groups import Day, Mover, Surface
 from relaygr_stream.ops.planner.plan import Damping, Memory, decide
 from relaygr_stream.ops.planner.seen import Observation
 from relaygr_stream.settings.scenarios import Scenario
-from relaygr_stream.wire.planner_status import Move
+from relaygr_stream.wire.planner_status import Move, SharedGroup
 
 #: Late at the load that a worker carries; it grows about so fast with the load (devices of `make bench-scenarios`). A
 #: move, during which both groups lack a device, must save so much.
@@ -19,17 +19,19 @@ STEEP: Final = 3.5
 WORTH: Final = 0.01
 
 
-def planned(scenarios: Sequence[Scenario], damping: Damping) -> Mover:
-    """The planner's own core."""
-    memory = Memory()
+class Planned:
+    """The planner's own core. shared: the groups that it proposed at the last look to make one; None: none."""
 
-    def move(seen: Observation, at_s: float) -> Move | None:
-        nonlocal memory
+    def __init__(self, scenarios: Sequence[Scenario], damping: Damping) -> None:
+        self._scenarios, self._damping, self._memory = scenarios, damping, Memory()
+        self.shared: SharedGroup | None = None
+
+    def __call__(self, seen: Observation, at_s: float) -> Move | None:
+        """What moves now."""
         del at_s
-        memory, plan = decide(memory, seen, scenarios, damping)
+        self._memory, plan = decide(self._memory, seen, self._scenarios, self._damping)
+        self.shared = plan.shared
         return plan.move
-
-    return move
 
 
 def foreseen(day: Day, capacity: Mapping[str, float], ahead_s: float) -> Mover:

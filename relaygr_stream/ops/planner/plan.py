@@ -14,11 +14,11 @@ from typing import Final
 
 import msgspec
 
-from relaygr_stream.ops.planner.demand import demand_of
+from relaygr_stream.ops.planner.demand import busy_devices, demand_of
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation
-from relaygr_stream.ops.planner.shared import Group, shared_group, with_members
+from relaygr_stream.ops.planner.shared import Group, averaged_ahead, shared_group, with_members
 from relaygr_stream.ops.planner.utilisation import ALLOWED_LATE, MOST_USE
-from relaygr_stream.settings.scenarios import RESERVE, Scenario, groups_of
+from relaygr_stream.settings.scenarios import RESERVE, Scenario, groups_of, served_together
 from relaygr_stream.wire.planner_status import FleetPlan, Move, ScenarioPlan
 
 #: Fewer late answers of a worker in a window are chance.
@@ -63,6 +63,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     kept_s: dict[str, float] = {}  # its SLO kept since
     workers: dict[str, int] = {}
     changed_s: float = 0.0
+    ahead: dict[tuple[str, str], float] = {}  # of two groups, were they one: more rankings in time, over a day
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,9 @@ def decide(
     began_s = at_s if memory.began_s is None else memory.began_s
     changed_s = memory.changed_s if workers == memory.workers else at_s
     settled = at_s - changed_s >= damping.settle_s
-    averages = {each.name: _averaged(memory, groups[each.name], each, at_s, damping) for each in scenarios}
+    served = {each.name: served_together(every, each.name) for each in scenarios}
+    now = {name: demand_of(group, *served[name]) for name, group in groups.items()}
+    averages = {name: _averaged(memory, name, now[name] if workers[name] else None, at_s, damping) for name in groups}
     demand = {name: _expected(*each, damping) for name, each in averages.items()}
     late_s = _since(memory.late_s, (name for name, group in groups.items() if settled and _all_late(group)), at_s)
     kept_s = _since(memory.kept_s, (name for name, group in groups.items() if _keeps_slo(group)), at_s)
@@ -153,7 +156,7 @@ def decide(
         by = 1 + (memory.factor.get(name, 1.0) - 1) * left
         if at_s - kept_s.get(name, at_s) >= damping.patience_s and demand[name] * by > workers[name]:
             by = max(1 / MOST_FACTOR, workers[name] / demand[name])
-        if at_s - late_s.get(name, at_s) >= damping.patience_s and _lacks_workers(groups[name], scenario):
+        if at_s - late_s.get(name, at_s) >= damping.patience_s and _lacks_workers(groups[name], now[name]):
             by = max(by, _enough(demand[name], workers[name] + 1))
         factor[name] = by
         floor = _floor(demand[name] * by, memory.floor.get(name, 0), scenario.min_workers)
@@ -173,6 +176,7 @@ def decide(
         )
         for name, need in needs.items()
     }
+    compared = {name: Group(served[name], group, _late(group, now[name])) for name, group in groups.items()}
     remembered = Memory(
         began_s=began_s,
         at_s=at_s,
@@ -185,28 +189,30 @@ def decide(
         kept_s=kept_s,
         workers=workers,
         changed_s=changed_s,
+        ahead=averaged_ahead(compared, memory.ahead, _kept(memory, at_s, FADE_S)),
     )
-    seen_groups = [Group(each.scenario, each.seen, each.floor) for each in needs.values()]
-    told, shared = with_members(plans, seen_groups, every), shared_group(seen_groups, seen.reserve)
-    return remembered, FleetPlan(at_s=at_s, scenarios=told, move=move, shared=shared)
+    shared = shared_group(remembered.ahead) if at_s - began_s >= damping.floor_s else None
+    return remembered, FleetPlan(at_s=at_s, scenarios=with_members(plans, groups, every), move=move, shared=shared)
 
 
-def _averaged(
-    memory: Memory, group: GroupSeen, scenario: Scenario, at_s: float, damping: Damping
-) -> tuple[float, float]:
-    """The demand over the last minutes, at first over all that was seen, and the average of that. A group without
-    workers answers nothing, which tells nothing of its demand."""
-    before = memory.demand.get(scenario.name)
-    slower = memory.slower.get(scenario.name, before)
-    if not group.workers:
+def _averaged(memory: Memory, name: str, now: float | None, at_s: float, damping: Damping) -> tuple[float, float]:
+    """The demand over the last minutes, and the average of that. now: None where a group has no workers: it answers
+    nothing, which tells nothing of its demand."""
+    before = memory.demand.get(name)
+    slower = memory.slower.get(name, before)
+    if now is None:
         return before or 0.0, slower or 0.0
-    now = demand_of(group, scenario)
     if before is None or slower is None:
         return now, now
-    began_s = at_s if memory.began_s is None else memory.began_s
-    kept = math.exp(-(at_s - memory.at_s) / max(1e-9, min(damping.floor_s, at_s - began_s)))
+    kept = _kept(memory, at_s, damping.floor_s)
     average = now + (before - now) * kept
     return average, average + (slower - average) * kept
+
+
+def _kept(memory: Memory, at_s: float, over_s: float) -> float:
+    """What an average over so many seconds, at first over all that was seen, keeps of its value before."""
+    began_s = at_s if memory.began_s is None else memory.began_s
+    return math.exp(-(at_s - memory.at_s) / max(1e-9, min(over_s, at_s - began_s)))
 
 
 def _expected(average: float, slower: float, damping: Damping) -> float:
@@ -238,13 +244,17 @@ def _keeps_slo(group: GroupSeen) -> bool:
     return answers >= ENOUGH and late <= ALLOWED_LATE * answers
 
 
-def _lacks_workers(group: GroupSeen, scenario: Scenario) -> bool:
+def _lacks_workers(group: GroupSeen, demand: float) -> bool:
     """Whether late workers are late because their devices are in use."""
     busy = sum(each.busy for each in group.workers) / len(group.workers)
-    device_ms = group.prefix_ms + group.score_ms
-    demand = demand_of(group, scenario)
-    wanted_use = group.per_second * device_ms / 1e3 / demand if demand else MOST_USE
+    wanted_use = busy_devices(group) / demand if demand else MOST_USE
     return busy >= IDLE * wanted_use
+
+
+def _late(group: GroupSeen, demand: float) -> float | None:
+    """The share of its rankings that were late for lack of workers; None: there were none."""
+    answers, late = sum(each.answers for each in group.workers), sum(each.late for each in group.workers)
+    return (late / answers if _lacks_workers(group, demand) else 0.0) if answers else None
 
 
 def _enough(demand: float, workers: int) -> float:

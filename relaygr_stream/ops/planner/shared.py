@@ -1,47 +1,53 @@
 """Scenarios that share one group: what the plan tells of each, and which had better do so, which nothing acts on.
 
-A group of its own keeps a scenario's rankings from waiting behind longer ones of another. Where no ranking is so long
-that the other SLO suffers from it, one group of all their workers carries more than groups that lack some: it shares
-what is idle at each moment, and splits by no whole number of workers.
+A group of its own keeps a scenario's rankings from waiting behind longer ones of another. One group of all their
+workers uses what is idle at each moment: it waits for no move, and needs no whole number of workers for each. Which of
+these wins depends on the day. So what is seen of the groups over a day is compared with a simulation of one group.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from relaygr_stream.ops.planner.demand import demand_in_parts
+from relaygr_stream.ops.planner.demand import busy_devices, kinds_of
 from relaygr_stream.ops.planner.seen import GroupSeen, PartSeen
-from relaygr_stream.ops.planner.utilisation import SLICE
+from relaygr_stream.ops.planner.utilisation import late
 from relaygr_stream.settings.scenarios import Scenario, served_together
 from relaygr_stream.wire.planner_status import ScenarioPlan, SharedGroup
 
 #: Scenarios that a reason names: it has a bound on the wire.
 MOST_NAMED: Final = 3
+#: Groups of one model that are compared, those with most device time: 4 have 6 pairs, each of which is simulated.
+MOST_COMPARED: Final = 4
+#: How much larger the share of rankings in time must be in one group, mean of the two: the simulation is as far off.
+AHEAD: Final = 0.01
+
+#: Two groups, by name.
+Pair = tuple[str, str]
 
 
 class Group(NamedTuple):
-    """A scenario now. floor: the workers that its demand needs."""
+    """A group now: its scenarios, and the share of its rankings that were late for lack of devices; None: there were
+    none."""
 
-    scenario: Scenario
+    served: Sequence[Scenario]
     seen: GroupSeen
-    floor: int
-
-    @property
-    def has_traffic(self) -> bool:
-        """Whether there are rankings, whose time is known."""
-        return bool(self.seen.workers) and self.seen.score_ms > 0
+    late: float | None
 
 
 def with_members(
-    plans: Mapping[str, ScenarioPlan], groups: Sequence[Group], scenarios: Sequence[Scenario]
+    plans: Mapping[str, ScenarioPlan], groups: Mapping[str, GroupSeen], scenarios: Sequence[Scenario]
 ) -> dict[str, ScenarioPlan]:
     """The plans of the groups, and one for each scenario that another's workers serve: its part of their demand."""
-    found, by_name = dict(plans), {each.scenario.name: each for each in groups}
+    found = dict(plans)
     for scenario in scenarios:
-        host, seen = plans[scenario.group], by_name[scenario.group].seen
+        host, seen = plans[scenario.group], groups[scenario.group]
         others = [] if scenario.served_by else [each.name for each in served_together(scenarios, scenario.name)[1:]]
         if not (scenario.served_by or (others and seen.parts)):
             continue
@@ -52,12 +58,14 @@ def with_members(
             told = f"{host.reason}; with {', '.join(others[:MOST_NAMED])}{more}"
             found[scenario.name] = replace(host, headroom_ms=headroom_ms, reason=told)
             continue
-        prefix, score = demand_in_parts(seen, by_name[scenario.group].scenario)
-        share = (prefix * part.prefix_share + score * part.score_share) / (prefix + score) if prefix + score else 0.0
+        spent_ms, own_ms = (
+            seen.prefix_ms * prefix + seen.score_ms * score
+            for prefix, score in ((1, 1), (part.prefix_share, part.score_share))
+        )
         found[scenario.name] = ScenarioPlan(
             workers=0,
             wanted=0,
-            demand=host.demand * share,
+            demand=host.demand * own_ms / spent_ms if spent_ms else 0.0,
             headroom_ms=headroom_ms,
             reason=f"{part.per_second:.1f} rankings/s, by the workers of {scenario.group}",
             served_by=scenario.group,
@@ -65,33 +73,36 @@ def with_members(
     return found
 
 
-def shared_group(groups: Sequence[Group], reserve: int) -> SharedGroup | None:
-    """The scenarios that had better share their workers now, by a group that lacks some; None: none.
+def averaged_ahead(groups: Mapping[str, Group], before: Mapping[Pair, float], kept: float) -> dict[Pair, float]:
+    """How much larger the share of rankings in time would be if two groups of one model were one, mean of the two.
 
-    They have one model, and need together more workers than they have, and the reserve.
+    before: averages, of which so much is kept. Of one model at most MOST_COMPARED groups are compared: six simulations,
+    of some 0.1 s of a processor each, less those that are known (utilisation.py).
     """
-    for lacking in groups:
-        if not lacking.has_traffic or lacking.floor <= len(lacking.seen.workers):
-            continue
-        found = [lacking]
-        for each in groups:
-            if each is not lacking and each.has_traffic and all(_may_share(each, other) for other in found):
-                found.append(each)
-        needed, there = sum(each.floor for each in found), sum(len(each.seen.workers) for each in found) + reserve
-        if len(found) > 1 and needed > there:
-            longest = max(found, key=lambda each: each.seen.score_ms)
-            tightest = min(found, key=lambda each: each.scenario.slo_ms)
-            return SharedGroup(
-                scenarios=tuple(sorted(each.scenario.name for each in found)),
-                reason=f"they have one model and need {needed} workers of {there}; the longest ranking, "
-                f"{longest.seen.score_ms:.1f} ms of {longest.scenario.name}, lets others wait within the "
-                f"{tightest.scenario.slo_ms:g} ms of {tightest.scenario.name}",
-            )
-    return None
+    found, by_model = dict(before), defaultdict[str, list[str]](list)
+    for name, group in groups.items():
+        if group.late is not None and busy_devices(group.seen) > 0:
+            by_model[group.served[0].model].append(name)
+    for names in by_model.values():
+        names.sort(key=lambda name: busy_devices(groups[name].seen), reverse=True)
+        for pair in itertools.combinations(sorted(names[:MOST_COMPARED]), 2):
+            now = _ahead([groups[name] for name in pair])
+            found[pair] = now + (before.get(pair, now) - now) * kept
+    return found
 
 
-def _may_share(one: Group, other: Group) -> bool:
-    """Whether the rankings of each are within its SLO behind a ranking of the other, and a slice of pre-inference."""
-    score_ms = one.seen.score_ms + other.seen.score_ms
-    tightest_ms = min(one.scenario.slo_ms, other.scenario.slo_ms)
-    return one.scenario.model == other.scenario.model and score_ms <= (1 - SLICE) * tightest_ms
+def _ahead(groups: Sequence[Group]) -> float:
+    kinds = [kind for each in groups for kind in kinds_of(each.seen, each.served)]
+    use = sum(busy_devices(each.seen) for each in groups) / sum(len(each.seen.workers) for each in groups)
+    return statistics.mean(each.late or 0.0 for each in groups) - statistics.mean(late(*kinds, use=use))
+
+
+def shared_group(by: Mapping[Pair, float]) -> SharedGroup | None:
+    """The two groups that had better be one; None: none. by: as `averaged_ahead` finds it."""
+    pair = max(by, key=by.__getitem__, default=None)
+    if pair is None or by[pair] < AHEAD:
+        return None
+    return SharedGroup(
+        scenarios=pair,
+        reason=f"they have one model, and {by[pair]:.1%} more of their rankings would be in time, by simulation",
+    )

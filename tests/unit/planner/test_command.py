@@ -75,8 +75,14 @@ def test_a_recorded_day_is_told_by_its_changes(fleet: str, day: Path) -> None:
 
 def test_a_recorded_day_says_when_scenarios_had_better_share_a_group(fleet: str, tmp_path: Path) -> None:
     looks = [
-        Observation(at_s=at, groups={"feed": group(2, rate / 2, p=20.0, r=7.0), "search": group(2, rate, p=2.0, r=5.0)})
-        for at, rate in ((0.0, 5.0), (10.0, 5.0), (1000.0, 500.0))
+        Observation(
+            at_s=at,
+            groups={
+                "feed": group(2, 20.0, p=20.0, r=7.0, late=at > 10),
+                "search": group(2, 40.0, p=2.0, r=5.0, late=at > 10),
+            },
+        )
+        for at in (0.0, 10.0, 1000.0)
     ]
     file = tmp_path / "day.ndjson"
     file.write_bytes(b"\n".join(map(msgspec.json.encode, looks)))
@@ -84,7 +90,7 @@ def test_a_recorded_day_says_when_scenarios_had_better_share_a_group(fleet: str,
     first, second = (line for line in done.output.splitlines() if line.startswith("1970"))
     assert "one group" not in first
     assert "1970-01-01 00:16:40" in second
-    assert "; proposes one group for feed and search (served_by): they have one model and need" in second
+    assert "; proposes one group for feed and search (served_by): they have one model, and " in second
 
 
 def test_a_recorded_day_as_lines_has_a_plan_for_each_observation(fleet: str, day: Path) -> None:

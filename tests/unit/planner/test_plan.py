@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from relaygr_stream.ops.planner.demand import demand_of
 from relaygr_stream.ops.planner.plan import DAY, Memory, decide
 from relaygr_stream.ops.planner.seen import VARIATION, Observation
-from relaygr_stream.ops.planner.utilisation import Work, utilisation
+from relaygr_stream.ops.planner.utilisation import Kind, Work, utilisation
 from relaygr_stream.settings.scenarios import RESERVE, Scenario
 from tests.unit.planner.worlds import FEED, SEARCH, World, group, rate_for
 
@@ -34,7 +34,7 @@ def constant(**loads: float) -> object:
 
 def test_demand_is_that_of_the_formula() -> None:
     seen = group(2, 100.0, p=12.0, r=2.0)
-    use = utilisation(Work(12.0, VARIATION), Work(2.0, VARIATION), 150.0, 50.0)
+    use = utilisation(Kind(100.0, Work(12.0, VARIATION), Work(2.0, VARIATION), 150.0, 50.0))
     assert demand_of(seen, FEED) == pytest.approx(100 * (12 + 2) / use / 1e3)
 
 
@@ -223,7 +223,8 @@ least = st.integers(1, 3)
 def fleets(draw: st.DrawFn) -> World:
     count = draw(st.integers(1, 4))
     scenes = [
-        scenario(f"s{index}", priority=draw(st.integers(0, 2)), min_workers=draw(least)) for index in range(count)
+        scenario(f"s{index}", model=f"m{index}", priority=draw(st.integers(0, 2)), min_workers=draw(least))
+        for index in range(count)
     ]
     asked = {each.name: draw(loads) for each in scenes}
     workers = {each.name: draw(st.integers(0, 5)) for each in scenes}

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 #: Tiers that evict, among them users of whom one in a few is simulated; lanes that move, and a planner that looks on.
 STORY = """
 from relaygr_lab.simulate.groups import GroupsDay
-from relaygr_lab.simulate.movers import planned
+from relaygr_lab.simulate.movers import Planned
 from relaygr_lab.simulate.scenario import Failure
 from relaygr_stream.cache import fading
 from relaygr_stream.ops.planner.plan import DAY
@@ -31,7 +31,7 @@ fleet = fleet_of(
 fleet.run()
 print(*trace(fleet), *(worker.scheduler.totals() for worker in fleet.workers), sep="\\n")
 print(*(worker.scheduler.cache.counters.as_dict() for worker in fleet.workers), sep="\\n")
-print(GroupsDay(day(swing=0.5), {"feed": 2, "search": 1}, planned((FEED, SEARCH), DAY), 0.5).run())
+print(GroupsDay(day(swing=0.5), {"feed": 2, "search": 1}, Planned((FEED, SEARCH), DAY), 0.5).run())
 """
 
 
