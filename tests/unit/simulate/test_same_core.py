@@ -11,7 +11,7 @@ from relaygr_lab.simulate.costs import KV, DeviceCosts
 from relaygr_lab.simulate.device import META, SimulatedCopies, SimulatedModel
 from relaygr_lab.simulate.timeline import Clock
 
-from relaygr_stream.cache.copy import CopyEngine, CopyTicket
+from relaygr_stream.cache.copy import Before, CopyEngine, CopyTicket
 from relaygr_stream.cache.memory import TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.audit import Auditor
@@ -76,8 +76,10 @@ def play(world: World, seed: int) -> None:
     world.scheduler.check_integrity()
 
 
-def copied_at_once(self: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False) -> CopyTicket:
-    ticket = CopyTicket(dst, src)
+def copied_at_once(
+    self: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, urgent: bool = False, before: Before | None = None
+) -> CopyTicket:
+    ticket = CopyTicket(dst, src, before=before)
     ticket.run(None)
     return ticket
 
