@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
-from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer
+from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Settle
 from relaygr_stream.errors import BrokerError, BrokerUnavailable
 from relaygr_stream.telemetry.clocks import Clock
 
@@ -194,7 +194,7 @@ class Sender:
         topic: str,
         partition: int,
         messages: Sequence[Outgoing],
-        settle: Callable[[int | BrokerError], None],
+        settle: Settle,
         give_up: Callable[[], object],
     ) -> None:
         try:

@@ -28,19 +28,14 @@ class PrefillCounters:
 
 
 class PrefillJobs:
-    """The running jobs. bound_ms: how long a slice may keep the device from a ranking that comes meanwhile.
+    """The running jobs. bound_ms: how long a slice may keep the device from a ranking that comes meanwhile."""
 
-    placed: takes what became of signals whose origin is to be told.
-    """
-
-    def __init__(
-        self, executor: Executor, cache: PrefixCache, queue: WorkQueue, bound_ms: float, placed: list[Placed]
-    ) -> None:
+    def __init__(self, executor: Executor, cache: PrefixCache, queue: WorkQueue, bound_ms: float) -> None:
         self._executor = executor
         self._cache = cache
         self._queue = queue
         self.bound_ms = bound_ms
-        self._placed = placed
+        self.placed: list[Placed] = []  # what became of signals whose origin is to be told
         self.counters = PrefillCounters()
         self.calibration = Calibration()
         self._by_entry: dict[Entry, PrefillJob] = {}
@@ -157,7 +152,7 @@ class PrefillJobs:
         if job.signal is not None:
             self._count(job, completed, cancelled, now)
             if job.signal.origin is not None:
-                self._placed.append(_placed(job, job.signal, completed, now))
+                self.placed.append(_placed(job, job.signal, completed, now))
         if job.error is not None:
             self._cache.abort(job.entry)
         elif completed:

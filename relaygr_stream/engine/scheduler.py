@@ -135,8 +135,7 @@ class Scheduler:
         answered = RecentIds(RECENT_ANSWERS)
         self._queue = WorkQueue(clients)
         self._waiters = Waiters()
-        self._placed: list[Placed] = []
-        self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms, self._placed)
+        self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms)
         self._probe_after = GIVE_UP_AFTER
         self._erased_early: list[Erase] = []  # before the tier's file was read
         self.time = DeviceTime()
@@ -147,7 +146,6 @@ class Scheduler:
         self.signals = Signals(
             residents,
             answered,
-            self._placed,
             self._end_unwanted,
             limits.pinned_bytes,
             limits.delegated_bytes,
@@ -184,9 +182,9 @@ class Scheduler:
 
     def take_results(self) -> tuple[list[Answer], list[Placed]]:
         """The answers since the last call, one to each ranking, and what became of signals whose task has an origin."""
-        results = self.rankings.answers[:], self._placed[:]
+        results = self.rankings.answers[:], self._jobs.placed[:]
         self.rankings.answers.clear()
-        self._placed.clear()
+        self._jobs.placed.clear()
         return results
 
     # ---- one step ----

@@ -61,15 +61,13 @@ class Signals:
 
     footprint: bytes that may be held when a signal pins more, those of waiting rankings included. delegated: beside
     these, for signals on other workers' behalf. of_tenant: of either, for one tenant's, by scenario; 0, or none: no
-    bound of its own. placed: takes what became of signals whose origin is to be told. end_unwanted: ends the jobs whose
-    last pin has ended.
+    bound of its own. end_unwanted: ends the jobs whose last pin has ended.
     """
 
     def __init__(
         self,
         residents: Residents,
         answered: RecentIds,
-        placed: list[Placed],
         end_unwanted: Callable[[float], None],
         footprint: int,
         delegated: int = 0,
@@ -78,7 +76,6 @@ class Signals:
         self._residents = residents
         self._cache, self._jobs, self._pins = residents.cache, residents.jobs, residents.pins
         self._answered = answered
-        self._placed = placed
         self._end_unwanted = end_unwanted
         self._footprint = footprint
         self._delegated = delegated
@@ -175,7 +172,7 @@ class Signals:
 
     def _tell(self, task: PrefillTask, result: str) -> None:
         if task.origin is not None:
-            self._placed.append(Placed(task, result))
+            self._jobs.placed.append(Placed(task, result))
 
     def _pin(self, task: PrefillTask, entry: Entry) -> None:
         if task.lane == DELEGATED_LANE:
