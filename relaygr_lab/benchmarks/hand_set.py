@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Final, NamedTuple
 
-import torch
 from relaygr_lab.bench.lengths import costs_named, grid_length
 from relaygr_lab.bench.modes import RELAY
 from relaygr_lab.bench.oracle import Shape, largest_rate
 from relaygr_lab.bench.search import Search
+from relaygr_lab.pools import pool_of
 from relaygr_lab.simulate.run import run_group
 from relaygr_lab.simulate.scenario import Scenario
 from relaygr_lab.simulate.story import ALLOWED_LATE, Story, late_share
@@ -123,7 +121,6 @@ class Ground:
 
 def figure(cell: Cell, *, lanes: int, seed: int, load: float) -> float:
     """Requests/s: the largest rate within the SLO; with a load, what is answered within it at that."""
-    torch.set_num_threads(1)
     ground = Ground.of(cell, lanes, seed)
     if load:
         rate = load * ground.oracle
@@ -145,7 +142,7 @@ def main() -> list[str]:
     chosen = parser.parse_args()
     measure = partial(figure, lanes=chosen.lanes, seed=chosen.seed, load=chosen.load)
     missed = []
-    with ProcessPoolExecutor(chosen.processes, multiprocessing.get_context("spawn")) as pool:
+    with pool_of(chosen.processes) as pool:
         for costs, returning in product(chosen.costs, chosen.returning):
             cells = [Cell(costs, returning, values) for values in ((), *BY_HAND)]
             default = best = 0.0

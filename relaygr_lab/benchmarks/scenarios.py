@@ -16,15 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import multiprocessing
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Final
 
-import torch
+from relaygr_lab.pools import pool_of
 from relaygr_lab.simulate.groups import Day, GroupsDay, Mover, Outcome, run_mixed
 from relaygr_lab.simulate.movers import Planned, foreseen
 from relaygr_lab.tides.days import ARMS
@@ -46,7 +44,6 @@ OF_STATIC: Final = 1.15
 def carried(scenario: Scenario, seconds: float, feed: int) -> tuple[float, float]:
     """Requests a second within the SLO for one of two devices that serve this scenario alone, 1 % late; and the devices
     that the planner says are needed for what it sees at that rate, of one."""
-    torch.set_num_threads(1)
     low, high, need = 10.0, 80.0, 0.0
     while high > 1.1 * low:
         rate = (low * high) ** 0.5
@@ -68,7 +65,6 @@ def carried(scenario: Scenario, seconds: float, feed: int) -> tuple[float, float
 
 def run(arm: str, day: Day, capacity: Mapping[str, float]) -> Outcome:
     """One day. arm: mixed, moving, oracle, or the devices of the feed."""
-    torch.set_num_threads(1)
     if arm == "mixed":
         return run_mixed(day)
     of_feed = int(arm) if arm.isdigit() else day.devices // 2
@@ -116,7 +112,7 @@ def on_a_fleet(chosen: argparse.Namespace) -> list[str]:
     dilation = chosen.dilation or 20.0
     day = dilated_day(chosen.load or LOAD, seconds, dilation, chosen.candidates)
     splits = [str(feed) for feed in range(1, day.devices)]
-    with ProcessPoolExecutor(chosen.processes, multiprocessing.get_context("spawn")) as pool:
+    with pool_of(chosen.processes) as pool:
         shares = [mean_share(each) for each in pool.map(partial(run, day=day, capacity=CARRIED), splits)]
     best = max(range(len(splits)), key=shares.__getitem__)
     told = ", ".join(f"{split} for feed {share:.1%}" for split, share in zip(splits, shares, strict=True))
@@ -129,7 +125,7 @@ def simulated(chosen: argparse.Namespace) -> list[str]:
     devices = chosen.devices or (4 if chosen.quick else 6)
     seconds = chosen.seconds or (60.0 if chosen.quick else 600.0)
     started = time.monotonic()
-    with ProcessPoolExecutor(chosen.processes, multiprocessing.get_context("spawn")) as pool:
+    with pool_of(chosen.processes) as pool:
         found = list(pool.map(partial(carried, seconds=10.0, feed=chosen.candidates), SCENARIOS))
         capacity = {each.name: rate for each, (rate, _) in zip(SCENARIOS, found, strict=True)}
         rates = rates_of(chosen.load or LOAD, devices, capacity)

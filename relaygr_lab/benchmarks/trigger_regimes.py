@@ -3,15 +3,13 @@ at risk alone, on one simulated worker, without delegates, in regimes where a ch
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from relaygr_lab.bench.lengths import costs_named
 from relaygr_lab.bench.search import Search
 from relaygr_lab.policies import Policy
+from relaygr_lab.pools import pool_of
 from relaygr_lab.simulate.run import run_group
 from relaygr_lab.simulate.scenario import Scenario
 from relaygr_lab.simulate.story import ALLOWED_LATE, late_share
@@ -87,7 +85,6 @@ REGIMES: Final = (
 
 def figure(regime: Regime, policy: Policy, requests: int = REQUESTS) -> float:
     """The largest rate within the SLO, or the goodput at the overload's; requests/s, announced."""
-    torch.set_num_threads(1)
     if regime.overload:
         return regime.rate * (1 - _late(regime.scenario(policy, regime.rate, requests)))
     search = Search(regime.rate, 1.0, 100 * regime.rate, 1.2, TOLERANCE)
@@ -106,7 +103,7 @@ def measure() -> dict[str, dict[Policy, float]]:
     print("Largest rate within the SLO, requests/s; simulated, one worker without delegates\n")
     print(f"{'regime':48} {'relay':>8} {'by risk':>8} {'ratio':>6}")
     found: dict[str, dict[Policy, float]] = {}
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with pool_of() as pool:
         cells = {regime.name: [pool.submit(figure, regime, policy) for policy in POLICIES] for regime in REGIMES}
         for name, futures in cells.items():
             found[name] = dict(zip(POLICIES, (future.result() for future in futures), strict=True))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Hashable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +23,7 @@ from relaygr_lab.paper.plan import Curve, PaperOptions, Step, Where, steps
 from relaygr_lab.paper.results import Outcome, Record
 from relaygr_lab.paper.setup import Ground, Setup, factor_for
 from relaygr_lab.paper.simulated import Simulation
+from relaygr_lab.pools import pool_of
 from relaygr_lab.simulate.calibrate import calibrate
 from relaygr_lab.simulate.costs import DeviceCosts
 from relaygr_stream.errors import RelayError
@@ -134,7 +133,7 @@ class Paper:
             self.progress.say(f"{self.wall_s:5.0f} s  measuring {self._engine.worker.device}, a minute at most …")
             length, loop = grid_length(costs_named("cpu"), self._engine.relay.slo_ms), asyncio.get_running_loop()
             # In a process of its own: this one, the client's, must stay small.
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            with pool_of(1) as pool:
                 with signals_later():
                     measured = loop.run_in_executor(pool, calibrate, self._engine, length, ROWS)
                 costs = await measured
@@ -160,8 +159,7 @@ class Paper:
         loop, done = asyncio.get_running_loop(), 0
         running: set[asyncio.Future[Outcome]] = set()
         self.progress.say(f"{self.wall_s:5.0f} s  simulating {len(jobs)} values …")
-        # Spawned, not forked: torch's threads do not survive a fork.
-        with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        with pool_of() as pool:
             try:
                 while jobs or running:
                     while jobs and len(running) < 2 * (os.cpu_count() or 1) and self.left_s > 0:

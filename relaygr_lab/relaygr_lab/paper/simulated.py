@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-import torch
 
 from relaygr_lab.averages import stretched
 from relaygr_lab.bench.dilation import dilated
@@ -80,7 +79,6 @@ class Simulation:
 
     def run(self) -> Outcome:
         """Search the largest rate, or look at the given one."""
-        torch.set_num_threads(1)
         if self.setup.load:
             rate = self.setup.load * self.most
             story = self._simulate(rate)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
-import multiprocessing
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from functools import partial
 from itertools import takewhile
 from typing import Final
 
-import torch
-
+from relaygr_lab.pools import pool_of
 from relaygr_lab.simulate.fleet import Fleet
 from relaygr_lab.simulate.scenario import Group, Scenario
 from relaygr_lab.simulate.story import ALLOWED_LATE, Story, is_late, joined, signals_of, story_of
@@ -93,8 +91,7 @@ def _stories(scenario: Scenario, groups: list[Group], processes: int) -> Iterato
     if processes == 1:
         yield from ((group.index, run_group(scenario, group)) for group in groups)
         return
-    # Spawned, not forked: torch's threads do not survive a fork.
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_one_thread) as pool:
+    with pool_of(processes) as pool:
         with signals_later():  # the first submission starts the processes
             futures = {pool.submit(partial(run_group, scenario), group): group.index for group in groups}
         try:
@@ -102,7 +99,3 @@ def _stories(scenario: Scenario, groups: list[Group], processes: int) -> Iterato
                 yield futures[future], future.result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)

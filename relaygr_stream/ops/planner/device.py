@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
-class Asked(NamedTuple):
+class DeviceLoad(NamedTuple):
     """Requests by number, in the order of their announcements. All times in one unit.
 
     announced, ranked: when each is, and its ranking comes. prefixes, scores: work. due: later, the answer is too late;
@@ -29,12 +29,12 @@ class Asked(NamedTuple):
     kinds: Sequence[int]
 
 
-def answered(asked: Asked, piece: float) -> Iterator[tuple[int, float]]:
+def answered(load: DeviceLoad, piece: float) -> Iterator[tuple[int, float]]:
     """The number of each request, and the time from its ranking to its answer; inf: refused.
 
     piece: above 0, the longest slice. Takes some 4 µs of a processor a request.
     """
-    announced, ranked, prefixes, scores, due, kinds = asked
+    announced, ranked, prefixes, scores, due, kinds = load
     left, order = list(prefixes), sorted(range(len(ranked)), key=ranked.__getitem__)
     rankings, ahead = _Turns(max(kinds, default=0) + 1, piece), _Turns(max(kinds, default=0) + 1, piece)
     announcing, ranking = (

@@ -16,7 +16,7 @@ from operator import itemgetter
 from statistics import NormalDist
 from typing import Final, NamedTuple
 
-from relaygr_stream.ops.planner.device import Asked, answered
+from relaygr_stream.ops.planner.device import DeviceLoad, answered
 
 #: Share of late answers that the SLO allows: it is one at P99.
 ALLOWED_LATE: Final = 0.01
@@ -150,8 +150,8 @@ class _Device:
         ranked = [at + self._kinds[of].lead_ms for at, of in zip(announced, self._of, strict=True)]
         within = [each.within_ms for each in self._kinds]
         due = [at + within[of] if refuses else math.inf for at, of in zip(ranked, self._of, strict=True)]
-        asked = Asked(announced, ranked, self._prefixes, self._scores, due, self._of)
-        for number, took in answered(asked, SLICE * min(each.slo_ms for each in self._kinds)):
+        load = DeviceLoad(announced, ranked, self._prefixes, self._scores, due, self._of)
+        for number, took in answered(load, SLICE * min(each.slo_ms for each in self._kinds)):
             if number >= self._begin and took > within[self._of[number]]:
                 yield self._of[number]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from relaygr_lab.bench.oracle import relayed
 
-from relaygr_stream.ops.planner.device import Asked, answered
+from relaygr_stream.ops.planner.device import DeviceLoad, answered
 
 times = st.floats(0.0, 5.0)
 requests = st.lists(st.tuples(times, times, st.floats(0.01, 3.0), st.integers(0, 2)), min_size=1, max_size=60)
@@ -19,15 +19,15 @@ requests = st.lists(st.tuples(times, times, st.floats(0.01, 3.0), st.integers(0,
 
 def asked(
     rows: Sequence[tuple[float, float, float, int]], lead: float, within: float = math.inf, leads: Sequence[float] = ()
-) -> Asked:
+) -> DeviceLoad:
     """rows: gap, prefix, score and kind of each. leads: by kind, instead of `lead`."""
     gaps, prefixes, scores, kinds = zip(*rows, strict=True)
     announced = np.cumsum(gaps).tolist()
     ranked = [at + (leads[kind] if leads else lead) for at, kind in zip(announced, kinds, strict=True)]
-    return Asked(announced, ranked, prefixes, scores, [at + within for at in ranked], kinds)
+    return DeviceLoad(announced, ranked, prefixes, scores, [at + within for at in ranked], kinds)
 
 
-def took(of: Asked, piece: float) -> list[float]:
+def took(of: DeviceLoad, piece: float) -> list[float]:
     """By number."""
     found = dict(answered(of, piece))
     assert sorted(found) == list(range(len(of.announced))), "each once"
