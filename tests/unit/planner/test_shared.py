@@ -160,7 +160,9 @@ def test_a_shared_group_needs_what_each_scenarios_slo_needs() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.floats(0.1, 100), st.floats(0, 50), st.floats(0.1, 50)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.floats(0.1, 100), st.just(0.0) | st.floats(1e-3, 50), st.floats(0.1, 50)), min_size=1, max_size=4
+    ),
     st.floats(0, 3),
 )
 def test_kinds_are_told_apart_by_their_shares_of_the_device_time(
