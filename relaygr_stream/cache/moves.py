@@ -78,9 +78,10 @@ class Moves:
     def poll(self) -> list[Entry]:
         """Complete finished copies and start write-backs. Returns the entries loaded, or `failed` to load.
 
-        Raises DeviceError where the tier's file was shortened, or lost pages: none of its copies is to be trusted.
+        Raises DeviceError where the tier's file was shortened, or had lost pages as a copy ended: none of its copies is
+        to be trusted.
         """
-        if self._kept is not None:
+        if self._kept is not None and not self._kept.file.whole:  # lost pages cost more to ask for: where copies end
             self._kept.file.check()
         loaded = []
         for entry in self._loading[:]:
