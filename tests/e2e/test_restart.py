@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -126,11 +127,17 @@ async def test_on_a_disk_that_loses_what_is_written_the_worker_ends_with_the_rea
     _may_mount()
     with failing_disk(tmp_path / "disk", 128 << 20) as disk:
         async with Restarted(embedded_settings, tmp_path, tmp_path / "disk") as fleet:
-            await fleet.worker_with("eve")
+            await fleet.worker()
+            with fleet.file.open("rb") as file:
+                os.fsync(file.fileno())  # what is written from now on Linux leaves in memory for half a minute
             before = (await fleet.ranked("eve")).scores
-            ended = fleet.children.pop("w1")
+            await fleet.written(1)
             disk.refuse_writes()
+            ended = fleet.children.pop("w1")
+            asking = asyncio.create_task(fleet.ranked("bob"))  # whose copy is written down: the disk is asked then
             assert await exit_code(ended) == 1
+            asking.cancel()
+            await asyncio.wait([asking])
             assert "did not take what was written" in ended.log.read_text()
             disk.accept_writes()
             drop_pages(fleet.file)
