@@ -12,11 +12,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import msgspec
 import pytest
 import structlog
+from aiokafka.conn import AIOKafkaConnection
+from aiokafka.protocol.metadata import MetadataRequest
 from hypothesis.internal.conjecture import providers
 
 from relaygr_stream.bus import aiokafka_patches, embedded
@@ -230,7 +233,14 @@ def _embedded_broker_asked_little(request: pytest.FixtureRequest, monkeypatch: p
     of the processor time of such a test."""
     monkeypatch.setattr(embedded, "EMBEDDED_FETCH_WAIT_MS", SELDOM_MS)
     if not {"kafka", "faults"} & {each.name for each in request.node.iter_markers()}:
-        monkeypatch.setattr(aiokafka_patches, "NO_TOPICS", ("none",))
+        monkeypatch.setattr(AIOKafkaConnection, "send", _send_with_a_topic)
+
+
+def _send_with_a_topic(self: Any, request: Any, expect_response: bool = True) -> Any:
+    """As the package's `send`. To the embedded broker no topic in a request for metadata means all: it names one."""
+    if isinstance(request, MetadataRequest) and isinstance(self._client_id, aiokafka_patches.ClientId):
+        request._topics = request._topics or ["none"]
+    return aiokafka_patches.send(self, request, expect_response)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
 from aiokafka.client import AIOKafkaClient
@@ -28,8 +28,6 @@ from aiokafka.structs import BrokerMetadata
 
 #: The pause between attempts, in ms. A broker's restart takes seconds; ten attempts a second per client are no load.
 RETRY_BACKOFF_MS: Final = 100
-#: Topics that a client without any names. To the embedded broker an empty list means all of them; the tests name one.
-NO_TOPICS: Sequence[str] = ()
 
 
 class ClientId(str):
@@ -55,7 +53,7 @@ def send(self: Any, request: Any, expect_response: bool = True) -> Any:
     """
     if isinstance(request, MetadataRequest) and isinstance(self._client_id, ClientId):
         request._allow_auto_topic_creation = False
-        request._topics = request._topics or [*NO_TOPICS]  # None: all; in the request's first version, [] as well
+        request._topics = request._topics or []  # None: all; in the request's first version, [] as well
     try:
         answer = _send(self, request, expect_response)
     except RuntimeError as error:

@@ -74,7 +74,9 @@ async def test_a_connection_that_comes_after_the_end_is_closed(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await apply_topics(embedded_settings)
-    monkeypatch.setattr(aiokafka_patches, "NO_TOPICS", ())  # the consumer learns of the topic as it starts
+    monkeypatch.setattr(
+        AIOKafkaConnection, "send", aiokafka_patches.send
+    )  # the consumer learns of the topic as it starts
     consumer = AIOKafkaConsumer(**client_options(embedded_settings, "test"), group_id=None)
     await consumer.start()
     made: list[AIOKafkaConnection] = []

@@ -73,16 +73,14 @@ async def test_a_client_without_topics_asks_for_none(kafka_settings: Kafka, monk
     """It asked for all topics of the cluster, and once it knew its own from them, for all again and again."""
     await apply_topics(kafka_settings)
     asked: list[MetadataRequest] = []
-    send = AIOKafkaConnection.send
 
     def noting(self: Any, request: Any, expect_response: bool = True) -> Any:
         if isinstance(request, MetadataRequest):
             asked.append(request)
-        return send(self, request, expect_response)
+        return aiokafka_patches.send(self, request, expect_response)  # as outside of the tests
 
     monkeypatch.setattr(AIOKafkaConnection, "send", noting)
     monkeypatch.setattr(aiokafka_compat, "METADATA_MS", 20)
-    monkeypatch.setattr(aiokafka_patches, "NO_TOPICS", ())  # as outside of the tests
     name = load_topics(kafka_settings).retrieval.name
     async with Producer(kafka_settings, client_id="test") as producer:
         await until(lambda: len(asked) >= 3)
