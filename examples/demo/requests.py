@@ -44,10 +44,10 @@ def offline_quality(model: RankingModel, requests: Iterable[WorkItem], newest: i
         for item in requests:
             request = (item if newest is None else newest_only(item, newest)).request
             region = KVRegion.new(model.layout, len(request.prefix))
-            model.prefill(region, Tokens.of(request.prefix))
+            model.prefill(region, Tokens.from_behaviours(request.prefix))
             # As a worker does it: the first gap of the suffix is the time since the prefix.
             last_ms = int(request.prefix.arrays()[2][-1])
-            suffix = Tokens.of(request.suffix, last_ms)
+            suffix = Tokens.from_behaviours(request.suffix, last_ms)
             candidates = np.frombuffer(request.candidates, "<u4").astype(np.int64)
             scores = model.score([ScoreInput(region, suffix, candidates)])[0]
             assert item.target is not None  # a generated request has one

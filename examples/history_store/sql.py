@@ -45,7 +45,7 @@ class SqlStore:
         self._seen[user] = [*earlier[-31:], len(behaviours)]
         if len(self._seen) > USERS:
             self._seen.popitem(last=False)
-        return HistoryReference.of(behaviours, version=len(behaviours), positions=earlier)
+        return HistoryReference.from_behaviours(behaviours, version=len(behaviours), positions=earlier)
 
     async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:
         """The rows start:stop. The table only grows, so those of an older version are among them."""
@@ -69,7 +69,7 @@ class SqlStore:
 
 def _behaviours(rows: Sequence[Row]) -> Behaviours:
     items, actions, times, dwell = zip(*rows, strict=True) if rows else ((), (), (), ())
-    plain = Behaviours.of(np.array(items, np.int64), np.array(actions, np.int64), np.array(times, np.int64))
+    plain = Behaviours.from_arrays(np.array(items, np.int64), np.array(actions, np.int64), np.array(times, np.int64))
     columns = {DWELL: np.array(dwell, "<f4").tobytes()} if rows else {}
     return Behaviours(plain.items, plain.actions, plain.times, columns)
 

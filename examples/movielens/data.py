@@ -63,7 +63,7 @@ class History:
         return History(self.user, self.items[start:stop], self.actions[start:stop], self.times[start:stop])
 
     def gaps(self) -> Ints:
-        """Milliseconds since the behaviour before, (n,); 0 for the first. As `Tokens.of` makes them."""
+        """Milliseconds since the behaviour before, (n,); 0 for the first. As `Tokens.from_behaviours` makes them."""
         return np.diff(self.times, prepend=self.times[:1])
 
 

@@ -59,7 +59,7 @@ class Request(NamedTuple):
             {name: value for name, value in values.items() if name in read}, {"user": 1, "behaviour": count}
         )
         behaviours = msgspec.structs.replace(behaviours_of(self.history), columns=packed["behaviour"])
-        return Tokens.of(behaviours, schema=model.features, user=packed["user"])
+        return Tokens.from_behaviours(behaviours, schema=model.features, user=packed["user"])
 
     @property
     def query_time(self) -> int:

@@ -85,13 +85,13 @@ def split(user: History, held_out: int, longest: int) -> tuple[History, int, Int
 
 def behaviours_of(history: History) -> Behaviours:
     """The history as it travels."""
-    return Behaviours.of(history.items, history.actions, history.times)
+    return Behaviours.from_arrays(history.items, history.actions, history.times)
 
 
 def scores_of(model: RankingModel, history: History, candidates: Ints, region: KVRegion) -> npt.NDArray[np.float32]:
     """Full inference: the first task's scores (m,). `region` is overwritten."""
     region.length = 0
-    model.prefill(region, Tokens.of(behaviours_of(history)))
+    model.prefill(region, Tokens.from_behaviours(behaviours_of(history)))
     scores = model.score([ScoreInput(region, Tokens(np.zeros((3, 0), np.int64)), candidates)])[0]
     return np.asarray(scores[:, 0].cpu().numpy())
 

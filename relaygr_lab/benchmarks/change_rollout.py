@@ -86,7 +86,7 @@ async def usual() -> tuple[float, float]:
 
 async def rollouts(*, quick: bool) -> list[str]:
     """Play both fleets, print their tables, and return the targets missed."""
-    plan = Plan.of([0.25, 0.5, 1.0], 5.0) if quick else Plan.of([0.1, 0.25, 0.5, 1.0], 20.0)
+    plan = Plan.from_shares([0.25, 0.5, 1.0], 5.0) if quick else Plan.from_shares([0.1, 0.25, 0.5, 1.0], 20.0)
     emulated = Traffic(users=400 if quick else 1500, rate=60.0, tokens=TOKENS)
     missed = await of_fleet("emulated devices", MODULE, Model(factory=FACTORY, checkpoint=str(COSTS)), emulated, plan)
     return missed + await of_fleet("the real engine", "relaygr_stream", REAL, REAL_TRAFFIC, plan)

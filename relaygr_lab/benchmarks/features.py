@@ -80,7 +80,9 @@ class Case:
 
     def _behaviours(self, rows: slice) -> Behaviours:
         items = self.items[rows]
-        plain = Behaviours.of(items, np.ones(len(items), np.uint8), np.arange(len(items)) + 1000 * (rows.start or 0))
+        plain = Behaviours.from_arrays(
+            items, np.ones(len(items), np.uint8), np.arange(len(items)) + 1000 * (rows.start or 0)
+        )
         if not self.schema:
             return plain
         values = {name: column[rows] for name, column in self.behaviours.items()}

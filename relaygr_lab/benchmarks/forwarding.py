@@ -151,7 +151,7 @@ async def rank(client: RelayClient, user: str, items: np.ndarray, result: Load) 
     request = RankingRequest(
         request_id=user,
         user_id=user,
-        prefix=Behaviours.of(items, np.zeros(TOKENS, int), np.arange(TOKENS)),
+        prefix=Behaviours.from_arrays(items, np.zeros(TOKENS, int), np.arange(TOKENS)),
         candidates=pack_items(candidates),
     )
     result.sent += 1

@@ -118,7 +118,7 @@ class Requests:
         for _ in range(USERS):
             items = random.integers(0, 5000, BEHAVIOURS)
             times = 1_700_000_000_000 + 60_000 * np.arange(BEHAVIOURS)
-            self.histories.append(Behaviours.of(items, random.integers(0, 5, BEHAVIOURS), times))
+            self.histories.append(Behaviours.from_arrays(items, random.integers(0, 5, BEHAVIOURS), times))
         self.lists = [[array.tolist() for array in each.arrays()] for each in self.histories]
         self.candidates = random.integers(0, 5000, CANDIDATES)
 

@@ -200,7 +200,7 @@ def history_of(user: int, tokens: int) -> Behaviours:
     """The user's behaviours, the same in every run."""
     rng = np.random.default_rng(user)
     times = np.cumsum(rng.integers(1, 10**6, tokens))
-    return Behaviours.of(rng.integers(0, 50_000, tokens), rng.integers(1, 4, tokens), times)
+    return Behaviours.from_arrays(rng.integers(0, 50_000, tokens), rng.integers(1, 4, tokens), times)
 
 
 async def measure() -> dict[bool, Run]:

@@ -63,7 +63,7 @@ WARM: Final = 40
 
 def behaviours(length: int, seed: int = 0) -> Behaviours:
     rng = np.random.default_rng(seed)
-    return Behaviours.of(rng.integers(0, 1000, length), np.zeros(length, np.uint8), np.arange(length) * 1000)
+    return Behaviours.from_arrays(rng.integers(0, 1000, length), np.zeros(length, np.uint8), np.arange(length) * 1000)
 
 
 def sizes() -> list[str]:
@@ -72,7 +72,7 @@ def sizes() -> list[str]:
     print(f"{'behaviours':>10} {'carrying all':>13} {'by reference':>13} {'ratio':>7}")
     for length in LENGTHS:
         whole = behaviours(length)
-        reference = HistoryReference.of(whole, 7, range(max(0, length - 32), length))
+        reference = HistoryReference.from_behaviours(whole, 7, range(max(0, length - 32), length))
         carried, referred = (
             sum(len(encode(message)) for message in messages(prefix, history))
             for prefix, history in ((whole, None), (Behaviours(), reference))

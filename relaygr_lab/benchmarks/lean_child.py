@@ -45,7 +45,7 @@ def history() -> Behaviours:
     """What every user did."""
     draw = np.random.default_rng(1)
     times = 1_700_000_000_000 + 60_000 * np.arange(BEHAVIOURS)
-    return Behaviours.of(draw.integers(0, 5000, BEHAVIOURS), draw.integers(0, 5, BEHAVIOURS), times)
+    return Behaviours.from_arrays(draw.integers(0, 5000, BEHAVIOURS), draw.integers(0, 5, BEHAVIOURS), times)
 
 
 def a_producer(settings: Settings) -> AIOKafkaProducer:

@@ -247,7 +247,7 @@ BOUND_MS = 5.0
 def behaviours(user: int, count: int) -> Behaviours:
     """A user's history; longer ones continue shorter ones."""
     items = np.random.default_rng(user).integers(0, 1 << 31, LONGEST)[:count]
-    return Behaviours.of(items, np.zeros(count, np.uint8), np.arange(count) * 60_000)
+    return Behaviours.from_arrays(items, np.zeros(count, np.uint8), np.arange(count) * 60_000)
 
 
 def length(rng: np.random.Generator) -> int:

@@ -66,7 +66,7 @@ def ranking_record(mode: str, topic: str) -> Any:
     from relaygr_stream.wire.messages import RankingRequest
     from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION, Record
 
-    behaviours = Behaviours.of(np.arange(TOKENS), np.ones(TOKENS, int), np.arange(TOKENS))
+    behaviours = Behaviours.from_arrays(np.arange(TOKENS), np.ones(TOKENS, int), np.arange(TOKENS))
     request = RankingRequest(
         request_id="r", user_id="u", prefix=behaviours, candidates=pack_items(list(range(CANDIDATES))), timeout_ms=1e6
     )

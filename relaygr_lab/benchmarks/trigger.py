@@ -72,7 +72,7 @@ def costs() -> None:
 
 
 def decision() -> None:
-    policy = Policy.of(Settings())
+    policy = Policy.from_settings(Settings())
     lane = LaneState(policy)
     status = LaneStatus(lane=0, budget_bytes=1 << 50, pinned_bytes=0, pre_infer_offset=0)
     worker = WorkerStatus(
@@ -83,7 +83,7 @@ def decision() -> None:
     owner = Claim(worker, status, 0.0)
     print(f"{'one decision, booking included':34} {'median':>8} {'P99':>8}  µs")
     for reason, tokens in (("too_long", policy.max_prefix_tokens + 1), ("admitted", 2000)):
-        prefix = Behaviours.of(np.arange(tokens), np.zeros(tokens, np.uint8), np.arange(tokens))
+        prefix = Behaviours.from_arrays(np.arange(tokens), np.zeros(tokens, np.uint8), np.arange(tokens))
         taken = []
         for number in range(20_000):
             event = RequestEvent(request_id=f"{reason}-{number}", user_id="u", prefix=prefix, candidates=100)

@@ -123,7 +123,7 @@ async def _measure_one(kafka: Kafka, mix: Mix, folder: Path, floor: bool) -> Rat
 async def _publish(producer: Producer, topics: TopicSet, mix: Mix) -> int:
     """Fill the log; returns the size of an event. What is not to be admitted is one behaviour too long."""
     admitted, too_long = (
-        Behaviours.of(np.arange(count), np.zeros(count, np.uint8), np.arange(count))
+        Behaviours.from_arrays(np.arange(count), np.zeros(count, np.uint8), np.arange(count))
         for count in (mix.tokens, mix.tokens + 1)
     )
     every = max(1, round(1 / mix.admitted)) if mix.admitted else mix.events + 1
@@ -131,7 +131,7 @@ async def _publish(producer: Producer, topics: TopicSet, mix: Mix) -> int:
     sent = []
     for number in range(mix.events):
         prefix = admitted if number % every == every - 1 else too_long
-        reference = HistoryReference.of(prefix, 1, range(0, mix.tokens, 64)) if mix.by_reference else UNSET
+        reference = HistoryReference.from_behaviours(prefix, 1, range(0, mix.tokens, 64)) if mix.by_reference else UNSET
         event = RequestEvent(
             request_id=f"request-{number:012d}",
             user_id=f"user-{number}",

@@ -249,7 +249,7 @@ class ChangingFleet:
         return RankingRequest(
             request_id=f"{user}-{number}",
             user_id=f"user-{user}",
-            prefix=Behaviours.of(items, rng.integers(1, 4, traffic.tokens), times),
+            prefix=Behaviours.from_arrays(items, rng.integers(1, 4, traffic.tokens), times),
             candidates=pack_items(rng.integers(0, traffic.items, traffic.candidates)),
         )
 

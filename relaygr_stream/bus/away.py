@@ -20,7 +20,7 @@ class Away:
         self._why: dict[tuple[str, int], str] = {}
 
     @classmethod
-    def of(cls, rows: Iterable[TopicRow]) -> Away:
+    def from_rows(cls, rows: Iterable[TopicRow]) -> Away:
         """The partitions without a leader among described topics."""
         away = cls()
         for row in rows:

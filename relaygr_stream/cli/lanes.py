@@ -53,7 +53,7 @@ async def _show(settings: Settings, as_json: bool) -> None:
     from relaygr_stream.ops.status.overview import LISTEN_S, listening
     from relaygr_stream.telemetry.printable import SafeConsole, print_table
 
-    away = Away.of(rows := await verify_topics(settings.kafka))
+    away = Away.from_rows(rows := await verify_topics(settings.kafka))
     topics = topics_with(settings.kafka, rows)
     if (topics.worker_status.name, 0) in away:
         away.check()

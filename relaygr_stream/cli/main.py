@@ -202,7 +202,7 @@ def apply(settings: Settings, alter: bool) -> None:
         from relaygr_stream.ops.scenarios import make_groups
 
         asyncio.run(make_groups(settings, click.echo, alter=alter))
-    Away.of(report.rows).check()
+    Away.from_rows(report.rows).check()
 
 
 @topics.command()
@@ -219,7 +219,7 @@ def verify(settings: Settings) -> None:
 
     rows = look(settings.kafka, verify_topics(settings.kafka, strict=True))
     click.echo(f"all {len(rows)} topics match their files")
-    Away.of(rows).check()
+    Away.from_rows(rows).check()
 
 
 @topics.command()
@@ -235,7 +235,7 @@ def show(settings: Settings) -> None:
 
     rows = look(settings.kafka, describe_topics(settings.kafka))
     print_table(render_topics(rows))
-    Away.of(rows).check()
+    Away.from_rows(rows).check()
 
 
 @main.group(name="config")

@@ -140,7 +140,7 @@ async def _newest(settings: Settings) -> PlannerStatus | None:
 
     await verify_topics(settings.kafka)
     topics = load_topics(settings.kafka)
-    reader = StatusReader.of(settings, topics)
+    reader = StatusReader.from_settings(settings, topics)
     await reader.prepare()
     stopped, standby = set(), None
     async with aclosing(read_back(settings.kafka, topics.worker_status.name)) as chunks:

@@ -130,6 +130,6 @@ def rollout_command(
             *("--set", f"model.checkpoint={checkpoint}", "--workers", str(workers)),
             *(("--devices", devices) if devices else ()),
         ]
-    asked = RolloutRequest(Plan.of([*canary, *steps], hold), group, lanes, up, warm=not cold, unlike=unlike)
+    asked = RolloutRequest(Plan.from_shares([*canary, *steps], hold), group, lanes, up, warm=not cold, unlike=unlike)
     settings = msgspec.structs.replace(settings, telemetry=msgspec.structs.replace(settings.telemetry, port=port))
     sys.exit(run_process("rollout", settings, partial(run_rollout, asked=asked, say=click.echo)))

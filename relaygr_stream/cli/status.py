@@ -64,7 +64,7 @@ async def _show(settings: Settings, watch: bool, as_json_line: bool) -> None:
     from relaygr_stream.wire.routes import group_settings, routes_topic
     from relaygr_stream.wire.topic_files import load_topics
 
-    away = Away.of(rows := await verify_topics(settings.kafka))
+    away = Away.from_rows(rows := await verify_topics(settings.kafka))
     topics = topics_with(settings.kafka, rows)
     if (topics.worker_status.name, 0) in away:
         away.check()
@@ -142,7 +142,7 @@ async def _forget(settings: Settings, name: str) -> None:
     else:
         with suppress(DecodeError):  # an unreadable record is removed, too
             headers = [(HEADER_INCARNATION, str(decode(WorkerStatus, found[-1].value).incarnation).encode())]
-    signer = Signer.of(settings.handover)
+    signer = Signer.from_settings(settings.handover)
     if signer is not None:
         headers = signer.sign(topic, key, None, headers)
     async with Producer(settings.kafka, client_id="relaygr-status") as producer:

@@ -197,7 +197,7 @@ class Groups:
                 settings = group_settings(self._settings, group, self._lanes[group])
                 self._topics[group] = topics = load_topics(settings.kafka)
                 background = Background()
-                reader = StatusReader.of(settings, topics)
+                reader = StatusReader.from_settings(settings, topics)
                 await reader.prepare()
                 owners = OwnerDirectory(settings.client.silence_ms, reader=reader)
                 async with self._open_group(settings, topics, owners, background) as connection:

@@ -104,7 +104,7 @@ class MessageClient:
             self._topics.scores.max_message_bytes,
             (relay.answer_secret, relay.accepted_answer_secret),
         )
-        self._reader = StatusReader.of(settings, self._topics)
+        self._reader = StatusReader.from_settings(settings, self._topics)
         self._owners = OwnerDirectory(settings.client.silence_ms, reader=self._reader)
         self._groups = Groups(settings, self._open_group, self._metrics)
         self._connection: Connection | None = None

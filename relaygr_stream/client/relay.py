@@ -234,6 +234,6 @@ def behaviours_of(history: History, what: str) -> Behaviours:
         return history
     try:
         items, actions, times = history
-        return Behaviours.of(items, actions, times)
+        return Behaviours.from_arrays(items, actions, times)
     except (TypeError, ValueError) as error:
         raise Rejected(f"{what}: {error}; pass Behaviours, or three arrays (items, actions, times in ms)") from error

@@ -249,7 +249,7 @@ class Admission:
             return self._jobs.prefill_ms(0, tokens + suffix)
         if coverage is Coverage.COVERS and not entry.computing:
             return 0.0
-        job = self._jobs.of(entry)
+        job = self._jobs.job_of(entry)
         begun = self._jobs.remaining_ms(job) if job is not None and not job.waiters else 0.0
         if coverage is Coverage.COVERS:
             return begun

@@ -52,7 +52,7 @@ class Account:
         self.nbytes = 0
         self.ms = 0.0
 
-    def of(self, measure: Measure) -> float:
+    def held(self, measure: Measure) -> float:
         """How much of a scarce thing this client holds."""
         return self.waiting if measure == "waiting" else self.nbytes if measure == "nbytes" else self.ms
 
@@ -148,13 +148,13 @@ class Clients:
         own, parent = {"waiting": 1, "nbytes": booked.nbytes, "ms": booked.cost_ms}[measure], booked.account.parent
 
         def most(accounts: Iterable[Account], mine: Account) -> Account | None:
-            found = max(accounts, key=lambda account: account.of(measure), default=mine)
-            return found if found.of(measure) > mine.of(measure) + own else None
+            found = max(accounts, key=lambda account: account.held(measure), default=mine)
+            return found if found.held(measure) > mine.held(measure) + own else None
 
         if parent is not None and parent is not self.whole:
             other = most(self._scenarios.values(), parent)
             if other is not None:
-                return max(self._parts(other), key=lambda account: account.of(measure))
+                return max(self._parts(other), key=lambda account: account.held(measure))
         return most(self._parts(parent), booked.account)
 
     def goes_first(self, account: Account) -> bool:

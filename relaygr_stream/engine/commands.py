@@ -94,7 +94,7 @@ class Times(NamedTuple):
     inbound_ms: float = 0.0  # age at arrival by the sender's clock
 
     @classmethod
-    def of(
+    def from_timeout(
         cls, arrived: float, timeout_ms: float, slo_ms: float, reply_ms: float, age_ms: float, inbound_ms: float = 0.0
     ) -> Times:
         """Scores leave so early that they are with the client within its timeout, and within the SLO if they can be.

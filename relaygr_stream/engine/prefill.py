@@ -99,7 +99,7 @@ class PrefillJobs:
         self._end(job, now, cancelled=cancelled)
         return True
 
-    def of(self, entry: Entry) -> PrefillJob | None:
+    def job_of(self, entry: Entry) -> PrefillJob | None:
         """The job that computes this entry, if there is one."""
         return self._by_entry.get(entry)
 

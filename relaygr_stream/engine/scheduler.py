@@ -303,7 +303,7 @@ class Scheduler:
         """End jobs whose last pin has ended: under load they would hold their HBM until the device is idle."""
         while self.pins.unheld:
             entry = self.pins.unheld.pop()
-            job = self._jobs.of(entry)
+            job = self._jobs.job_of(entry)
             if job is not None and self._jobs.end_unwanted(job, now, cancelled=cancelled):
                 self._wake(entry, now)
 

@@ -163,7 +163,7 @@ class Door:
         left = None if asked.deadline_s is None else asked.deadline_s - time.monotonic()
         asking = self._relay.rank(request, timeout=left, within=trace_context(asked.http), group=group)
         ranking = await while_connected(asked.http, asking)
-        return answer(200, asked.reply, Ranked.of(ranking, packed=asked.reply is MSGPACK))
+        return answer(200, asked.reply, Ranked.from_ranking(ranking, packed=asked.reply is MSGPACK))
 
     async def _cancel(self, asked: Asked) -> Response:
         request_id = asked.http.path.removeprefix(REQUESTS)

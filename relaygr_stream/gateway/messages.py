@@ -140,7 +140,7 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
     timings: Annotated[Timings, Meta(description="on the worker, in milliseconds")]
 
     @classmethod
-    def of(cls, ranking: Ranking, *, packed: bool) -> Ranked:
+    def from_ranking(cls, ranking: Ranking, *, packed: bool) -> Ranked:
         """The answer to a ranking; packed: as for MessagePack."""
         return cls(
             request_id=ranking.request_id,

@@ -29,7 +29,7 @@ async def run_gateway(context: ProcessContext) -> None:
     settings, background = context.settings, Background()
     tokens = TenantTokens(settings.gateway)
     topics = await verified_topics(settings.kafka)
-    reader = StatusReader.of(settings, topics)
+    reader = StatusReader.from_settings(settings, topics)
     await reader.prepare()
     name = f"gateway-{socket.gethostname()}-{os.getpid()}"
     relay = RelayClient(settings=settings, client_id=name, registry=context.registry)

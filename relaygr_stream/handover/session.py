@@ -149,7 +149,7 @@ class Giver:
 
 def _offer_of(lease: Lease, *, more: bool) -> Offer:
     nbytes = lease.data.numel()
-    return Offer.of(lease.entry.user_id, lease.tokens, lease.capacity, nbytes, lease.uses, more=more)
+    return Offer.from_tokens(lease.entry.user_id, lease.tokens, lease.capacity, nbytes, lease.uses, more=more)
 
 
 def _fits(lease: Lease, max_tokens: int) -> bool:

@@ -100,7 +100,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     more: bool = False
 
     @classmethod
-    def of(
+    def from_tokens(
         cls, user_id: str, tokens: Tokens, capacity: int, nbytes: int, uses: float = 1.0, *, more: bool = False
     ) -> Offer:
         """The offer of a copy."""

@@ -47,7 +47,7 @@ class Tokens(msgspec.Struct, frozen=True):  # built for every chunk; a frozen da
     array: npt.NDArray[np.int64]
 
     @classmethod
-    def of(
+    def from_behaviours(
         cls,
         behaviours: Behaviours,
         previous_ms: int | None = None,

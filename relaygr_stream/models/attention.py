@@ -37,7 +37,7 @@ MIN_PIECE_COLUMNS: Final = 256
 class Bias(Protocol):
     """What is added to the scores of a layer."""
 
-    def of(self, block: Block) -> torch.Tensor:
+    def values(self, block: Block) -> torch.Tensor:
         """For the block's rows and columns, (rows or 1, columns)."""
         ...
 
@@ -181,7 +181,7 @@ def attend(
             continue
         scores = _products(queries[:, block.row_start : block.row_stop], keys[:, columns], scale)
         if bias is not None:
-            scores += bias.of(block)
+            scores += bias.values(block)
         functional.silu(scores, inplace=True)
         # tril_ is about 20 times as fast as masked_fill_ with a mask.
         if block.causal is not None:

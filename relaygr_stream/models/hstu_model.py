@@ -198,7 +198,7 @@ class HSTUModel(nn.Module):
             return []
         tokens = [(one.suffix, one.kv.length, one.candidates) for one in batch]
         if (ids := self.item_ids) is not None:
-            tokens = [(ids.tokens(suffix), first, ids.of(candidates)) for suffix, first, candidates in tokens]
+            tokens = [(ids.tokens(suffix), first, ids.rows(candidates)) for suffix, first, candidates in tokens]
         rows = [
             RankingRows(one.kv, len(one.suffix), len(one.candidates), self._times(one.kv, one.suffix)) for one in batch
         ]

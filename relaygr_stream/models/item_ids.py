@@ -63,7 +63,7 @@ class ItemIds:
             raise ConfigError(f"{folder / ITEMS_FILE}: the id {made._sorted[twice[0]]} stands there twice")
         return made
 
-    def of(self, ids: Ids) -> Ids:
+    def rows(self, ids: Ids) -> Ids:
         """The rows of ids (n,)."""
         places = np.minimum(np.searchsorted(self._sorted, ids), len(self._sorted) - 1)
         return np.where(self._sorted[places] == ids, self._rows[places], -1 - ids)
@@ -71,5 +71,5 @@ class ItemIds:
     def tokens(self, tokens: Tokens) -> Tokens:
         """The same tokens with rows in place of ids."""
         array = tokens.array.copy()
-        array[0, tokens.context :] = self.of(array[0, tokens.context :])
+        array[0, tokens.context :] = self.rows(array[0, tokens.context :])
         return Tokens(array)

@@ -91,7 +91,7 @@ class LayerBias:
         self._places = places
         self._layer = layer
 
-    def of(self, block: Block) -> torch.Tensor:
+    def values(self, block: Block) -> torch.Tensor:
         """(rows, columns) of the block, or (1, columns) for candidates. Values of invisible pairs mean nothing."""
         parts = []
         if self._layer.relative_position is not None:

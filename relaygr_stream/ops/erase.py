@@ -73,7 +73,7 @@ async def erase_from_fleet(settings: Settings, user_id: str, tenant: str, wait_s
     """
     done = Erased()
     topics = load_topics(settings.kafka)
-    reader = StatusReader.of(settings, topics)
+    reader = StatusReader.from_settings(settings, topics)
     await reader.prepare()
     routes = {"": Routes.of_one(OWN, topics.lanes), **await read_all_routes(settings.kafka, topics, reader)}
     # Those without users, too: they may keep something of them.
@@ -100,7 +100,7 @@ async def _erase_from_group(settings: Settings, user_id: str, tenant: str, wait_
 
 async def _ask(settings: Settings, user_key: str, wait_s: float, done: Erased) -> None:
     topics = load_topics(settings.kafka)
-    reader, topic = StatusReader.of(settings, topics), topics.worker_status.name
+    reader, topic = StatusReader.from_settings(settings, topics), topics.worker_status.name
     await reader.prepare()
     living: dict[_Asked, WorkerStatus | TriggerStatus] = {}
     confirmed: set[tuple[_Asked, int]] = set()  # with its incarnation; later statuses may list others in its place

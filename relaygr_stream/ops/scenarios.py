@@ -26,7 +26,7 @@ async def make_groups(settings: Settings, say: Say, *, alter: bool = False) -> N
     topics = load_topics(settings.kafka)
     made += not await topic_exists(settings.kafka, routes_topic(topics))
     await topic_exists(settings.kafka, routes_topic(topics), create=True)
-    reader = StatusReader.of(settings, topics)
+    reader = StatusReader.from_settings(settings, topics)
     await reader.prepare()
     known = await read_all_routes(settings.kafka, topics, reader)
     async with Producer(settings.kafka, client_id="relaygr-up") as producer:

@@ -50,7 +50,7 @@ class Policy:
     delegate: bool = False
 
     @classmethod
-    def of(cls, settings: Settings) -> Policy:
+    def from_settings(cls, settings: Settings) -> Policy:
         """The policy in these settings."""
         return cls(
             stale_ms=settings.trigger.max_event_age_ms,
@@ -188,7 +188,7 @@ def decide(event: RequestEvent, lane: LaneState, /, *, age_ms: float, now_s: flo
         # Before the owner would have the prefix KV: by pre-inference, or by full inference once the ranking came.
         within_ms = owner.worker.queue_ms + ahead.ms + cost_ms
         late = within_ms > left_ms
-        room = Room.of(owner.worker)
+        room = Room.from_status(owner.worker)
         # Without a delegate the owner gets the signal all the same: it refuses what it has no room for.
         if room.pinned + ahead.own_bytes + nbytes > room.budget or stated_wait_ms(owner, now_s) > left_ms:
             late, within_ms = True, min(policy.life_ms, REFUSED_FACTOR * (left_ms + predicted_ms))

@@ -89,7 +89,7 @@ def explain(
     decision = core.decide(lane, event, age_ms, now_s)
     state = core.observe(lane)
     policy, owner, tokens = core.policy, state.claim, prefix_length(event)
-    ahead, room = (None, None) if owner is None else (state.ahead(owner, now_s), Room.of(owner.worker))
+    ahead, room = (None, None) if owner is None else (state.ahead(owner, now_s), Room.from_status(owner.worker))
     explanation = Explanation(
         request_id=event.request_id,
         user_id=event.user_id,
@@ -124,7 +124,7 @@ async def explain_live(settings: Settings, policy: Policy, seconds: float, away:
     away: gets the partitions that no broker serves; their lanes are left out.
     """
     topics = await verified_topics(settings.kafka)
-    directory = OwnerDirectory(settings.trigger.max_status_age_ms, reader=StatusReader.of(settings, topics))
+    directory = OwnerDirectory(settings.trigger.max_status_age_ms, reader=StatusReader.from_settings(settings, topics))
     async with AsyncExitStack() as stack:
         events, signals, answers = await asyncio.gather(
             *(
@@ -161,7 +161,7 @@ async def stated_by_a_worker(settings: Settings) -> WorkerStatus | None:
     By chunks of the log, from its end on (bus/contents.py): each has the names that the ones before had not.
     """
     topics = await verified_topics(settings.kafka)
-    reader = StatusReader.of(settings, topics)
+    reader = StatusReader.from_settings(settings, topics)
     await reader.prepare()
     known: set[str] = set()
     async with aclosing(read_back(settings.kafka, topics.worker_status.name)) as chunks:
@@ -190,7 +190,7 @@ async def running_policy(settings: Settings) -> tuple[Policy, str]:
         await tail.listen(LISTEN_S)  # excludes triggers that were killed, whatever any clock says
         running = [status for status in view.living_triggers().values() if status.state == "serving"]
     if not running:
-        return Policy.of(settings), "no trigger runs there: decided with the settings given here"
+        return Policy.from_settings(settings), "no trigger runs there: decided with the settings given here"
     others = sum(status.policy != running[-1].policy for status in running)
     differ = f"; {others} others run with other settings" if others else ""
     return stated_policy(running[-1].policy), f"decided with the settings of {running[-1].name}, which runs{differ}"
@@ -276,7 +276,7 @@ class Shadow:
     def _completed(self, row: Explanation) -> Explanation:
         key = tenant_key(row.tenant, row.request_id)
         sent = self._delegates  # the running trigger's choices, which are random: shown instead of those made here
-        answer, overload = self.answers.of(row.request_id, row.owner, self._settings.slo_ms_of(row.scenario))
+        answer, overload = self.answers.answer_to(row.request_id, row.owner, self._settings.slo_ms_of(row.scenario))
         return replace(
             row,
             signalled=key in self._signalled or key in sent,

@@ -47,7 +47,7 @@ class SampledAnswers:
                 busy, ms = self._busy(reply.worker), reply.timings.worker_ms
                 self._found[reply.request_id] = SampledAnswer(answer, busy, ms)
 
-    def of(self, request_id: str, owner: str | None, slo_ms: float) -> tuple[str | None, bool]:
+    def answer_to(self, request_id: str, owner: str | None, slo_ms: float) -> tuple[str | None, bool]:
         """The answer to a request, None if none was seen, and whether it is overload's doing.
 
         owner: of its lane, which counts where the answer does not tell its worker (worker.withhold_outcomes).

@@ -87,7 +87,7 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
     max_bytes = max(each.max_message_bytes for each in (topics.pre_infer, topics.ranking, topics.dead_letter))
     metrics = TriggerMetrics(context.registry)
     context.registry.register(RenewalsCollector())
-    reader = StatusReader.of(settings, topics)
+    reader = StatusReader.from_settings(settings, topics)
     await reader.prepare()
     owners = OwnerDirectory(settings.trigger.max_status_age_ms, metrics, reader=reader)
     background = Background()
@@ -162,7 +162,7 @@ def trigger_core(
     settings: Settings, topics: TopicSet, owners: OwnerDirectory, producer: Producer, decide: Decide
 ) -> TriggerCore:
     """The core of a trigger process. producer: knows which lanes have a leader."""
-    policy, leaders = Policy.of(settings), TopicLeaders(producer, topics.ranking.name)
+    policy, leaders = Policy.from_settings(settings), TopicLeaders(producer, topics.ranking.name)
     delegation = Delegation(owners, SentBooks(), topics.lanes, leaders=leaders)
     return TriggerCore(policy, owners, decide, delegation)
 

@@ -63,7 +63,7 @@ class TriggerStatements:
     ) -> None:
         self._group = settings.kafka.prefix + settings.trigger.group
         self._scenario = settings.scenario or msgspec.UNSET
-        self._policy = policy_status(Policy.of(settings))
+        self._policy = policy_status(Policy.from_settings(settings))
         self._topic, self._name, self._producer, self._reader = topic, name, producer, reader
         self._trigger = trigger
         self._erased: tuple[str, ...] = ()

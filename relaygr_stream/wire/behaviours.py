@@ -34,7 +34,7 @@ class Behaviours(msgspec.Struct, frozen=True, forbid_unknown_fields=False, dict=
     columns: Columns | msgspec.UnsetType = msgspec.UNSET  # the behaviours' features (features.py), n rows each
 
     @classmethod
-    def of(cls, items: npt.ArrayLike, actions: npt.ArrayLike, times: npt.ArrayLike) -> Behaviours:
+    def from_arrays(cls, items: npt.ArrayLike, actions: npt.ArrayLike, times: npt.ArrayLike) -> Behaviours:
         """Pack three arrays of one length n. Raises ValueError for other lengths, or values outside their wire type."""
         packed = [
             pack_ids(items, "items"),

@@ -103,7 +103,9 @@ def validated(message: M) -> M:
     for array in (getattr(message, "prefix", None), getattr(message, "suffix", None)):
         if isinstance(array, Behaviours):
             if {type(part) for part in array.parts()} != {bytes}:
-                raise DecodeError("invalid", "behaviours must be made of bytes; pack arrays with Behaviours.of")
+                raise DecodeError(
+                    "invalid", "behaviours must be made of bytes; pack arrays with Behaviours.from_arrays"
+                )
             if array.table:  # the Struct's own values are not checked below
                 msgspec.convert(dict(array.table), Columns)
     fields = msgspec.structs.asdict(message)

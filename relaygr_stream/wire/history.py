@@ -48,7 +48,9 @@ class HistoryReference(msgspec.Struct, frozen=True, kw_only=True):
     positions: Annotated[bytes, Meta(max_length=MAX_POSITIONS * POSITION.size)] = b""
 
     @classmethod
-    def of(cls, behaviours: Behaviours, version: int = 0, positions: Iterable[int] = ()) -> HistoryReference:
+    def from_behaviours(
+        cls, behaviours: Behaviours, version: int = 0, positions: Iterable[int] = ()
+    ) -> HistoryReference:
         """The reference of these behaviours, at least one, with the digests at these earlier lengths."""
         wanted = sorted({each for each in positions if 0 < each < len(behaviours)})[-MAX_POSITIONS:]
         found = digests(behaviours, [*wanted, len(behaviours)])

@@ -70,7 +70,7 @@ class Signer:
         return tuple(purpose_key(secret, purpose) for secret in self._verified)
 
     @classmethod
-    def of(cls, handover: Handover) -> Signer | None:
+    def from_settings(cls, handover: Handover) -> Signer | None:
         """A signer, or None if there is no secret: records are then neither signed nor verified.
 
         Raises ConfigError for an accepted secret without one to sign with.

@@ -103,9 +103,9 @@ class StatusReader:
         self.most_names = max(LEAST_NAMES, NAMES_PER_LANE * lanes)
 
     @classmethod
-    def of(cls, settings: Settings, topics: TopicSet) -> StatusReader:
+    def from_settings(cls, settings: Settings, topics: TopicSet) -> StatusReader:
         """The reader for these settings and topics. Lanes may have grown further than is known here."""
-        reader = cls(MAX_LANES, Signer.of(settings.handover), topics.worker_status.max_message_bytes)
+        reader = cls(MAX_LANES, Signer.from_settings(settings.handover), topics.worker_status.max_message_bytes)
         reader.most_names = max(LEAST_NAMES, NAMES_PER_LANE * topics.lanes)
         return reader
 
@@ -270,7 +270,7 @@ class Room(NamedTuple):
     budget: int
 
     @classmethod
-    def of(cls, owner: WorkerStatus) -> Room:
+    def from_status(cls, owner: WorkerStatus) -> Room:
         """As its status says."""
         return cls(sum(lane.pinned_bytes for lane in owner.lanes), sum(lane.budget_bytes for lane in owner.lanes))
 

@@ -51,7 +51,7 @@ class WorkerPolicy:
     truncates: bool = False  # what no worker has in time may be cut to its newest behaviours
 
     @classmethod
-    def of(cls, settings: Settings) -> WorkerPolicy:
+    def from_settings(cls, settings: Settings) -> WorkerPolicy:
         """As configured."""
         worker, relay = settings.worker, settings.relay
         return cls(

@@ -90,7 +90,7 @@ class IntakeLimits:
     slos_ms: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, settings: Settings, topics: TopicSet) -> IntakeLimits:
+    def from_settings(cls, settings: Settings, topics: TopicSet) -> IntakeLimits:
         """As configured."""
         return cls(
             settings.relay,
@@ -159,7 +159,7 @@ class Intake:
             raise DecodeError("invalid", "a delegated signal must say on whose behalf it comes (delegate)")
         check_features(signal, self._features)
         user = (signal.columns or NO_TABLES).user
-        tokens = Tokens.of(signal.prefix, None, self._features, user)
+        tokens = Tokens.from_behaviours(signal.prefix, None, self._features, user)
         age = self._age(record, signal.admitted_ms, now).sure_ms
         life = min(signal.life_ms, self._relay.life_window_ms) - age
         task = PrefillTask(
@@ -182,13 +182,13 @@ class Intake:
         referred = command.referred
         assert referred is not None
         self._features.check("behaviour", len(prefix), prefix.table)
-        tokens = Tokens.of(prefix, None, self._features, referred.user)
+        tokens = Tokens.from_behaviours(prefix, None, self._features, referred.user)
         if isinstance(command, Prefill):
             return Prefill(msgspec.structs.replace(command.task, tokens=tokens))
         suffix, last = referred.suffix, int.from_bytes(prefix.times[-8:], "little", signed=True)
         if len(suffix) and int.from_bytes(suffix.times[:8], "little", signed=True) < last:
             raise DecodeError("invalid", "the suffix starts before the history ends")
-        behind = Tokens.of(suffix, last, self._features)
+        behind = Tokens.from_behaviours(suffix, last, self._features)
         task = msgspec.structs.replace(command.task, tokens=tokens, suffix=behind)
         return command._replace(task=task, referred=None)
 
@@ -234,10 +234,12 @@ class Intake:
             request_key=tenant_key(request.tenant, request.request_id),
             user_key=tenant_key(request.tenant, request.user_id),
             lane=record.lane,
-            tokens=Tokens.of(request.prefix, None, self._features, columns.user),
-            suffix=Tokens.of(request.suffix, last, self._features),
+            tokens=Tokens.from_behaviours(request.prefix, None, self._features, columns.user),
+            suffix=Tokens.from_behaviours(request.suffix, last, self._features),
             candidates=np.frombuffer(request.candidates, item_dtype).astype(np.int64),
-            times=Times.of(now, timeout, slo_ms, self._limits.reply_ms, age_ms=age.sure_ms, inbound_ms=age.stated_ms),
+            times=Times.from_timeout(
+                now, timeout, slo_ms, self._limits.reply_ms, age_ms=age.sure_ms, inbound_ms=age.stated_ms
+            ),
             full=request.mode == "full",
             client=request.client_id or f"on reply partition {origin.reply_partition}",
             nbytes=OBJECT_BYTES + held_bytes(record) + decoded,

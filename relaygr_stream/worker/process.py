@@ -180,7 +180,7 @@ class WorkerProcess:
         self._metrics = metrics
         self._watch = Watch(process, device.thread, settings.kafka.max_poll_interval_ms / 1e3, audits)
         self._background = context.background
-        peers = OwnerDirectory(settings.client.silence_ms, metrics, reader=StatusReader.of(settings, topics))
+        peers = OwnerDirectory(settings.client.silence_ms, metrics, reader=StatusReader.from_settings(settings, topics))
         self.consumer: Final = LaneConsumer(
             settings.kafka,
             topics=[topics.pre_infer.name, topics.ranking.name],
@@ -191,7 +191,7 @@ class WorkerProcess:
             crashes=Crashes([topics.pre_infer.name, topics.ranking.name], settings.worker.max_crashes, self),
         )
         self._fair_share = FairShare(name, peers, self.consumer, fixed=settings.worker.capacity > 0)
-        self.core: Final = WorkerCore(name, WorkerPolicy.of(settings), peers, topics)
+        self.core: Final = WorkerCore(name, WorkerPolicy.from_settings(settings), peers, topics)
         self.requests: Final = Requests(context, connections, device, self.core, self.consumer)
         device.thread.deliver_to(self.requests)
         self._counts = PartitionCounts(topics, connections.scores, self.requests.intake, [topics.worker_status])

@@ -36,7 +36,7 @@ async def stand_by(context: ProcessContext, moves: ScenarioMoves) -> None:
     """Until the process stops, or is to serve a scenario. Raises BrokerError, TopicError where it cannot begin."""
     settings, background = context.settings, Background()
     topics = await verified_topics(settings.kafka)
-    reader = StatusReader.of(settings, topics)
+    reader = StatusReader.from_settings(settings, topics)
     await reader.prepare()
     async with Producer(settings.kafka, client_id=f"{name_of(settings)}-others") as producer:
         stated = _Statements(settings, topics, reader, producer, moves)

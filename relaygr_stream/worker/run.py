@@ -116,7 +116,7 @@ async def _following(own: Settings, moves: ScenarioMoves) -> AsyncIterator[None]
     if own.scenarios:
         fleet = own.fleet or own
         topics = load_topics(fleet.kafka)
-        topic, reader = routes_topic(topics), StatusReader.of(fleet, topics)
+        topic, reader = routes_topic(topics), StatusReader.from_settings(fleet, topics)
         await reader.prepare()
         exists = partial(topic_exists, fleet.kafka, topic)
         tail = AssignmentsTail(fleet.kafka, topic.name, reader, exists, moves.take)

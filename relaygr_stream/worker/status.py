@@ -99,7 +99,7 @@ class StatusReporter:
         self._before_us = 0  # the latest incarnation among them
         self._sent_ms = 0
         self.lag: dict[str, int] = {}  # by topic: records of our lanes not yet read
-        self.reader: Final = StatusReader.of(settings, topics)
+        self.reader: Final = StatusReader.from_settings(settings, topics)
         self._metrics = metrics = context.metrics
         metrics.hbm_bytes.labels("budget").set(settings.worker.hbm_bytes)
         metrics.dram_bytes.labels("budget").set(settings.worker.dram_bytes)

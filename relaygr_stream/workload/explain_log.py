@@ -101,7 +101,7 @@ def explain_log(
     items: Iterable[WorkItem], settings: Settings, fleet: Fleet, policy: Policy | None = None
 ) -> Iterator[Explanation]:
     """A trigger's decision on each request, in the order of time. policy: by default that of the settings."""
-    policy, worker = policy or Policy.of(settings), settings.worker
+    policy, worker = policy or Policy.from_settings(settings), settings.worker
     period_s = worker.status_interval_ms / 1e3
     now = 0.0
     directory = OwnerDirectory(settings.trigger.max_status_age_ms, clock=lambda: now)

@@ -92,7 +92,7 @@ class _User:
         self.length = end
 
     def behaviours(self, start: int, stop: int) -> Behaviours:
-        return Behaviours.of(self.items[start:stop], self.actions[start:stop], self.times[start:stop])
+        return Behaviours.from_arrays(self.items[start:stop], self.actions[start:stop], self.times[start:stop])
 
 
 class Generator:

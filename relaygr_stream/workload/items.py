@@ -56,9 +56,9 @@ class StageDelay:
 
     def draw(self, rng: np.random.Generator) -> float:
         """One delay in seconds."""
-        return self.of(float(rng.standard_normal()))
+        return self.from_normal(float(rng.standard_normal()))
 
-    def of(self, normal: float) -> float:
+    def from_normal(self, normal: float) -> float:
         """The delay in seconds that a standard normal value stands for."""
         return self.median_ms / 1e3 * min(4.0, max(0.25, math.exp(self.sigma * normal)))
 

@@ -58,7 +58,7 @@ class InteractionLog:
 
     def behaviours(self, start: int, stop: int) -> Behaviours:
         """The interactions in rows start:stop, which are one user's, with their features."""
-        made = Behaviours.of(self.items[start:stop], self.actions[start:stop], self.times[start:stop])
+        made = Behaviours.from_arrays(self.items[start:stop], self.actions[start:stop], self.times[start:stop])
         if not (columns := self.schema.table("behaviour")):
             return made
         values = {one.name: self.features[one.name][start:stop] for one in columns}

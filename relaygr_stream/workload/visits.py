@@ -102,7 +102,7 @@ def visits(traffic: Traffic, seed: int, part: Part = WHOLE, *, known: int | None
     who = _of_log(log, part) if log is not None and has_users else _of_model(traffic, part, rng, known)
     lengths, starts = _Lengths(traffic, rng), _normals(rng)
     for gap, user in who:
-        yield Visit(gap, user, *lengths.next_visit(user), traffic.delay.of(next(starts)))
+        yield Visit(gap, user, *lengths.next_visit(user), traffic.delay.from_normal(next(starts)))
 
 
 class _Lengths:

@@ -34,7 +34,7 @@ from relaygr_stream.settings.load import load_settings
 from relaygr_stream.errors import RelayError
 
 TOKENS, OFFERED = 4000, int(sys.argv[2])
-past = Behaviours.of(np.arange(TOKENS), np.zeros(TOKENS, int), np.arange(TOKENS))
+past = Behaviours.from_arrays(np.arange(TOKENS), np.zeros(TOKENS, int), np.arange(TOKENS))
 size = past.nbytes()
 
 

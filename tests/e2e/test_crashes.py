@@ -98,7 +98,7 @@ async def test_a_signal_that_ends_each_worker_is_dead_lettered_after_so_many(
     signal = PreInferSignal(
         request_id="poison",
         user_id="u",
-        prefix=Behaviours.of(np.full(20, POISON), np.zeros(20, int), np.arange(20) * 1000),
+        prefix=Behaviours.from_arrays(np.full(20, POISON), np.zeros(20, int), np.arange(20) * 1000),
         admitted_ms=now_ms(),
         life_ms=3.6e6,
         delegate="w9" if delegated else msgspec.UNSET,

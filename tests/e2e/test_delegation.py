@@ -60,7 +60,7 @@ class Copies:
 
 def history(user: str) -> Behaviours:
     random = np.random.default_rng(list(user.encode()))
-    return Behaviours.of(random.integers(0, 5000, 150), np.zeros(150, int), np.arange(150))
+    return Behaviours.from_arrays(random.integers(0, 5000, 150), np.zeros(150, int), np.arange(150))
 
 
 async def test_a_delegate_computes_and_ranks_and_a_dead_one_costs_a_full_inference(

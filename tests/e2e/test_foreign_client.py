@@ -116,7 +116,7 @@ async def test_with_features_it_gets_them_from_a_model_that_reads_them(kafka_set
             changed = RankingRequest(
                 request_id="changed",
                 user_id="user",
-                prefix=msgspec.structs.replace(Behaviours.of(*history), columns=rows["behaviour"]),
+                prefix=msgspec.structs.replace(Behaviours.from_arrays(*history), columns=rows["behaviour"]),
                 candidates=pack_items([7, 8]),
                 columns=FeatureTables(user=rows["user"], candidate=rows["candidate"]),
             )

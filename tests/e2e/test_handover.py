@@ -29,7 +29,7 @@ def request(user: int, number: int, mode: str = "auto") -> RankingRequest:
     return RankingRequest(
         request_id=f"{mode}-{user}-{number}",
         user_id=f"user-{user}",
-        prefix=Behaviours.of(rng.integers(0, 5000, TOKENS), rng.integers(1, 4, TOKENS), times),
+        prefix=Behaviours.from_arrays(rng.integers(0, 5000, TOKENS), rng.integers(1, 4, TOKENS), times),
         candidates=pack_items(np.arange(20)),
         mode=mode,  # type: ignore[arg-type]
     )

@@ -41,7 +41,7 @@ async def test_requests_that_wait_take_no_more_memory_than_allowed(
 
     gate = tmp_path / "gate"
     monkeypatch.setenv(gated.GATE, str(gate))
-    history = Behaviours.of(np.arange(TOKENS) % gated.POISON, np.zeros(TOKENS, int), np.arange(TOKENS) * 1000)
+    history = Behaviours.from_arrays(np.arange(TOKENS) % gated.POISON, np.zeros(TOKENS, int), np.arange(TOKENS) * 1000)
     value = encode(
         RankingRequest(
             request_id="r", user_id="hog", prefix=history, candidates=pack_items([1, 2]), timeout_ms=3.6e6, mode="full"

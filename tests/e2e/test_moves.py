@@ -71,7 +71,7 @@ class Scene:
         topics, self._epoch = load_topics(self.settings.kafka), max(self._epoch + 1, now_ms())
         assignments = Assignments(epoch=self._epoch, sent_ms=now_ms(), planner="test", workers=workers)
         async with Producer(self.settings.kafka, client_id="planner") as producer:
-            await write_assignments(producer, topics, StatusReader.of(self.settings, topics), assignments)
+            await write_assignments(producer, topics, StatusReader.from_settings(self.settings, topics), assignments)
         return self._epoch
 
     async def own_statuses(self) -> dict[str, WorkerStatus]:
@@ -99,7 +99,7 @@ class Scene:
         number = 0
         while True:
             number, began_s = number + 1, time.monotonic()
-            history = Behaviours.of(list(range(1, 31)), [1] * 30, list(range(30)))
+            history = Behaviours.from_arrays(list(range(1, 31)), [1] * 30, list(range(30)))
             async with relay.request(f"u{number % 20}", history, candidates=3, scenario=scenario) as request:
                 ranking = await request.rank([1, 2, 3], timeout=timeout_s)
             self.answers.append((scenario, ranking.worker, ranking.model_version, time.monotonic() - began_s))

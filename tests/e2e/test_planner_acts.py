@@ -47,7 +47,10 @@ async def test_a_scenario_without_workers_gets_one_and_the_next_planner_goes_on(
         (leader,) = [name for name, planner in planners.items() if verified(planner)]
         planners.pop(leader).kill()
         (other,) = planners.values()
-        topics, reader = load_topics(scene.settings.kafka), StatusReader.of(scene.settings, load_topics(Kafka()))
+        topics, reader = (
+            load_topics(scene.settings.kafka),
+            StatusReader.from_settings(scene.settings, load_topics(Kafka())),
+        )
 
         async def it_leads() -> bool:
             found = await read_assignments(scene.settings.kafka, topics, reader)

@@ -75,7 +75,7 @@ async def test_a_request_is_one_trace_from_its_event_to_its_scores(
             await fleet.owners_known()
             store = open_store(stored)
             assert isinstance(store, WritableStore)
-            await store.append("u-3", "", Behaviours.of(*HISTORY), stored.max_behaviours)
+            await store.append("u-3", "", Behaviours.from_arrays(*HISTORY), stored.max_behaviours)
             async with RelayClient(settings=fleet.settings) as relay:
                 hit = await a_hit(relay, fleet, taps, "u-1", HISTORY)
                 read = await a_hit(relay, fleet, taps, "u-3", store)

@@ -31,7 +31,7 @@ from tests.e2e.fleet import TEST_SETTINGS
 from tests.ports import ports_in_a_row
 from tests.waiting import WITHIN_S, until
 
-HISTORY = Behaviours.of(list(range(1, 21)), [1] * 20, list(range(20)))
+HISTORY = Behaviours.from_arrays(list(range(1, 21)), [1] * 20, list(range(20)))
 
 
 class Up:

@@ -38,8 +38,8 @@ class Truth:
         candidates = np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64)
         self._scratch.length = 0
         with torch.inference_mode():
-            self._model.prefill(self._scratch, Tokens.of(request.prefix))
-            suffix = Tokens.of(request.suffix, previous_ms=last)
+            self._model.prefill(self._scratch, Tokens.from_behaviours(request.prefix))
+            suffix = Tokens.from_behaviours(request.suffix, previous_ms=last)
             (scores,) = self._model.score([ScoreInput(self._scratch, suffix, candidates)])
         return scores.numpy()
 

@@ -43,7 +43,7 @@ def behaviours(rng: random.Random, size: int, first_ms: int = EPOCH_MS) -> Behav
     """`size` random behaviours, 100 ms apart."""
     items = [rng.randrange(1 << 32) for _ in range(size)]
     actions = [rng.randrange(256) for _ in range(size)]
-    return Behaviours.of(items, actions, first_ms + 100 * np.arange(size)) if size else Behaviours()
+    return Behaviours.from_arrays(items, actions, first_ms + 100 * np.arange(size)) if size else Behaviours()
 
 
 def message(kind: type[Message], rng: random.Random) -> Message:
@@ -101,7 +101,7 @@ def trigger(rng: random.Random) -> dict[str, Any]:
 
 def by_reference(fields: dict[str, Any]) -> dict[str, Any]:
     """The map of an event, a signal or a request, which refers to its prefix instead of having it."""
-    reference = HistoryReference.of(Behaviours(**fields["prefix"]), 3, range(64))
+    reference = HistoryReference.from_behaviours(Behaviours(**fields["prefix"]), 3, range(64))
     empty = msgspec.to_builtins(Behaviours(), builtin_types=(bytes,))
     stated = msgspec.to_builtins(reference, builtin_types=(bytes,))
     return {**fields, "prefix": empty, "history": stated, "v": HISTORY_VERSION, "min_v": HISTORY_VERSION}

@@ -113,7 +113,7 @@ def _message(rng: random.Random) -> Message:
     capacity = rng.choice([length, 64, 1, *(n for n in NUMBERS if isinstance(n, int) and 0 < n < 1 << 62)])
     messages: list[Message] = [
         Ask(IDENTITY, tuple(rng.randrange(8) for _ in range(rng.randrange(9))), rng.choice((0, 64, 10_000))),
-        Offer.of(f"u{rng.randrange(9)}", tokens, capacity, rng.randrange(1, 1 << 40)),
+        Offer.from_tokens(f"u{rng.randrange(9)}", tokens, capacity, rng.randrange(1, 1 << 40)),
         SessionRefused(rng.choice(["another model", "x" * 512])),
         *(Take(), SkipOffer(), Enough(), End()),
     ]

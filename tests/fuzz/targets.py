@@ -188,7 +188,7 @@ class _Trigger:
     FRESH: Final = 2000
 
     def __init__(self) -> None:
-        self._policy = Policy.of(Settings(relay=RELAY))
+        self._policy = Policy.from_settings(Settings(relay=RELAY))
         self._owners = OwnerDirectory(1e6)
         self._count = 0
         self._lane = LaneState(self._policy)

@@ -23,7 +23,7 @@ from relaygr_stream.wire.topic_files import load_topics
 TASKS = ("click", "like")
 #: For calls whose time is no matter.
 PATIENCE_S = 20.0
-PREFIX = Behaviours.of([1, 2], [0, 0], [10, 20])
+PREFIX = Behaviours.from_arrays([1, 2], [0, 0], [10, 20])
 
 Answers = Callable[[RankingRequest], Sequence[ScoreReply | bytes]]
 

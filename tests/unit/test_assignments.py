@@ -122,7 +122,11 @@ async def test_what_is_written_is_read_and_followed_and_routes_stay(embedded_set
         kafka=embedded_settings, scenarios=(Scenario(name="feed"),), handover=Handover(secret="a secret of a fleet")
     )
     topics = load_topics(embedded_settings)
-    reader, name, seen = StatusReader.of(settings, topics), routes_topic(topics).name, list[Assignments | None]()
+    reader, name, seen = (
+        StatusReader.from_settings(settings, topics),
+        routes_topic(topics).name,
+        list[Assignments | None](),
+    )
     await reader.prepare()
     assert await read_assignments(embedded_settings, topics, reader) is None
 

@@ -307,7 +307,7 @@ async def test_closing_fails_the_calls_under_way_and_every_later_one(embedded_se
 
 
 def behaviours(count: int) -> Behaviours:
-    return Behaviours.of(np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64))
+    return Behaviours.from_arrays(np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64))
 
 
 def at(time_ms: int) -> Behaviours:

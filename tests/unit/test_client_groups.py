@@ -369,7 +369,7 @@ async def test_a_rollout_takes_no_scenarios_group(world: World) -> None:
         assert await bus.scenarios_of("feed") == ["feed"]
         assert await bus.scenarios_of("next") == []
         context = ProcessContext(bus.settings, asyncio.Event(), CollectorRegistry())
-        asked = RolloutRequest(Plan.of([1.0], 1.0), group="feed")
+        asked = RolloutRequest(Plan.from_shares([1.0], 1.0), group="feed")
         with pytest.raises(ConfigError, match="--group feed serves scenario feed"):
             await run_rollout(context, asked, print)
 

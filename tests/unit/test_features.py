@@ -50,7 +50,7 @@ ROUTE = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"0"))
 
 def history(start: int, dwell: list[float], place: list[int]) -> Behaviours:
     n = len(dwell)
-    plain = Behaviours.of(range(start, start + n), [1] * n, range(start * 1000, (start + n) * 1000, 1000))
+    plain = Behaviours.from_arrays(range(start, start + n), [1] * n, range(start * 1000, (start + n) * 1000, 1000))
     tables = SCHEMA.pack({"dwell_s": dwell, "place": place}, {"behaviour": n})
     return msgspec.structs.replace(plain, columns=tables["behaviour"])
 
@@ -179,7 +179,7 @@ def test_values_survive_message_and_words(declared: list[FeatureColumn], n: int,
         shape = (rows[one.table], one.width)
         values[one.name] = data.draw(hnp.arrays(one.dtype, shape, elements=elements))
     tables = schema.pack(values, rows)  # type: ignore[arg-type]
-    plain = Behaviours.of([1] * n, [2] * n, range(n))
+    plain = Behaviours.from_arrays([1] * n, [2] * n, range(n))
     request = RankingRequest(
         request_id="r",
         user_id="u",
@@ -259,7 +259,7 @@ def test_a_signal_with_other_columns_is_a_decode_error() -> None:
     )
     task = intake().signal(Record("pre-infer", 0, 0, 0, b"u", encode(signal), ()), time.monotonic()).task
     assert (task.tokens.array == ranking(encode(whole)).tokens.array).all()  # else its prefix KV would never serve
-    plain = msgspec.structs.replace(signal, prefix=Behaviours.of([1], [1], [1]))
+    plain = msgspec.structs.replace(signal, prefix=Behaviours.from_arrays([1], [1], [1]))
     with pytest.raises(DecodeError, match="column 'place'"):
         intake().signal(Record("pre-infer", 0, 0, 0, b"u", encode(plain), ()), time.monotonic())
 
@@ -271,7 +271,9 @@ def test_a_hostile_number_of_columns_is_refused() -> None:
 
 
 def test_messages_without_features_say_nothing_of_them() -> None:
-    plain = RankingRequest(request_id="r", user_id="u", prefix=Behaviours.of([1], [1], [1]), candidates=bytes(4))
+    plain = RankingRequest(
+        request_id="r", user_id="u", prefix=Behaviours.from_arrays([1], [1], [1]), candidates=bytes(4)
+    )
     written = msgpack.unpackb(encode(plain))
     assert "columns" not in written
     assert "columns" not in written["prefix"]
@@ -293,7 +295,7 @@ def test_truncation_keeps_the_users_features_before_the_newest() -> None:
 
 
 def test_a_prefix_of_no_behaviours_is_the_user_alone() -> None:
-    tokens = Tokens.of(Behaviours(), None, SCHEMA, request().columns.user)  # type: ignore[union-attr]
+    tokens = Tokens.from_behaviours(Behaviours(), None, SCHEMA, request().columns.user)  # type: ignore[union-attr]
     assert (len(tokens), tokens.context) == (1, 1)
 
 
@@ -326,7 +328,7 @@ def test_prefix_kv_serve_other_candidates_and_suffixes(value: bytes) -> None:
 
 def test_an_offer_between_workers_carries_the_features() -> None:
     tokens = ranking(encode(request())).tokens
-    offer = Offer.of("u", tokens, 64, 1)
+    offer = Offer.from_tokens("u", tokens, 64, 1)
     assert (offer.sequence(64, token_bytes(SCHEMA)).array == tokens.array).all()
     with pytest.raises(DecodeError, match="bytes a token"):
         offer.sequence(3, token_bytes(SCHEMA))
@@ -351,7 +353,9 @@ async def test_the_client_packs_by_the_schema_and_refuses_what_it_does_not_know(
 async def test_what_the_client_sends_has_the_features(embedded_settings: Kafka) -> None:
     """And it checks messages that were made by hand."""
     settings = Settings(kafka=embedded_settings)
-    plain = RankingRequest(request_id="r", user_id="u", prefix=Behaviours.of([1], [1], [1]), candidates=bytes(4))
+    plain = RankingRequest(
+        request_id="r", user_id="u", prefix=Behaviours.from_arrays([1], [1], [1]), candidates=bytes(4)
+    )
     made: dict[str, Any] = {"age": 3, "interests": [1, 2, 3], "dwell_s": [1.0, 2.0], "place": [4, 5]}
     later: dict[str, Any] = {"shop": [8], "affinity": [[1.0, 2.0]]}
     async with responder_on(embedded_settings) as peer, RelayClient(settings=settings, features=SCHEMA) as relay:

@@ -188,7 +188,7 @@ def test_a_private_file_is_its_users_alone(tmp_path: Path) -> None:
 
 async def test_files_with_histories_are_their_users_alone(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "histories")
-    await store.append("u", "", Behaviours.of([1], [0], [5]))
+    await store.append("u", "", Behaviours.from_arrays([1], [0], [5]))
     child = Child("x", ["--version"], tmp_path)
     await child.wait()
     written = [*_found(tmp_path), child.log, Path(write_settings(tmp_path / "s.toml", Settings()))]

@@ -48,7 +48,7 @@ IDS: Final = st.lists(st.one_of(st.sampled_from(NARROW + WIDE), st.integers(0, M
 
 
 def behaviours(ids: Any) -> Behaviours:
-    return Behaviours.of(ids, [1] * len(ids), range(len(ids)))
+    return Behaviours.from_arrays(ids, [1] * len(ids), range(len(ids)))
 
 
 def items(found: Behaviours) -> list[int]:
@@ -82,7 +82,7 @@ def test_ids_travel_exactly_and_small_ones_as_ever(prefix: list[int], suffix: li
     data = encode(validated(request))
     found = decode(RankingRequest, data)
     assert (items(found.prefix), items(found.suffix), candidates(found)) == (prefix, suffix, ranked)
-    assert Tokens.of(found.prefix).array[0].tolist() == prefix
+    assert Tokens.from_behaviours(found.prefix).array[0].tolist() == prefix
     small = max(prefix + suffix + ranked) < 2**32
     assert (found.v, found.min_v) == ((1, 0) if small else (4, 4))
     if small:
@@ -113,7 +113,7 @@ def test_arrays_of_other_shapes_and_types_are_refused_by_name() -> None:
         with pytest.raises(ValueError, match="candidates: item ids must be"):
             packed_candidates(bad)
     with pytest.raises(ValueError, match="2 items, 1 actions"):  # not one item of 8 bytes
-        Behaviours.of([1, 2], [0], [0])
+        Behaviours.from_arrays([1, 2], [0], [0])
     assert packed_candidates([]) == b""
     assert candidates(ranking([1], [2], np.array([MOST], np.uint64))) == [MOST]
 
@@ -237,13 +237,13 @@ def test_a_history_in_parts_is_the_history_and_so_are_its_digests(parts: list[li
                 start = len(whole)
                 whole += part
                 times = range(start, len(whole))
-                reference = await store.append("u", "", Behaviours.of(part, [1] * len(part), times))
+                reference = await store.append("u", "", Behaviours.from_arrays(part, [1] * len(part), times))
                 assert items(await store.read("u", "", 0, 0, len(whole))) == whole
                 assert items(await store.read("u", "", 0, start, len(whole))) == part
-                assert reference.digest == HistoryReference.of(behaviours(whole)).digest
+                assert reference.digest == HistoryReference.from_behaviours(behaviours(whole)).digest
                 for at, digest in reference.stated().items():
-                    assert digest == HistoryReference.of(behaviours(whole[:at])).digest
-            assert (await store.replace("u", "", behaviours(parts[0]))).digest == HistoryReference.of(
+                    assert digest == HistoryReference.from_behaviours(behaviours(whole[:at])).digest
+            assert (await store.replace("u", "", behaviours(parts[0]))).digest == HistoryReference.from_behaviours(
                 behaviours(parts[0])
             ).digest
             assert items(await store.read("u", "", 0, 0, 1000)) == parts[0]

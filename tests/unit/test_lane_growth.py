@@ -83,7 +83,9 @@ def test_an_event_on_a_lane_that_was_just_added_is_read() -> None:
     """A trigger may own it before it has counted: its events were dead letters."""
     topics = load_topics(Kafka(partitions=4))
     user = next(user for number in range(99) if lane_of(user := f"u{number}", 16) == 13)
-    event = encode(RequestEvent(request_id="r", user_id=user, candidates=1, prefix=Behaviours.of([1], [0], [1])))
+    event = encode(
+        RequestEvent(request_id="r", user_id=user, candidates=1, prefix=Behaviours.from_arrays([1], [0], [1]))
+    )
     for lane in (1, 13):
         record = Record(topics.retrieval.name, lane, 0, 0, user.encode(), event, ())
         assert read_event(RequestEvent, record, topics) is not None

@@ -46,7 +46,7 @@ def behaviours(draw: st.DrawFn, min_size: int = 0, first_ms: int = 1 - MAX_TIME_
     items = draw(st.lists(st.integers(0, 2**32 - 1), min_size=size, max_size=size))
     actions = draw(st.lists(st.integers(0, 255), min_size=size, max_size=size))
     times = sorted(draw(st.lists(st.integers(first_ms, MAX_TIME_MS - 1), min_size=size, max_size=size)))
-    return Behaviours.of(np.array(items, np.int64), np.array(actions, np.int64), np.array(times, np.int64))
+    return Behaviours.from_arrays(np.array(items, np.int64), np.array(actions, np.int64), np.array(times, np.int64))
 
 
 @st.composite
@@ -353,7 +353,7 @@ def test_a_slice_holds_the_behaviours_asked_for(all_of: Behaviours, start: int, 
 )
 def test_packing_values_that_do_not_fit_is_a_value_error(arrays: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Behaviours.of(*arrays)
+        Behaviours.from_arrays(*arrays)
 
 
 @settings(max_examples=examples(20))
@@ -385,6 +385,6 @@ def test_a_detail_does_not_carry_the_message() -> None:
 )
 def test_arrays_of_several_lengths_are_told_in_rows(arrays: tuple[Any, Any, Any], counts: str) -> None:
     with pytest.raises(ValueError, match=f"got {counts}"):
-        Behaviours.of(*arrays)
+        Behaviours.from_arrays(*arrays)
     with pytest.raises(ValueError, match=r"got 6 bytes of items \(4 each\), 1 actions and 1 times"):
         Behaviours(bytes(6), bytes(1), bytes(8)).checked(ValueError)

@@ -36,8 +36,8 @@ async def test_arrays_go_in_and_the_best_items_come_out(kafka_settings: Kafka) -
             ranking = await request.rank(np.array([11, 30, 20]), suffix=RECENT, timeout=20)
         event = decode(RequestEvent, peer.events[0].value)
         ((_, asked),) = peer.requests
-        assert event.prefix == asked.prefix == Behaviours.of(*HISTORY)
-        assert asked.suffix == Behaviours.of(*RECENT)
+        assert event.prefix == asked.prefix == Behaviours.from_arrays(*HISTORY)
+        assert asked.suffix == Behaviours.from_arrays(*RECENT)
         assert event.request_id == asked.request_id == request.request_id == ranking.request_id
         assert (event.candidates, event.rank_in_ms, event.tenant, asked.tenant) == (3, 250.0, "shop", "shop")
         assert asked.timeout_ms == 20_000.0
@@ -204,7 +204,7 @@ class KnownUsers:
 
 
 async def test_a_reference_goes_in_place_of_the_history(kafka_settings: Kafka) -> None:
-    reference = HistoryReference.of(Behaviours.of(*HISTORY), 5, [1])
+    reference = HistoryReference.from_behaviours(Behaviours.from_arrays(*HISTORY), 5, [1])
     store = KnownUsers({"shop/u": reference})
     async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
         for history in (reference, store):
@@ -237,7 +237,7 @@ async def test_a_store_that_does_not_answer_is_a_typed_error(error: Exception, s
 
 async def test_a_request_that_was_not_entered_is_ranked_with_its_history(kafka_settings: Kafka) -> None:
     async with responder_on(kafka_settings) as peer, client_on(kafka_settings) as relay:
-        store = KnownUsers({"/u": (reference := HistoryReference.of(Behaviours.of(*HISTORY), 7))})
+        store = KnownUsers({"/u": (reference := HistoryReference.from_behaviours(Behaviours.from_arrays(*HISTORY), 7))})
         await relay.request("u", store, candidates=3).rank([11, 30, 20], timeout=20)
         ((_, asked),) = peer.requests
         assert asked.history == reference

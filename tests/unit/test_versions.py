@@ -181,7 +181,7 @@ def test_the_bound_counts_fields_inside_others_and_those_stated_twice() -> None:
 
 def test_arrays_of_any_length_are_no_unknown_field() -> None:
     n = 50_000
-    prefix = Behaviours.of([1] * n, [1] * n, range(n))
+    prefix = Behaviours.from_arrays([1] * n, [1] * n, range(n))
     request = RankingRequest(request_id="r", user_id="u", prefix=prefix, candidates=bytes(4 * n))
     assert decode(RankingRequest, encode(request)) == request
     reply = ScoreReply(request_id="r", status="ok", outcome="hbm", scores=bytes(4 * n), tasks=("a",))

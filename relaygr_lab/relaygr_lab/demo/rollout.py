@@ -31,7 +31,7 @@ HBM_BYTES: Final = 256 << 20
 #: Each user returns about every eight seconds.
 TRAFFIC: Final = Traffic(users=100, rate=12.0, tokens=500, candidates=50, items=5000)
 #: Each step ends with 200 answers of the new group: 33 s and 17 s.
-PLAN: Final = Plan.of([0.5, 1.0], 10.0)
+PLAN: Final = Plan.from_shares([0.5, 1.0], 10.0)
 USUAL_S: Final = 15.0
 #: A point of the picture is of so many seconds.
 POINT_S: Final = 4.0

@@ -81,7 +81,7 @@ class Engine:
         """Have its prefix KV computed, as a pre-infer signal does. Only the warm-up announces here."""
         event, now = item.event, time.monotonic()
         user = (event.columns or NO_TABLES).user
-        tokens, ends = Tokens.of(event.prefix, None, self._schema, user), now + LIFE_S
+        tokens, ends = Tokens.from_behaviours(event.prefix, None, self._schema, user), now + LIFE_S
         self._thread.submit(
             Prefill(PrefillTask(event.request_id, event.user_id, 0, tokens, due=ends, expires=ends, arrived=now))
         )
@@ -95,10 +95,10 @@ class Engine:
             request_key=name,
             user_key=request.user_id,
             lane=0,
-            tokens=Tokens.of(request.prefix, None, self._schema, columns.user),
-            suffix=Tokens.of(Behaviours(), None, self._schema),
+            tokens=Tokens.from_behaviours(request.prefix, None, self._schema, columns.user),
+            suffix=Tokens.from_behaviours(Behaviours(), None, self._schema),
             candidates=np.frombuffer(request.candidates, ITEM_DTYPE).astype(np.int64),
-            times=Times.of(now, timeout_s * 1e3, self._settings.relay.slo_ms, 0.0, age_ms=0.0),
+            times=Times.from_timeout(now, timeout_s * 1e3, self._settings.relay.slo_ms, 0.0, age_ms=0.0),
             full=request.mode == "full",
             client="loadgen",
             features=self._schema.values("candidate", columns.candidate) if columns.candidate else {},

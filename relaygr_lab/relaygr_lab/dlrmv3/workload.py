@@ -128,7 +128,7 @@ class Workload:
         history, candidates = self.drawn(visit)
         # The action of a rating is 2 to the power of it, less one.
         actions = 1 << (history.ratings.astype(np.int64) - 1)
-        prefix = Behaviours.of(history.items, actions, np.full(visit.length, 1000 * TIME_S))
+        prefix = Behaviours.from_arrays(history.items, actions, np.full(visit.length, 1000 * TIME_S))
         user, columns = f"{name}-{visit.user}", UNSET
         both: FeatureTables | None = None
         if schema:

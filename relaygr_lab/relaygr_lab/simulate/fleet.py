@@ -124,7 +124,7 @@ class Fleet:
         # The triggers of all lanes are one core: they share only the owner directory, which is equal in all.
         self._owners = OwnerDirectory(settings.trigger.max_status_age_ms, clock=self.timeline.clock)
         delegation = Delegation(self._owners, SentBooks(), count, seed=scenario.seed + group.index)
-        self._trigger = TriggerCore(Policy.of(settings), self._owners, decider(scenario.policy), delegation)
+        self._trigger = TriggerCore(Policy.from_settings(settings), self._owners, decider(scenario.policy), delegation)
         for number in range(count):
             self._trigger.take_lane(number)
         self.start = START_STATUSES * settings.worker.status_interval_ms / 1e3
@@ -146,7 +146,7 @@ class Fleet:
         self._dying = group.dead
 
     def _make_core(self, name: str, seed: int) -> WorkerCore:
-        return WorkerCore(name, WorkerPolicy.of(self._settings), self._peers, self, seed)
+        return WorkerCore(name, WorkerPolicy.from_settings(self._settings), self._peers, self, seed)
 
     def lane_of(self, user_id: str) -> int:
         """The lane of a user who asked."""
@@ -289,7 +289,7 @@ class Fleet:
             self._tokens(request.prefix),
             self._suffix,
             asked.candidates,
-            Times.of(now, sent.timeout_ms, asked.slo_ms, self._settings.worker.reply_ms, age_ms),
+            Times.from_timeout(now, sent.timeout_ms, asked.slo_ms, self._settings.worker.reply_ms, age_ms),
             full=self._scenario.mode == "full",
             hops=sent.hops,
             origin=sent,

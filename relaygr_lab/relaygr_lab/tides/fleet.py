@@ -84,7 +84,7 @@ class TidalFleet:
         self._said = ""
         self._assigned: dict[str, str] = {}
         self._assignments: Assignments | None = None
-        self._reader = StatusReader.of(self.settings, load_topics(self.settings.kafka))
+        self._reader = StatusReader.from_settings(self.settings, load_topics(self.settings.kafka))
 
     def _settings_on(self, cluster: Settings) -> Settings:
         kafka = replace(cluster.kafka, partitions=LANES, prefix=f"{cluster.kafka.prefix}{self._name}.")

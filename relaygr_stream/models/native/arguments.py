@@ -105,7 +105,7 @@ class KVColumns(NamedTuple):
     size: int  # bytes of an element
 
     @classmethod
-    def of(cls, kv: KVRegion) -> KVColumns:
+    def from_region(cls, kv: KVRegion) -> KVColumns:
         """The columns of a region, computed from its layout: views of its layers would take six torch operators."""
         layout, address = kv.layout, kv.storage.data_ptr()
         k_head, v_head = kv.capacity * layout.dqk, kv.capacity * layout.dv

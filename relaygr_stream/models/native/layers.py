@@ -114,7 +114,7 @@ class NativeLayers:
     ) -> Generator[None, None, torch.Tensor]:
         """Write the K/V of x (n, D) behind kv.length, one layer per step; returns the last outputs if `outputs`."""
         x = x.clone(memory_format=torch.contiguous_format)
-        columns = KVColumns.of(kv)
+        columns = KVColumns.from_region(kv)
         own = columns.behind(kv.length)
         attentions = [self._attention(columns, kv.length + len(x), own, block, 0) for block in blocks]
         rows = self._rows(x, own, attentions)
@@ -139,7 +139,7 @@ class NativeLayers:
         x = x.clone(memory_format=torch.contiguous_format)
         own, attentions, start = self._own_columns(len(x)), [], 0
         for ranking, blocks in zip(batch, plans, strict=True):
-            columns, length = KVColumns.of(ranking.kv), ranking.kv.length
+            columns, length = KVColumns.from_region(ranking.kv), ranking.kv.length
             attentions += [self._attention(columns, length, own.behind(start), block, start) for block in blocks]
             start += ranking.suffix + ranking.candidates
         rows = self._rows(x, own, attentions)

@@ -46,7 +46,7 @@ async def run_dashboard(settings: Settings, port: int, on_ready: Say) -> None:
     Raises BrokerUnavailable, TopicError, ConfigError where it cannot listen.
     """
     topics, background = await verified_topics(settings.kafka), Background()
-    reader = StatusReader.of(settings, topics)
+    reader = StatusReader.from_settings(settings, topics)
     await reader.prepare()
     board = Board(settings, topics, reader)
 

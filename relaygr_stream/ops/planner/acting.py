@@ -142,7 +142,7 @@ class Acting:
             limited(log.warning, "take over")("cannot lead now", error=str(error) or "no broker answers")
             return
         self.leads = True
-        self._moves = self._moves.led(now_ms())
+        self._moves = self._moves.taken_over(now_ms())
         log.info("leads", epoch=self._moves.epoch, assigned=len(self._moves.assigned))
 
     def _began(self, pending: PendingMove | None, reason: str) -> None:

@@ -71,7 +71,7 @@ class MovesMemory:
             return self
         return replace(self, epoch=epoch, assigned=dict(assigned), pending=None)
 
-    def led(self, at_ms: int) -> MovesMemory:
+    def taken_over(self, at_ms: int) -> MovesMemory:
         """As a planner that takes over publishes them: above every epoch that the last one can reach, which grows by
         one with each of its changes."""
         return replace(self, epoch=max(at_ms, self.epoch + 1), pending=None)

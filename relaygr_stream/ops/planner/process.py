@@ -103,7 +103,7 @@ class PlannerStatements:
 
     def __init__(self, settings: Settings, producer: Producer) -> None:
         topics = load_topics(settings.kafka)
-        self.reader: Final = StatusReader.of(settings, topics)
+        self.reader: Final = StatusReader.from_settings(settings, topics)
         self._topic, self._producer = topics.worker_status.name, producer
         self.name: Final = f"{socket.gethostname()}-{os.getpid()}"
         self._started_ms = self._sent_ms = now_ms()

@@ -38,7 +38,7 @@ class Bus:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.topics = load_topics(settings.kafka)
-        self._reader = StatusReader.of(settings, self.topics)
+        self._reader = StatusReader.from_settings(settings, self.topics)
         self._epochs: dict[str, int] = {}  # by scenario, of the routes that were read or written last
 
     async def read(self) -> Routes:

@@ -50,7 +50,7 @@ class Plan:
     hold_s: float
 
     @classmethod
-    def of(cls, steps: Sequence[float], hold_s: float) -> Plan:
+    def from_shares(cls, steps: Sequence[float], hold_s: float) -> Plan:
         """Of shares between 0 and 1. Raises ConfigError unless they rise to 1."""
         shares = tuple(round(step * POSITIONS) for step in steps)
         if not shares or shares[0] <= 0 or list(shares) != sorted(set(shares)) or shares[-1] != POSITIONS:

@@ -233,7 +233,7 @@ async def warming(
     lanes: that the old group has on the cluster, and the new one. background: runs it, and fails with it.
     """
     topics, of_group = load_topics(source.kafka), load_topics(group.kafka)
-    reader = StatusReader.of(group, of_group)
+    reader = StatusReader.from_settings(group, of_group)
     await reader.prepare()
     found = Warming(group, name, lanes[1], producer, reader)
     statuses = TopicTail(

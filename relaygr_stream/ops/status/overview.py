@@ -231,7 +231,7 @@ async def listening(settings: Settings, topics: TopicSet) -> AsyncIterator[tuple
 
     Raises BrokerUnavailable, BrokerError.
     """
-    reader = StatusReader.of(settings, topics)
+    reader = StatusReader.from_settings(settings, topics)
     await reader.prepare()
     view, name = Overview(settings, topics, reader), topics.worker_status.name
     async with TopicTail(settings.kafka, name, [0], "recent", view.on_records, pause_s=STATUS_PAUSE_S) as tail:

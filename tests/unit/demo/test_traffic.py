@@ -120,7 +120,7 @@ async def test_requests_by_reference_name_the_histories_that_they_carried(tmp_pa
         assert (item.event.history, len(item.request.prefix), len(item.event.prefix)) == (reference, 0, 0)
         found = await store.read(item.event.user_id, "", reference.version, 0, reference.length)
         assert found.slice(0, reference.length) == carried.request.prefix
-        assert HistoryReference.of(found).digest == reference.digest
+        assert HistoryReference.from_behaviours(found).digest == reference.digest
         assert decode(RequestEvent, encode(item.event)) == item.event
     assert carrying is turned
     await store.close()

@@ -246,14 +246,14 @@ def test_a_worker_that_starts_into_an_overload_learns_what_rankings_take_and_ref
 
 @given(st.floats(1.0, 1e5), st.floats(1.0, 1e5), st.floats(0.0, 1e3), st.floats(0.0, 1e4))
 def test_a_ranking_is_due_no_later_than_its_deadline(timeout: float, slo: float, reply: float, age: float) -> None:
-    times = Times.of(10.0, timeout, slo, reply, age)
+    times = Times.from_timeout(10.0, timeout, slo, reply, age)
     assert times.due <= times.deadline
 
 
 def test_a_caller_who_waits_for_less_than_the_slo_is_due_then() -> None:
-    times = Times.of(10.0, 20.0, slo_ms=50.0, reply_ms=5.0, age_ms=3.0)
+    times = Times.from_timeout(10.0, 20.0, slo_ms=50.0, reply_ms=5.0, age_ms=3.0)
     assert (times.deadline, times.due) == pytest.approx((10.0 + 0.013, 10.0 + 0.013))
-    times = Times.of(10.0, 1000.0, slo_ms=50.0, reply_ms=5.0, age_ms=3.0)
+    times = Times.from_timeout(10.0, 1000.0, slo_ms=50.0, reply_ms=5.0, age_ms=3.0)
     assert (times.deadline, times.due) == pytest.approx((10.0 + 0.992, 10.0 + 0.042))
 
 

@@ -23,7 +23,7 @@ from tests.unit.client_peers import responder_on
 from tests.unit.gateway.doors import ANNOUNCE, HISTORY, OTHER, RANK, TOKEN, door_on
 from tests.waiting import until
 
-WIRE = Behaviours.of(HISTORY["items"], HISTORY["actions"], HISTORY["times"])
+WIRE = Behaviours.from_arrays(HISTORY["items"], HISTORY["actions"], HISTORY["times"])
 PACKED = {"items": WIRE.items, "actions": WIRE.actions, "times": WIRE.times}
 
 
@@ -45,7 +45,7 @@ async def test_a_request_announced_ranked_and_cancelled_in_json(kafka_settings: 
         assert (ranked.value["outcome"], ranked.value["worker"]) == ("hbm", "peer")
         ((_, asked),) = peer.requests
         assert (asked.prefix, asked.suffix, asked.tenant, asked.client_id) == (
-            WIRE, Behaviours.of([8], [1], [400]), "shop", "shop",
+            WIRE, Behaviours.from_arrays([8], [1], [400]), "shop", "shop",
         )  # fmt: skip
         assert 0 < asked.timeout_ms <= 20_000
 

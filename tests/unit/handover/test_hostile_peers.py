@@ -105,7 +105,7 @@ def user_of(lane: int) -> str:
 def an_offer(
     user: str, tokens: Tokens = SIXTY_FOUR, capacity: int = 64, nbytes: int = 64 * 256, *, more: bool = False
 ) -> Offer:
-    return Offer.of(user, tokens, capacity, nbytes, more=more)
+    return Offer.from_tokens(user, tokens, capacity, nbytes, more=more)
 
 
 async def half_a_copy(channel: RawChannel) -> None:

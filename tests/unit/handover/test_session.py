@@ -208,7 +208,9 @@ async def test_each_copy_becomes_the_entry_that_was_offered(seed: int) -> None:
                 else:
                     number, user = offer
                     waiting.append(number)
-                    await channel.send(Offer.of(user, history(number, 64), 64, 64 * 256, more=len(waiting) <= ahead))
+                    await channel.send(
+                        Offer.from_tokens(user, history(number, 64), 64, 64 * 256, more=len(waiting) <= ahead)
+                    )
             if not waiting:
                 return
             choice = await channel.receive(Take | SkipOffer | Enough, 100)

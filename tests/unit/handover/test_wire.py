@@ -70,7 +70,7 @@ def test_what_is_no_message_is_refused_in_one_way(message: Message, data: st.Dat
 @given(st.integers(1, 40), st.integers(0, 100))
 def test_an_offers_tokens_come_out_as_they_went_in(length: int, slack: int) -> None:
     array = np.random.default_rng(length).integers(-(2**62), 2**62, (3, length))
-    offer = decode(encode(Offer.of("u", Tokens(array), length + slack, 1)))
+    offer = decode(encode(Offer.from_tokens("u", Tokens(array), length + slack, 1)))
     assert isinstance(offer, Offer)
     assert np.array_equal(offer.sequence(40).array, array)
 
@@ -88,7 +88,7 @@ def test_the_largest_messages_fit_their_bounds() -> None:
     )
     assert len(encode(Ask(identity, tuple(range(10_000))))) <= MAX_ASK
     longest = Tokens(np.zeros((3, 4352), np.int64))
-    assert len(encode(Offer.of("u" * 256, longest, 2**31, 2**40))) <= max_offer_bytes(4352)
+    assert len(encode(Offer.from_tokens("u" * 256, longest, 2**31, 2**40))) <= max_offer_bytes(4352)
     assert len(encode(SessionRefused("\N{SNOWMAN}" * 512))) <= max_offer_bytes(1)
 
 

@@ -11,7 +11,7 @@ from relaygr_stream.wire.behaviours import Behaviours
 def history(length: int, seed: int = 0, *, features: bool = False) -> Behaviours:
     rng = np.random.default_rng(seed)
     items, actions = rng.integers(0, 1000, 1024)[:length], rng.integers(0, 9, 1024)[:length]
-    plain = Behaviours.of(items, actions, np.arange(length) * 1000)
+    plain = Behaviours.from_arrays(items, actions, np.arange(length) * 1000)
     if not features or not length:
         return plain
     dwell, pair = rng.random(1024, np.float32)[:length], rng.integers(0, 99, (1024, 2))[:length]

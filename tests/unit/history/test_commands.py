@@ -49,7 +49,7 @@ def test_a_log_is_imported_appended_to_and_shown(tmp_path: Path, store: Path) ->
     assert (done.exit_code, done.stdout) == (0, "imported: 2 users; failed: 0\n")
     more = log(tmp_path / "b.csv", "ann,8,1,2000000003", "cid,9,1,2000000003")
     assert run(store, "append", more).stdout == "appended: 2 users; failed: 0\n"
-    assert read(store, "ann")[1] == Behaviours.of(
+    assert read(store, "ann")[1] == Behaviours.from_arrays(
         [5, 6, 8], [1, 3, 1], np.array([2000000000, 2000000002, 2000000003]) * 1000
     )
     shown = run(store, "show", "ann", "--last", "2")

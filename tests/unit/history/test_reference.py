@@ -67,21 +67,21 @@ def test_columns_and_their_widths_are_part_of_the_digest() -> None:
     plain, same = history(8), history(8)
     with_column = Behaviours(plain.items, plain.actions, plain.times, {"a:int32": bytes(32)})
     other_name = Behaviours(plain.items, plain.actions, plain.times, {"b:int32": bytes(32)})
-    assert len({HistoryReference.of(each).digest for each in (plain, same, with_column, other_name)}) == 3
+    assert len({HistoryReference.from_behaviours(each).digest for each in (plain, same, with_column, other_name)}) == 3
 
 
 def test_a_reference_states_its_newest_positions_and_none_beyond_its_length() -> None:
-    found = HistoryReference.of(history(200), 3, range(0, 300, 2))
+    found = HistoryReference.from_behaviours(history(200), 3, range(0, 300, 2))
     assert sorted(found.stated()) == list(range(200 - 2 * MAX_POSITIONS, 201, 2))
     beyond = msgspec.structs.replace(found, length=190)
     assert max(beyond.stated()) == 190
-    assert found.stated()[198] == HistoryReference.of(history(198)).digest
+    assert found.stated()[198] == HistoryReference.from_behaviours(history(198)).digest
     assert found.stated()[200] == found.digest
 
 
 # ---- messages ----
 
-REFERENCE = HistoryReference.of(history(100), 7, [60, 90])
+REFERENCE = HistoryReference.from_behaviours(history(100), 7, [60, 90])
 NO_PREFIX: dict[str, Any] = {"request_id": "r", "user_id": "u", "prefix": Behaviours()}
 MESSAGES: list[Message] = [
     RequestEvent(**NO_PREFIX, candidates=5, **with_version(REFERENCE)),

@@ -101,7 +101,7 @@ async def test_an_append_onto_lost_rows_is_an_error_and_later_ones_are_too(
         with pytest.raises(HistoryMismatch, match="erase"):
             await store.append("u", "", whole.slice(start, length + 60), most)
     assert await store.reference("u") == before
-    assert await store.replace("u", "", whole) == HistoryReference.of(whole, 2)
+    assert await store.replace("u", "", whole) == HistoryReference.from_behaviours(whole, 2)
     assert await store.read("u", "", 2, 0, 999) == whole
 
 
@@ -122,7 +122,7 @@ async def test_a_range_without_rows_is_empty(store: WritableStore, features: boo
 
 async def test_many_writers_of_one_user_all_succeed(settings: History) -> None:
     """Each has a store of its own, as processes have: nothing but the store keeps them apart."""
-    one = Behaviours.of([1], [1], [1])
+    one = Behaviours.from_arrays([1], [1], [1])
     async with AsyncExitStack() as stack:
         stores = [await stack.enter_async_context(opened(settings)) for _ in range(16)]
 
@@ -135,7 +135,7 @@ async def test_many_writers_of_one_user_all_succeed(settings: History) -> None:
         assert found is not None
         assert (found.length, found.version) == (80, 80)
         rows = await stores[0].read("u", "", 80, 0, 80)
-        assert HistoryReference.of(rows).digest == found.digest
+        assert HistoryReference.from_behaviours(rows).digest == found.digest
 
 
 def test_a_file_that_others_open_at_the_same_time_is_tried_again(tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ async def test_an_append_whose_answer_is_lost_is_not_made_twice(tmp_path: Path) 
             raise HistoryUnavailable("it never came there")
 
     store = Lossy(tmp_path / "histories")
-    assert await store.append("u", "", history(1)) == HistoryReference.of(history(1), 1)
-    assert await store.replace("v", "", history(2)) == HistoryReference.of(history(2), 1)
+    assert await store.append("u", "", history(1)) == HistoryReference.from_behaviours(history(1), 1)
+    assert await store.replace("v", "", history(2)) == HistoryReference.from_behaviours(history(2), 1)
     assert len(await store.read("u", "", 1, 0, 9)) == 1
     await store.close()
     away = Away(tmp_path / "histories")
@@ -211,7 +211,7 @@ async def test_a_history_grows_and_is_read_in_parts(store: WritableStore, featur
     assert len(await store.read("u", "", 0, 0, 10)) == 0
     for start, stop in ((0, 1), (1, 70), (70, 128), (128, 200)):
         after = await store.append("u", "", whole.slice(start, stop))
-    assert after == await store.reference("u") == HistoryReference.of(whole, 4, [1, 70, 128])
+    assert after == await store.reference("u") == HistoryReference.from_behaviours(whole, 4, [1, 70, 128])
     for start, stop in ((0, 200), (0, 1), (63, 130), (199, 200)):
         assert await store.read("u", "", 4, start, stop) == whole.slice(start, stop)
     assert await store.read("u", "", 4, 150, 999) == whole.slice(150, 200)
@@ -230,7 +230,7 @@ async def test_tenants_and_strange_ids_are_apart(store: WritableStore) -> None:
 async def test_a_replaced_history_has_a_new_version_and_no_positions(store: WritableStore) -> None:
     await store.append("u", "", history(50))
     await store.append("u", "", history(60).slice(50, 60))
-    assert await store.replace("u", "", history(20, 1, features=True)) == HistoryReference.of(
+    assert await store.replace("u", "", history(20, 1, features=True)) == HistoryReference.from_behaviours(
         history(20, 1, features=True), 3
     )
     assert await store.read("u", "", 3, 0, 99) == history(20, 1, features=True)
@@ -243,7 +243,7 @@ async def test_a_history_beyond_its_limit_keeps_its_newest(store: WritableStore)
     await store.append("u", "", whole.slice(0, 100), 200)
     assert (await store.append("u", "", whole.slice(100, 200), 200)).length == 200
     kept = int(KEPT_SHARE * 200)
-    assert await store.append("u", "", whole.slice(200, 201), 200) == HistoryReference.of(
+    assert await store.append("u", "", whole.slice(200, 201), 200) == HistoryReference.from_behaviours(
         whole.slice(201 - kept, 201), 3
     )
     assert await store.read("u", "", 3, 0, 999) == whole.slice(201 - kept, 201)
@@ -270,7 +270,7 @@ async def test_what_does_not_continue_a_history_is_refused_and_changes_nothing(
     assert await store.reference("u") == before
     after = await store.append("u", "", history(length + 7).slice(length + 3, length + 7))
     whole = history(length + 7).slice(3, length + 7)
-    assert (after.length, after.digest) == (length + 4, HistoryReference.of(whole, 1).digest)
+    assert (after.length, after.digest) == (length + 4, HistoryReference.from_behaviours(whole, 1).digest)
 
 
 async def test_an_erased_user_is_gone_and_may_begin_anew(store: WritableStore) -> None:
@@ -286,14 +286,14 @@ async def test_an_erased_user_is_gone_and_may_begin_anew(store: WritableStore) -
 
 async def test_writers_at_once_lose_nothing_and_readers_see_whole_writes(store: WritableStore) -> None:
     """Every reference that a reader gets is one of a state that was, and the rows behind it fit."""
-    same = Behaviours.of([1], [1], [1])
+    same = Behaviours.from_arrays([1], [1], [1])
 
     async def read() -> None:
         for _ in range(30):
             reference = await store.reference("u")
             if reference is not None:
                 rows = await store.read("u", "", reference.version, 0, reference.length)
-                assert HistoryReference.of(rows).digest == reference.digest
+                assert HistoryReference.from_behaviours(rows).digest == reference.digest
 
     await asyncio.gather(*(store.append("u", "", same) for _ in range(12)), read(), read())
     found = await store.reference("u")
@@ -322,7 +322,7 @@ async def test_an_erased_users_rows_are_on_the_disk_no_more(tmp_path: Path) -> N
     file, secret = tmp_path / "histories", 0x5EC2E7
     store, reader = SqliteStore(file), SqliteStore(file)
     await store.replace("v", "", history(3))
-    await store.replace("u", "", Behaviours.of([secret] * 50, [1] * 50, list(range(50))))
+    await store.replace("u", "", Behaviours.from_arrays([secret] * 50, [1] * 50, list(range(50))))
     assert (await reader.reference("u")) is not None
     mark = np.uint32(secret).tobytes() + b"\x01"  # an item and its action
 

@@ -35,8 +35,8 @@ def test_the_sums_are_the_documented_ones() -> None:
     user = SCHEMA.pack({"age": -3, "interests": [0.5, -1.0, 2.0]}, {"user": 1})["user"]
     places = [[3, 1 << 40], [-1, 6]]
     columns = SCHEMA.pack({"dwell_s": [1.5, -2.0], "place": places}, {"behaviour": 2})["behaviour"]
-    history = msgspec.structs.replace(Behaviours.of([4, 5], [1, 2], [1000, 3000]), columns=columns)
-    tokens = Tokens.of(history, None, SCHEMA, user)
+    history = msgspec.structs.replace(Behaviours.from_arrays([4, 5], [1, 2], [1000, 3000]), columns=columns)
+    tokens = Tokens.from_behaviours(history, None, SCHEMA, user)
     found = MODEL.embedding.behaviours(tokens, 0).numpy()
     position = WEIGHTS["position"]
     numbers = np.array([0.5, -1.0, 2.0], np.float32) @ WEIGHTS["features.user_interests"]

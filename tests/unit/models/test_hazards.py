@@ -86,11 +86,13 @@ def test_candidates_stand_behind_the_history_wherever_it_was_cut() -> None:
 def test_time_enters_as_gaps_between_neighbours() -> None:
     """The same behaviours, all a year later, are the same tokens; and a later behaviour changes no earlier one."""
     items, actions, times = [5, 6, 7, 8], [1, 2, 1, 3], np.array([10, 500, 500, 90_000])
-    now, later = (Tokens.of(Behaviours.of(items, actions, times + shift)) for shift in (0, 31_536_000_000))
+    now, later = (
+        Tokens.from_behaviours(Behaviours.from_arrays(items, actions, times + shift)) for shift in (0, 31_536_000_000)
+    )
     model, candidates = small_model(), np.array([3, 4])
     assert torch.equal(held(prefilled(model, now)), held(prefilled(model, later)))
     assert torch.equal(full_scores(model, now, candidates), full_scores(model, later, candidates))
-    other = Tokens.of(Behaviours.of(items, actions, times + np.array([0, 0, 100_000, 100_000])))
+    other = Tokens.from_behaviours(Behaviours.from_arrays(items, actions, times + np.array([0, 0, 100_000, 100_000])))
     assert deviation(held(prefilled(model, other)), held(prefilled(model, now))) > 1e-3
 
 

@@ -69,7 +69,7 @@ def test_any_other_id_is_hashed_even_one_that_looks_like_a_row(tmp_path: Path) -
 
 def test_requests_are_not_changed() -> None:
     ids = ItemIds(np.array(IDS))
-    tokens = Tokens.of(Behaviours.of([*IDS, *UNKNOWN], [1] * 12, range(12)))
+    tokens = Tokens.from_behaviours(Behaviours.from_arrays([*IDS, *UNKNOWN], [1] * 12, range(12)))
     before = tokens.array.copy()
     assert ids.tokens(tokens).array[0].tolist() == [*range(6), *(-1 - each for each in UNKNOWN)]
     assert (tokens.array == before).all()

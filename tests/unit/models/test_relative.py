@@ -51,7 +51,9 @@ def test_times_are_exact_in_a_region_of_any_type_and_go_with_its_tokens(
 def scores(model: HSTUModel, times: list[int], cut: int) -> torch.Tensor:
     """The candidates' scores behind behaviours at these times, the first `cut` of them as prefix."""
     count = len(times)
-    tokens = Tokens.of(Behaviours.of(np.arange(count), np.zeros(count, np.int64), np.array(times)))
+    tokens = Tokens.from_behaviours(
+        Behaviours.from_arrays(np.arange(count), np.zeros(count, np.int64), np.array(times))
+    )
     region = KVRegion.new(model.layout, count)
     model.prefill(region, tokens.slice(0, cut))
     return model.score([ScoreInput(region, tokens.slice(cut, count), CANDIDATES)])[0]

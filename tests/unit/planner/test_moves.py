@@ -138,7 +138,7 @@ def test_what_was_given_up_before_this_move_does_not_end_it() -> None:
 
 def test_who_takes_over_ends_the_move_of_the_last_leader() -> None:
     last = moved()
-    here = MovesMemory().taken(last.epoch, last.assigned).led(1_000_000)
+    here = MovesMemory().taken(last.epoch, last.assigned).taken_over(1_000_000)
     assert (here.epoch, here.pending) == (1_000_000, None)
     here, ended = followed(here, seen(5.0, feed=[worker("a"), worker("b")]), DAY)
     assert ended is None
@@ -150,7 +150,7 @@ def test_who_takes_over_ends_the_move_of_the_last_leader() -> None:
 
 
 def test_epochs_of_who_takes_over_are_above_all_of_the_last_even_behind_a_clock_that_was_ahead() -> None:
-    assert MovesMemory(epoch=7).led(5).epoch == 8
+    assert MovesMemory(epoch=7).taken_over(5).epoch == 8
     assert MovesMemory(epoch=7).taken(7, {"x": "feed"}).assigned == {}
     assert MovesMemory(epoch=7).taken(8, {"x": "feed"}).assigned == {"x": "feed"}
 
@@ -258,7 +258,7 @@ class Fleet:
         """The leader dies, and another planner leads."""
         self.lost += self.moves.pending is not None
         self.former = self.moves
-        self.moves = MovesMemory().taken(*self.log).led(int(self.now * 1e3))
+        self.moves = MovesMemory().taken(*self.log).taken_over(int(self.now * 1e3))
 
     def late(self) -> None:
         """The former leader, who does not know it yet, writes once more: each worker elsewhere."""

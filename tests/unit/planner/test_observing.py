@@ -57,7 +57,7 @@ def status(name: str, second: float, counters: dict[str, float], **changes: Any)
 
 def view(*statuses: WorkerStatus) -> Overview:
     topics = load_topics(SETTINGS.kafka)
-    made = Overview(SETTINGS, topics, StatusReader.of(SETTINGS, topics), clock=Clock())
+    made = Overview(SETTINGS, topics, StatusReader.from_settings(SETTINGS, topics), clock=Clock())
     made.live = True
     for each in statuses:
         made.on_records([Record("s", 0, 0, each.sent_ms, each.name.encode(), encode(each), ())])

@@ -27,7 +27,7 @@ def test_a_third_group_waits_for_the_rollout_under_way() -> None:
 @pytest.mark.parametrize("steps", [[], [0.0, 1.0], [0.5, 0.25, 1.0], [0.5], [0.5, 0.5, 1.0], [0.5, 2.0]])
 def test_steps_rise_to_all(steps: list[float]) -> None:
     with pytest.raises(ConfigError, match="must rise"):
-        Plan.of(steps, 1.0)
+        Plan.from_shares(steps, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ NONE, ALL = Routes.of_one("", LANES), Routes.of_one("next", LANES)
 
 
 def behaviours(count: int) -> Behaviours:
-    return Behaviours.of([1] * count, [0] * count, range(count))
+    return Behaviours.from_arrays([1] * count, [0] * count, range(count))
 
 
 def ranked(user: str = "u", tokens: int = 10, **changes: object) -> RankingRequest:
@@ -63,7 +63,7 @@ def test_what_leaves_no_prefix_kv_is_no_use(changes: dict[str, Any]) -> None:
 
 
 def test_a_signal_refers_to_the_history_that_the_ranking_refers_to() -> None:
-    known, reference = KnownUsers(LANES), HistoryReference.of(behaviours(20))
+    known, reference = KnownUsers(LANES), HistoryReference.from_behaviours(behaviours(20))
     known.ranked(ranked(tokens=0, **with_version(reference)))
     assert signal_of(known).history == reference
     assert everyone(known)["u"].tokens == 20

@@ -76,7 +76,7 @@ class World:
         self.lines.append(line)
 
     async def roll_out(self, hold_s: float = 0.2, **asked: object) -> None:
-        plan = Plan.of([0.05, 0.5, 1.0], hold_s)
+        plan = Plan.from_shares([0.05, 0.5, 1.0], hold_s)
         plain: dict[str, Any] = {"unlike": True}  # no rankings to compare
         await run_rollout(self.context, RolloutRequest(plan, **{**plain, **asked}), self.say)
 

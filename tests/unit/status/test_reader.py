@@ -151,18 +151,23 @@ def test_with_a_secret_only_who_has_it_is_believed() -> None:
 @pytest.mark.parametrize(("before", "after"), [*itertools.pairwise(SECRET_CHANGE)])
 def test_while_a_secret_is_changed_every_process_is_believed(before: Handover, after: Handover) -> None:
     for ours, theirs in itertools.product((before, after), repeat=2):
-        assert reader(Signer.of(ours)).read(record(encode(status()), signer=Signer.of(theirs))) == status()
+        assert (
+            reader(Signer.from_settings(ours)).read(record(encode(status()), signer=Signer.from_settings(theirs)))
+            == status()
+        )
 
 
 @pytest.mark.parametrize("former", SECRET_CHANGE[:2])
 def test_after_its_change_a_former_secret_is_not_believed(former: Handover) -> None:
     with pytest.raises(DecodeError, match="not one made with"):
-        reader(Signer.of(SECRET_CHANGE[-1])).read(record(encode(status()), signer=Signer.of(former)))
+        reader(Signer.from_settings(SECRET_CHANGE[-1])).read(
+            record(encode(status()), signer=Signer.from_settings(former))
+        )
 
 
 def test_an_accepted_secret_alone_signs_nothing_and_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`handover\.accepted_secret` is set without `handover\.secret`"):
-        Signer.of(Handover(accepted_secret=SECRET))
+        Signer.from_settings(Handover(accepted_secret=SECRET))
 
 
 @given(st.binary(max_size=40), st.one_of(st.none(), st.binary(max_size=80)), st.integers(0, 1000))

@@ -33,7 +33,7 @@ def claim(status: WorkerStatus, received_s: float = 0.0) -> Claim:
 
 
 def behaviours(count: int) -> Behaviours:
-    return Behaviours.of(np.arange(count), np.zeros(count, np.uint8), np.arange(count))
+    return Behaviours.from_arrays(np.arange(count), np.zeros(count, np.uint8), np.arange(count))
 
 
 def event(tokens: int, request_id: str = "r", user_id: str = "u", candidates: int = 0, **extra: Any) -> RequestEvent:

@@ -170,7 +170,7 @@ def test_the_policy_is_as_configured() -> None:
         relay=Relay(life_window_ms=3000, max_prefix_tokens=7),
         trigger=Trigger(max_event_age_ms=11, delegate=True),
     )
-    policy = Policy.of(settings)
+    policy = Policy.from_settings(settings)
     assert policy == Policy(stale_ms=11.0, life_ms=3000.0, max_prefix_tokens=7, delegate=True)
     assert stated_policy(policy_status(policy)) == policy, "as `relaygr explain` reads it from a trigger's status"
 

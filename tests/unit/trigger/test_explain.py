@@ -167,7 +167,7 @@ async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_not
     monkeypatch.setattr(explain, "SIGNAL_S", 5.0)
     async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings) as trigger:
         settings = Settings(kafka=embedded_settings, trigger=WIDE_BOUNDS)
-        policy = Policy.of(settings)
+        policy = Policy.from_settings(settings)
         looking = asyncio.create_task(explain_live(settings, policy, 4.0, Away()))
         await until(lambda: opened.is_set() or looking.done(), "the sample has started")
         sent = 0
@@ -207,7 +207,7 @@ async def test_the_running_triggers_settings_decide_and_without_one_those_given_
 
     async with peer_on(embedded_settings) as peer:
         assert await running_policy(here) == (
-            Policy.of(here),
+            Policy.from_settings(here),
             "no trigger runs there: decided with the settings given here",
         )
         async with trigger_on(embedded_settings, relay=Relay(max_prefix_tokens=77)) as trigger:

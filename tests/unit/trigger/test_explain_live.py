@@ -35,7 +35,7 @@ def test_a_lane_s_first_event_is_decided_on_alike_whichever_topic_is_read_first(
     topics = load_topics(settings.kafka)
     directory = OwnerDirectory(silence_ms=10_000)
     directory.take(worker_status(lane_status(lane=LANE)))
-    shadow = Shadow(Policy.of(settings), topics, directory, [LANE])
+    shadow = Shadow(Policy.from_settings(settings), topics, directory, [LANE])
     signal = PreInferSignal(request_id="r", user_id="u", prefix=behaviours(TOKENS), admitted_ms=1, life_ms=2000.0)
     reading = [(shadow.on_events, encode(event(TOKENS))), (shadow.on_signals, encode(signal))]
     for read, value in reversed(reading) if signal_first else reading:
@@ -50,7 +50,7 @@ def test_a_sender_whose_clock_is_off_is_explained_as_the_trigger_decides(ahead_m
     settings = Settings()
     directory = OwnerDirectory(silence_ms=10_000)
     directory.take(worker_status(lane_status(lane=LANE)))
-    shadow = Shadow(Policy.of(settings), load_topics(settings.kafka), directory, [LANE])
+    shadow = Shadow(Policy.from_settings(settings), load_topics(settings.kafka), directory, [LANE])
     shadow.on_events([record(encode(msgspec.structs.replace(event(TOKENS), sent_ms=now_ms() + ahead_ms)))])
     (row,) = shadow.explanations()
     assert row.reason == "admitted"
@@ -61,7 +61,7 @@ def test_a_user_s_features_are_a_token_in_the_bytes_of_event_and_signal() -> Non
     settings, columns = Settings(), FeatureTables(user={"age": b"\0\0\0\0"})
     directory = OwnerDirectory(silence_ms=10_000)
     directory.take(worker_status(lane_status(lane=LANE)))
-    shadow = Shadow(Policy.of(settings), load_topics(settings.kafka), directory, [LANE])
+    shadow = Shadow(Policy.from_settings(settings), load_topics(settings.kafka), directory, [LANE])
     signal = PreInferSignal(
         request_id="r1", user_id="u", prefix=behaviours(30), admitted_ms=1, life_ms=2000.0, columns=columns
     )
@@ -80,7 +80,7 @@ def test_a_delegated_request_is_explained_with_the_running_triggers_delegate() -
     for number, name in enumerate(("w2", "w3")):
         other = worker_status(lane_status(lane=number), name=name)
         directory.take(msgspec.structs.replace(other, delegated_bytes=1 << 20))
-    shadow = Shadow(Policy.of(settings), topics, directory, [LANE])
+    shadow = Shadow(Policy.from_settings(settings), topics, directory, [LANE])
     for number in range(20):
         told = Refusal(str(number), "delegated", "", "w3")
         shadow.on_events([record(encode(event(TOKENS, str(number), rank_in_ms=300.0)), number)])
@@ -92,7 +92,9 @@ def test_a_delegated_request_is_explained_with_the_running_triggers_delegate() -
 
 def test_what_the_trigger_skips_or_dead_letters_is_not_explained() -> None:
     settings = Settings()
-    shadow = Shadow(Policy.of(settings), load_topics(settings.kafka), OwnerDirectory(silence_ms=10_000), [LANE])
+    shadow = Shadow(
+        Policy.from_settings(settings), load_topics(settings.kafka), OwnerDirectory(silence_ms=10_000), [LANE]
+    )
     untimely = Behaviours(bytes(4), bytes(1), MAX_TIME_MS.to_bytes(8, "little"))
     shadow.on_events(
         [
@@ -119,7 +121,7 @@ def test_a_ranking_that_a_busy_device_refused_or_was_late_with_is_said_to_be_ove
     directory = OwnerDirectory(silence_ms=10_000)
     directory.take(worker_status(lane_status(lane=LANE), name="busy", busy_share=0.99))
     directory.take(worker_status(lane_status(lane=LANE + 1), name="idle", busy_share=0.3))
-    shadow = Shadow(Policy.of(settings), load_topics(settings.kafka), directory, [LANE])
+    shadow = Shadow(Policy.from_settings(settings), load_topics(settings.kafka), directory, [LANE])
     slo_ms = settings.relay.slo_ms
     answers: dict[str, tuple[list[Record], tuple[str | None, bool]]] = {
         "refused": ([answered("refused", "overloaded", "busy")], ("overloaded", True)),

@@ -118,7 +118,7 @@ async def test_item_ids_of_64_bits_are_signalled_as_they_came(embedded_settings:
     ids = [*range(23), 2**53 + 1, 2**63 - 1]
     async with peer_on(embedded_settings) as peer, trigger_on(embedded_settings):
         asked = event(25, "r", "u")
-        wide = Behaviours.of(ids, [1] * 25, range(25))
+        wide = Behaviours.from_arrays(ids, [1] * 25, range(25))
         await peer.publish(msgspec.structs.replace(asked, prefix=wide, **with_version(msgspec.UNSET, wide)))
         await until(lambda: peer.signals, "signalled")
         signal = decode(PreInferSignal, peer.signals[0].value)

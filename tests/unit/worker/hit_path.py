@@ -174,7 +174,7 @@ async def trace_hit() -> HitPath:
     )
     device.deliver_to(requests)
     requests.on_lanes(frozenset(range(topics.lanes)), frozenset())
-    history = Behaviours.of(np.arange(HISTORY) % 100, np.zeros(HISTORY, np.uint8), 10**12 + np.arange(HISTORY))
+    history = Behaviours.from_arrays(np.arange(HISTORY) % 100, np.zeros(HISTORY, np.uint8), 10**12 + np.arange(HISTORY))
     try:
         for number in range(2):  # the first one warms up
             request_id = f"r{number}"

@@ -47,7 +47,7 @@ def made_requests(
     registry, background = CollectorRegistry(), Background()
     context = WorkerContext(settings, name, WorkerMetrics(registry), registry, OFF, background)
     connections = WorkerConnections(topics, *producers, None, store)  # type: ignore[arg-type]
-    core = WorkerCore(name, WorkerPolicy.of(settings), peers or OwnerDirectory(60_000.0), topics)
+    core = WorkerCore(name, WorkerPolicy.from_settings(settings), peers or OwnerDirectory(60_000.0), topics)
     parts = Device(device, SimpleNamespace(model=model))  # type: ignore[arg-type]
     requests = Requests(context, connections, parts, core, DoneRecords() if reader is None else reader)
     return Made(requests, core, background, registry)

@@ -236,4 +236,4 @@ def history(user: str, length: int) -> Behaviours:
     """The same for the same user, longer ones continuing shorter ones."""
     rng = np.random.default_rng(sum(user.encode()))
     items = rng.integers(0, 1000, 512)[:length]
-    return Behaviours.of(items, np.zeros(length, int), np.arange(length) * 1000)
+    return Behaviours.from_arrays(items, np.zeros(length, int), np.arange(length) * 1000)

@@ -51,7 +51,7 @@ from tests.statuses import lane_statuses, worker_status
 
 NOW, LANE, ITS_LANE = 100.0, 0, 4
 NONE = Tokens.zeros(0)
-HISTORY = Referred(HistoryReference.of(Behaviours.of([1, 2], [0, 0], [1, 2])), {}, Behaviours())
+HISTORY = Referred(HistoryReference.from_behaviours(Behaviours.from_arrays([1, 2], [0, 0], [1, 2])), {}, Behaviours())
 
 
 @dataclass(frozen=True, eq=False)

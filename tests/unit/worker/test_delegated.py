@@ -127,8 +127,8 @@ def record(signal: PreInferSignal, kind: str = KIND_DELEGATED) -> Record:
 def test_a_delegated_signal_has_no_lane_and_its_age_counts() -> None:
     intake = Intake(IntakeLimits(Relay(life_window_ms=2000), 900.0, 4, 1 << 20))
     signal = PreInferSignal(
-        request_id="r", user_id="u", prefix=Behaviours.of([1, 2], [0, 0], [1, 2]), rank_in_ms=300.0, life_ms=5000.0,
-        admitted_ms=int(time.time() * 1e3) - 5, delegate="w1",
+        request_id="r", user_id="u", prefix=Behaviours.from_arrays([1, 2], [0, 0], [1, 2]), rank_in_ms=300.0,
+        life_ms=5000.0, admitted_ms=int(time.time() * 1e3) - 5, delegate="w1",
     )  # fmt: skip
     begun = time.monotonic()
     task = intake.signal(record(signal), time.monotonic()).task

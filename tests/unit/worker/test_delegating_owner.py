@@ -41,7 +41,7 @@ from tests.waiting import until
 
 LANE, DELEGATE, ITS_LANE = 5, "w2", 2
 TENANT = "shop"
-HISTORY = Behaviours.of([1, 2, 3], [0, 0, 0], [1, 2, 3])
+HISTORY = Behaviours.from_arrays([1, 2, 3], [0, 0, 0], [1, 2, 3])
 ROUTE = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"1"))
 LONG_MS = 60_000.0
 
@@ -93,7 +93,7 @@ class Owner:
         """A ranking comes."""
         message = RankingRequest(
             **{
-                "request_id": request, "user_id": "u", "prefix": Behaviours.of([1, 2], [0, 0], [1, 2]),
+                "request_id": request, "user_id": "u", "prefix": Behaviours.from_arrays([1, 2], [0, 0], [1, 2]),
                 "candidates": pack_items([7]), "timeout_ms": LONG_MS, "tenant": tenant, **fields,
             }
         )  # fmt: skip
@@ -270,7 +270,7 @@ class Store:
     reads = 0
 
     async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
-        return HistoryReference.of(HISTORY)
+        return HistoryReference.from_behaviours(HISTORY)
 
     async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:
         self.reads += 1
@@ -282,7 +282,7 @@ class Store:
 async def test_a_ranking_by_reference_goes_to_its_delegate_without_a_read_of_the_store() -> None:
     store = Store()
     owner = Owner(store)
-    fields = {"prefix": Behaviours(), **with_version(HistoryReference.of(HISTORY))}
+    fields = {"prefix": Behaviours(), **with_version(HistoryReference.from_behaviours(HISTORY))}
     owner.tell()
     owner.ask(**fields)
     await owner.settle()
@@ -306,7 +306,7 @@ async def test_a_ranking_by_reference_goes_to_its_delegate_without_a_read_of_the
 async def test_without_a_store_a_ranking_by_reference_goes_to_its_delegate() -> None:
     owner = Owner()
     owner.tell()
-    fields = {"prefix": Behaviours(), **with_version(HistoryReference.of(HISTORY))}
+    fields = {"prefix": Behaviours(), **with_version(HistoryReference.from_behaviours(HISTORY))}
     owner.ask(**fields)
     await owner.settle()
     assert (owner.passed_on(), owner.device) == (["r"], [])
@@ -321,7 +321,12 @@ async def test_every_answer_tells_what_the_trigger_decided_on_its_tenants_reques
     refused = encode_refusals([Refusal("r", "over_load"), Refusal("r", "too_late", TENANT)])
     owner.read(TOPICS.pre_infer.name, refused, (HEADER_KIND, KIND.encode()))
     signal = PreInferSignal(
-        request_id="r", user_id="u", prefix=Behaviours.of([1], [0], [1]), admitted_ms=0, life_ms=1000.0, tenant="signed"
+        request_id="r",
+        user_id="u",
+        prefix=Behaviours.from_arrays([1], [0], [1]),
+        admitted_ms=0,
+        life_ms=1000.0,
+        tenant="signed",
     )
     owner.read(TOPICS.pre_infer.name, encode(signal))
     tenants = {"": "over_load", TENANT: "too_late", "signed": "admitted", "unknown": ""}

@@ -192,7 +192,7 @@ def test_a_status_that_cannot_know_of_what_was_just_sent_gives_no_more_room() ->
 
 
 def test_unknown_fields_travel_along() -> None:
-    prefix = Behaviours.of([1, 2], [0, 0], [1, 2])
+    prefix = Behaviours.from_arrays([1, 2], [0, 0], [1, 2])
     request = RankingRequest(request_id="r", user_id="u", prefix=prefix, candidates=b"1234", mode="full")
     fields = msgspec.msgpack.decode(encode(request)) | {"new": [1, {"a": b"b"}]}
     value = next_hop(msgspec.msgpack.encode(fields), 1, 1234, 56.5)

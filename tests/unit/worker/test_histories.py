@@ -97,7 +97,8 @@ async def test_a_history_that_begins_otherwise_is_read_anew(store: Watched) -> N
     assert await found(histories, other) == history(80, 1)
     # Positions are only what a sender states: where they are wrong, everything is read.
     wrong = msgspec.structs.replace(
-        HistoryReference.of(history(120, 2)), positions=positioned([(80, HistoryReference.of(history(80, 1)).digest)])
+        HistoryReference.from_behaviours(history(120, 2)),
+        positions=positioned([(80, HistoryReference.from_behaviours(history(80, 1)).digest)]),
     )
     await store.replace("u", "", history(120, 2))
     assert await found(histories, wrong) == history(120, 2)
@@ -108,7 +109,8 @@ async def test_what_did_not_fit_is_not_tried_a_second_time(store: Watched) -> No
     histories = kept_by(store)
     await found(histories, await store.append("u", "", history(80, 1)))
     wrong = msgspec.structs.replace(
-        HistoryReference.of(history(120, 2)), positions=positioned([(80, HistoryReference.of(history(80, 1)).digest)])
+        HistoryReference.from_behaviours(history(120, 2)),
+        positions=positioned([(80, HistoryReference.from_behaviours(history(80, 1)).digest)]),
     )
     await store.replace("u", "", history(120, 2))
     store.answers = [history(120, 2).slice(80, 120), OSError("no route")]
@@ -120,7 +122,7 @@ async def test_what_did_not_fit_is_not_tried_a_second_time(store: Watched) -> No
     "answer", [history(50, 1), history(49), history(50, features=True), Behaviours(), history(51)], ids=len
 )
 async def test_another_history_than_the_reference_says_names_both_digests(store: Watched, answer: Behaviours) -> None:
-    histories, reference = kept_by(store, max_retries=0), HistoryReference.of(history(50))
+    histories, reference = kept_by(store, max_retries=0), HistoryReference.from_behaviours(history(50))
     store.answers = [answer]
     with pytest.raises(HistoryMismatch) as refused:
         await found(histories, reference)
@@ -152,7 +154,7 @@ async def test_a_failed_read_is_tried_again_and_then_given_up(store: Watched) ->
 )
 async def test_an_answer_of_another_type_is_the_stores_failure(store: Watched, answer: Any, said: str) -> None:
     """It was taken for a defect of the worker, which ended, and each next owner of the lane, too."""
-    histories, reference = kept_by(store, max_retries=0), HistoryReference.of(history(50))
+    histories, reference = kept_by(store, max_retries=0), HistoryReference.from_behaviours(history(50))
     store.answers = [answer]
     with pytest.raises(HistoryUnavailable, match=said):
         await found(histories, reference)
@@ -296,7 +298,7 @@ class AnyHistory(RuleBasedStateMachine):
     def state(self, behaviours: Behaviours) -> None:
         positions = [each.length for each in self.references[-3:]]
         self.store.behaviours = self.now = behaviours
-        reference = HistoryReference.of(behaviours, len(self.references), positions)
+        reference = HistoryReference.from_behaviours(behaviours, len(self.references), positions)
         self.truth[reference.digest] = behaviours
         self.references.append(reference)
 
@@ -311,7 +313,7 @@ class Memory:
         self.behaviours = Behaviours()
 
     async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
-        return HistoryReference.of(self.behaviours) if len(self.behaviours) else None
+        return HistoryReference.from_behaviours(self.behaviours) if len(self.behaviours) else None
 
     async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:
         return self.behaviours.slice(start, stop)

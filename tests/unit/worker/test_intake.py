@@ -43,7 +43,7 @@ class Desk(Intake):
 
 
 def history(length: int, start: int = 1000) -> Behaviours:
-    return Behaviours.of(np.arange(length), np.zeros(length, int), np.arange(length) * 10 + start)
+    return Behaviours.from_arrays(np.arange(length), np.zeros(length, int), np.arange(length) * 10 + start)
 
 
 def request(**changes: Any) -> RankingRequest:
@@ -80,8 +80,10 @@ def test_a_ranking_becomes_a_task() -> None:
 
 def test_item_ids_of_64_bits_become_tokens_and_candidates() -> None:
     ids = [7, 2**32, 2**53 + 1, 2**63 - 1]
-    whole = Behaviours.of(ids, [1] * 4, range(4))
-    wide = request(prefix=whole, suffix=Behaviours.of(ids[:1], [1], [9]), **candidate_fields(ids, UNSET, whole))
+    whole = Behaviours.from_arrays(ids, [1] * 4, range(4))
+    wide = request(
+        prefix=whole, suffix=Behaviours.from_arrays(ids[:1], [1], [9]), **candidate_fields(ids, UNSET, whole)
+    )
     one = record(encode(wide))
     task = Desk().ranking(one, Desk().route(one), time.monotonic()).task
     assert task.tokens.array[0].tolist() == task.candidates.tolist() == ids

@@ -28,7 +28,7 @@ from tests.unit.worker.made import made_requests
 from tests.waiting import until
 
 TOPICS = load_topics(Kafka(partitions=8))
-PREFIX = Behaviours.of([1, 2], [0, 0], [1, 2])
+PREFIX = Behaviours.from_arrays([1, 2], [0, 0], [1, 2])
 HEADERS = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, b"1"), ("trace", b"t"))
 DEFAULT_TIMEOUT_MS = 900.0
 #: Rankings are due when they expire: one that is refused is not tried as late.

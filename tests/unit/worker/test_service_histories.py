@@ -71,13 +71,13 @@ async def test_scores_are_those_of_messages_that_carry_all(
     embedded_settings: Kafka, tmp_path: Path, store: SqliteStore
 ) -> None:
     settings = settings_with(embedded_settings, sqlite(tmp_path))
-    suffix = Behaviours.of([1, 2], [0, 0], [10**6, 10**6 + 5])
+    suffix = Behaviours.from_arrays([1, 2], [0, 0], [10**6, 10**6 + 5])
     async with Peer(embedded_settings) as peer, worker_on(settings) as w:
         for number, length in enumerate((60, 60, 90, 130)):  # announced, as it was, longer, longer
             await store.replace("u", "", history("u", length))
             found = await store.reference("u")
             assert found is not None
-            reference = HistoryReference.of(history("u", length), found.version, (60, 90))
+            reference = HistoryReference.from_behaviours(history("u", length), found.version, (60, 90))
             await signal(peer, f"r{number}", "u", reference)
             await until(lambda: w.total("histories") == 2 * number + 1)  # noqa: B023
             before = w.total("history_reads")
@@ -103,7 +103,7 @@ async def test_no_scores_from_another_history_than_the_reference_says(
     settings = settings_with(embedded_settings, sqlite(tmp_path), max_retries=0)
     async with Peer(embedded_settings) as peer, worker_on(settings) as w:
         there = await store.replace("u", "", history("other", 50))
-        wanted = HistoryReference.of(history("u", 50))
+        wanted = HistoryReference.from_behaviours(history("u", 50))
         await signal(peer, "r", "u", wanted)
         reply = await peer.reply(await rank(peer, "r", "u", wanted))
         assert (reply.status, reply.scores) == ("failed", b"")
@@ -112,7 +112,7 @@ async def test_no_scores_from_another_history_than_the_reference_says(
         unknown = await peer.reply(await rank(peer, "r2", "nobody", wanted))
         assert unknown.status == "failed"
         assert "0 behaviours" in unknown.detail
-        older = Behaviours.of([1], [0], [0])
+        older = Behaviours.from_arrays([1], [0], [0])
         rejected = await peer.reply(await rank(peer, "r3", "u", there, suffix=older))
         assert (rejected.status, rejected.detail) == ("rejected", "the suffix starts before the history ends")
         too_long = msgspec.structs.replace(there, length=257)
@@ -149,7 +149,7 @@ async def test_a_delegate_prefills_a_history_by_reference(
 
 async def test_a_worker_without_a_store_says_so(embedded_settings: Kafka) -> None:
     async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings)) as w:
-        reference = HistoryReference.of(history("u", 50))
+        reference = HistoryReference.from_behaviours(history("u", 50))
         await signal(peer, "r", "u", reference)
         reply = await peer.reply(await rank(peer, "r", "u", reference))
         assert reply.status == "failed"
@@ -168,7 +168,7 @@ class Gate:
         pass
 
     async def reference(self, user_id: str, tenant: str = "") -> HistoryReference | None:
-        return HistoryReference.of(history(user_id, 100))
+        return HistoryReference.from_behaviours(history(user_id, 100))
 
     async def read(self, user_id: str, tenant: str, version: int, start: int, stop: int) -> Behaviours:
         Gate.reading += 1
@@ -189,8 +189,8 @@ async def test_waiting_for_the_store_stops_nothing_else_and_ends_at_the_deadline
     async with Peer(embedded_settings) as peer, worker_on(settings_with(embedded_settings, GATED)) as w:
         Gate.open = False
         try:
-            slow = await rank(peer, "slow", "u", HistoryReference.of(history("u", 100)))
-            soon = await rank(peer, "soon", "u", HistoryReference.of(history("u", 50)), timeout_ms=300.0)
+            slow = await rank(peer, "slow", "u", HistoryReference.from_behaviours(history("u", 100)))
+            soon = await rank(peer, "soon", "u", HistoryReference.from_behaviours(history("u", 50)), timeout_ms=300.0)
             assert (await peer.reply(soon)).status == "deadline_exceeded"
             assert (await peer.reply(await peer.rank("carried", "u", 40))).status == "ok"
             assert slow not in peer.replies
@@ -206,7 +206,7 @@ async def test_signals_that_wait_for_their_history_count_as_pinned(embedded_sett
         lane, nbytes = peer.lane("u"), w.runtime.cache.nbytes(100)
         Gate.open = False
         try:
-            await signal(peer, "r", "u", HistoryReference.of(history("u", 100)))
+            await signal(peer, "r", "u", HistoryReference.from_behaviours(history("u", 100)))
             await until(lambda: stated(peer, lane)[0] == 1)
             assert stated(peer, lane)[1] == nbytes
             assert len(w.runtime.scheduler.pins) == 0
@@ -229,7 +229,7 @@ async def test_an_expired_signal_leaves_nothing_behind(embedded_settings: Kafka)
     async with Peer(embedded_settings) as peer, worker_on(settings_with(embedded_settings, GATED)) as w:
         Gate.open = False
         try:
-            await signal(peer, "r", "u", HistoryReference.of(history("u", 100)), life_ms=200.0)
+            await signal(peer, "r", "u", HistoryReference.from_behaviours(history("u", 100)), life_ms=200.0)
             await until(lambda: w.total("histories") == 1)
             assert w.worker.requests.held_bytes == 0
             assert w.worker.core.fetching_tokens(peer.lane("u")) == []
@@ -241,7 +241,7 @@ async def test_a_worker_that_stops_ends_its_reads_before_it_leaves_the_store(emb
     async with Peer(embedded_settings) as peer, worker_on(settings_with(embedded_settings, GATED)) as w:
         Gate.open, Gate.left = False, -1
         try:
-            await signal(peer, "r", "u", HistoryReference.of(history("u", 100)))
+            await signal(peer, "r", "u", HistoryReference.from_behaviours(history("u", 100)))
             await until(lambda: Gate.reading == 1)
             await w.end()
             assert Gate.left == 0
@@ -256,7 +256,7 @@ async def test_a_device_that_fails_answers_those_that_wait_for_the_store_once(em
     async with Peer(embedded_settings) as peer, worker_on(settings) as w:
         Gate.open = False
         try:
-            waiting = await rank(peer, "waiting", "u", HistoryReference.of(history("u", 100)))
+            waiting = await rank(peer, "waiting", "u", HistoryReference.from_behaviours(history("u", 100)))
             await until(lambda: w.worker.core.in_flight)
             w.worker.device.failed.set_exception(DeviceError("broken by a test"))
             reply = await peer.reply(waiting)

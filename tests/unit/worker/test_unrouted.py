@@ -62,7 +62,7 @@ class World:
         request = RankingRequest(
             request_id=f"r{self._offset}",
             user_id="u",
-            prefix=Behaviours.of([1, 2], [0, 0], [1, 2]),
+            prefix=Behaviours.from_arrays([1, 2], [0, 0], [1, 2]),
             candidates=pack_items([7]),
         )
         headers = ((HEADER_CORRELATION, b"c"), (HEADER_REPLY_PARTITION, str(partition).encode()))

@@ -100,7 +100,7 @@ def test_a_rejection_says_why() -> None:
 def test_a_client_takes_it_and_counts_neither_a_hit_nor_a_miss() -> None:
     ranking = ranking_of(withheld(TELLING), np.array([1, 2]), 0.01)
     assert ranking.outcome == WITHHELD and WITHHELD not in HITS and WITHHELD not in MISSES
-    assert Ranked.of(ranking, packed=True).outcome == WITHHELD
+    assert Ranked.from_ranking(ranking, packed=True).outcome == WITHHELD
     summary = DriveSummary(sent=1)
     summary.outcomes[ranking.outcome] += 1
     assert "withheld 1" in live_line(summary, QualityMeter(), None)
