@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.copy import CopyTicket
 from relaygr_stream.cache.entry import Entry, StoredCopy
 from relaygr_stream.cache.tier_file import SlotRecord, TierFile
@@ -83,6 +84,11 @@ class KeptCopies:
     def tokens(self, copy: StoredCopy) -> Tokens:
         """The copy's tokens, in the file itself: whoever keeps them longer than the copy lives copies them."""
         return Tokens(self._token_words(copy))
+
+    def fetch_tokens(self, copy: StoredCopy) -> None:
+        """Have the copy's tokens in memory. Raises DeviceError where the file's disk does not give them."""
+        at = self._tokens_at(copy.capacity)
+        self.file.fetch(Extent(copy.extent.offset + at, copy.extent.size - at))
 
     def digest(self, copy: StoredCopy) -> bytes:
         """Of all its bytes. SHA-1, the fastest where processors have it: it finds damage, and no one else may write."""

@@ -59,6 +59,20 @@ class Moves:
         """Whether copies are in progress."""
         return bool(self._loading or self._spilling)
 
+    def readable(self, entry: Entry) -> Entry | None:
+        """The entry, whose sequence can be read: of an earlier process, it is in the tier's file. None: the disk does
+        not give it, and the entry is evicted."""
+        if entry.stored is None or entry.stored.unverified is None or self._kept is None:
+            return entry
+        try:
+            self._kept.fetch_tokens(entry.stored)
+        except DeviceError as error:
+            self._failed("reading the tier's file", error)
+            entry.failed = True
+            self._table.retire(entry)
+            return None
+        return entry
+
     def load(self, entry: Entry) -> bool:
         """in DRAM → loading, before write-backs. Returns False and changes nothing if HBM has no room."""
         assert entry.region is None and entry.stored is not None and self._dram is not None
@@ -158,12 +172,15 @@ class Moves:
             if not ticket.done():
                 return None
         except DeviceError as error:
-            self._counters.copy_failures += 1
-            limited(log.warning, "copy")("a copy between tiers failed, and is dropped", error=str(error))
+            self._failed("a copy between tiers", error)
             return False
         if self._kept is not None:
             self._kept.file.check()
         return True
+
+    def _failed(self, what: str, error: DeviceError) -> None:
+        self._counters.copy_failures += 1
+        limited(log.warning, "copy")(f"{what} failed, and is dropped", error=str(error))
 
     def _digested(self, user_id: str, copy: StoredCopy, ticket: DigestTicket) -> None:
         entry = self._table.by_user.get(user_id)

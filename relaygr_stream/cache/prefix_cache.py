@@ -92,8 +92,10 @@ class PrefixCache:
     # ---- reading ----
 
     def find(self, user_id: str, tokens: Tokens) -> Found:
-        """The user's entry and how it relates to this prefix. Changes nothing."""
+        """The user's entry and how it relates to this prefix. Changes nothing, except as Moves.readable."""
         entry = self._table.by_user.get(user_id)
+        if entry is not None and entry.stored is not None and entry.stored.unverified is not None:
+            entry = self._moves.readable(entry)
         return entry, Coverage.NONE if entry is None else self.coverage(entry, tokens)
 
     def serves(self, entry: Entry, tokens: Tokens) -> bool:

@@ -10,8 +10,9 @@ crash, checksums and digests tell what is whole.
 The file holds no other bytes than this module wrote: of any other, nothing is taken. tier_file_open.py opens it.
 
 Where someone shortens it, the worker ends: an access behind its end is a bus error, and what was read of it lately may
-be zeros, which a file made whole again would serve. `check` looks before the accesses, so that the end has its reason;
-pread would avoid the bus error, at the price of a copy, and read the same zeros.
+be zeros, which a file made whole again would serve. `check` looks before the accesses, so that the end has its reason.
+Header and slots are read and written by system calls, which say what a disk does not give; for the data they would cost
+a copy, and `fetch` asks before.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ MAX_IDENTITY: Final = UNTIL_AT - HEADER_AT - HEADER.size
 PLACE: Final = struct.Struct(f"<QQQ{CHECKSUM_BYTES}s")
 #: Digest, capacity, length, uses, source, bytes of the user's key, which follow.
 BODY: Final = struct.Struct("<20sQQdQQ")
+STATE: Final = struct.Struct("<Q")
+UNTIL: Final = struct.Struct("<qq")
+NOT_GIVEN: Final = "does not give what was written"
+#: Slots read in one call.
+AT_ONCE: Final = 8192
 MAX_KEY: Final = SLOT_BYTES - PLACE.size - BODY.size
 
 
@@ -120,29 +126,26 @@ class TierFile:
         self._fd = fd
         self._map = mmap.mmap(fd, shape.file_bytes)
         whole = self._whole = np.frombuffer(self._map, np.uint8)
-        self._words: npt.NDArray[np.int64] = whole[:PAGE].view(np.int64)
-        slots = whole[PAGE : PAGE + shape.slots * SLOT_BYTES]
-        self._states: npt.NDArray[np.uint64] = slots.view(np.uint64)[:: SLOT_BYTES // 8]  # a store of a word is one
         self.data: npt.NDArray[np.uint8] = whole[shape.data_at :]
         self._lost = ""
-        self._fetch(0, shape.data_at)
-        why = dropped or self._why_not_ours()
+        header = self._get(0, PAGE)
+        why = dropped or self._why_not_ours(header)
         self.holds = why is None
         self.dropped = why or ""
-        self._nonce: bytes = HEADER.unpack_from(self._map, HEADER_AT)[4]
+        self._nonce: bytes = HEADER.unpack_from(header, HEADER_AT)[4]
         if why is not None:
             self._make_anew()
 
     @property
     def until(self) -> Until | None:
         """Up to where every erasure was carried out; None: not known."""
-        after, ms = self._words[UNTIL_AT // 8 :].tolist()
+        after, ms = UNTIL.unpack(self._get(UNTIL_AT, UNTIL.size))
         return Until(after - 1, ms) if after else None
 
     @until.setter
     def until(self, value: Until) -> None:
         if self.whole:
-            self._words[UNTIL_AT // 8 :] = value.offset + 1, value.ms
+            self._put(UNTIL_AT, UNTIL.pack(value.offset + 1, value.ms))
 
     @property
     def whole(self) -> bool:
@@ -171,32 +174,20 @@ class TierFile:
 
     def begin(self, extent: Extent) -> None:
         """The extent's bytes are about to be written."""
-        at = self._at(extent)
-        PLACE.pack_into(self._map, at, SlotState.FREE, extent.offset, extent.size, bytes(CHECKSUM_BYTES))
+        place = PLACE.pack(SlotState.FREE, extent.offset, extent.size, bytes(CHECKSUM_BYTES))
+        self._put(self._at(extent), place)
         self._set(extent, SlotState.BUSY)
 
     def commit(self, record: SlotRecord) -> bool:
         """The copy is whole. False, and it stays BUSY, for a user's key of more than MAX_KEY bytes."""
-        key = record.user_id.encode()
+        extent, key = record.extent, record.user_id.encode()
         if len(key) > MAX_KEY:
             return False
-        at, extent = self._at(record.extent), record.extent
-        self.begin(extent)
-        BODY.pack_into(
-            self._map,
-            at + PLACE.size,
-            record.digest,
-            record.capacity,
-            record.length,
-            record.uses,
-            record.source,
-            len(key),
-        )
-        body = at + PLACE.size
-        self._map[body + BODY.size : body + BODY.size + len(key)] = key
-        PLACE.pack_into(
-            self._map, at, SlotState.BUSY, extent.offset, extent.size, self._checksum(at, BODY.size + len(key))
-        )
+        body = BODY.pack(*record[2:], len(key)) + key
+        checksum = self._checksum(extent, body)
+        self._set(extent, SlotState.BUSY)
+        place = PLACE.pack(SlotState.BUSY, extent.offset, extent.size, checksum)
+        self._put(self._at(extent), place + body)
         self._set(extent, SlotState.VALID)
         return True
 
@@ -208,7 +199,7 @@ class TierFile:
 
     def own_again(self, extent: Extent) -> None:
         """Take `disown` back, of a copy that was committed."""
-        if any(PLACE.unpack_from(self._map, self._at(extent))[3]):
+        if any(PLACE.unpack(self._get(self._at(extent), PLACE.size))[3]):
             self._set(extent, SlotState.VALID)
 
     def clear(self, extent: Extent, wiped: slice | None) -> None:
@@ -237,9 +228,8 @@ class TierFile:
 
     def records(self) -> Iterator[SlotRecord | str]:
         """The valid records, or why one is none. Slots without a valid one are cleared, extents of BUSY ones wiped."""
-        for index in np.flatnonzero(self._states).tolist():
-            at = PAGE + index * SLOT_BYTES
-            state, offset, size, checksum = PLACE.unpack_from(self._map, at)
+        for index, slot in self._slots():
+            state, offset, size, checksum = PLACE.unpack_from(slot)
             extent = Extent(offset, size)
             if not self._in_place(index, extent):
                 self._clear_slot(index)
@@ -247,7 +237,7 @@ class TierFile:
             elif state != SlotState.VALID:
                 self.clear(extent, slice(None))
                 yield "incomplete"
-            elif (record := self._read(at, extent, checksum)) is None:
+            elif (record := self._read(slot, extent, checksum)) is None:
                 self._clear_slot(index)
                 yield "damaged"
             else:
@@ -266,11 +256,35 @@ class TierFile:
 
     # ---- inside ----
 
+    def _get(self, at: int, nbytes: int) -> bytes:
+        """Bytes in front of the data. Raises DeviceError where the disk does not give them, or the file ends before."""
+        try:
+            found = os.pread(self._fd, nbytes, at)
+        except OSError as error:
+            raise self._failed(NOT_GIVEN, os.strerror(error.errno or errno.EIO)) from error
+        if len(found) < nbytes:
+            self.check()
+            raise self._failed(NOT_GIVEN, f"{len(found)} of {nbytes} bytes")
+        return found
+
+    def _put(self, at: int, data: bytes) -> None:
+        """Write in front of the data. Raises as _get."""
+        self._written(partial(os.pwrite, self._fd, data, at))
+
+    def _slots(self) -> Iterator[tuple[int, bytes]]:
+        """The slots that are not free, and their indices, as they are when those before them have been seen to."""
+        for first in range(0, self.shape.slots, AT_ONCE):
+            many = min(AT_ONCE, self.shape.slots - first)
+            slots = self._get(PAGE + first * SLOT_BYTES, many * SLOT_BYTES)
+            states = np.frombuffer(slots, np.uint64)[:: SLOT_BYTES // STATE.size]
+            for index in np.flatnonzero(states).tolist():
+                yield first + index, slots[index * SLOT_BYTES : (index + 1) * SLOT_BYTES]
+
     def _flush(self, at: int, nbytes: int) -> None:
         """Have these bytes on the disk, whatever happens to the host."""
         self._written(partial(self._map.flush, *_pages(at, nbytes)))
 
-    def _written(self, write: Callable[[], None]) -> None:
+    def _written(self, write: Callable[[], object]) -> None:
         try:
             write()
         except OSError as error:
@@ -280,7 +294,7 @@ class TierFile:
     def _fetch(self, at: int, nbytes: int) -> None:
         start, nbytes = _pages(at, nbytes)
         if not self.in_memory and (why := why_absent(self._whole[start:].ctypes.data, nbytes)):
-            raise self._failed("does not give what was written", why)
+            raise self._failed(NOT_GIVEN, why)
 
     def _failed(self, what: str, why: str) -> DeviceError:
         return DeviceError(f"`worker.dram_path`: the disk of {self.path} {what} ({why}); name a folder on another one")
@@ -289,13 +303,13 @@ class TierFile:
         return PAGE + extent.offset // self.shape.unit * SLOT_BYTES
 
     def _set(self, extent: Extent, state: SlotState) -> None:
-        self._states[extent.offset // self.shape.unit] = state
+        self._put(self._at(extent), STATE.pack(state))
 
     def _clear_slot(self, index: int) -> None:
         at = PAGE + index * SLOT_BYTES
-        self._states[index] = SlotState.BUSY  # until nothing of the record is left
-        self._map[at + 8 : at + SLOT_BYTES] = bytes(SLOT_BYTES - 8)
-        self._states[index] = SlotState.FREE
+        self._put(at, STATE.pack(SlotState.BUSY))  # until nothing of the record is left
+        self._put(at + STATE.size, bytes(SLOT_BYTES - STATE.size))
+        self._put(at, STATE.pack(SlotState.FREE))
 
     def _in_place(self, index: int, extent: Extent) -> bool:
         """Whether a slot's extent is one that its process could have had there."""
@@ -303,35 +317,33 @@ class TierFile:
         aligned = not (extent.offset | extent.size) % PAGE
         return aligned and extent.offset // unit == index and unit <= extent.size <= most - extent.offset
 
-    def _read(self, at: int, extent: Extent, checksum: bytes) -> SlotRecord | None:
-        digest, capacity, length, uses, source, key_bytes = BODY.unpack_from(self._map, at + PLACE.size)
-        if not 1 <= key_bytes <= MAX_KEY or checksum != self._checksum(at, BODY.size + key_bytes):
+    def _read(self, slot: bytes, extent: Extent, checksum: bytes) -> SlotRecord | None:
+        digest, capacity, length, uses, source, key_bytes = BODY.unpack_from(slot, PLACE.size)
+        end = PLACE.size + BODY.size + key_bytes
+        if not 1 <= key_bytes <= MAX_KEY or checksum != self._checksum(extent, slot[PLACE.size : end]):
             return None
-        key_at = at + PLACE.size + BODY.size
         try:
-            user_id = self._map[key_at : key_at + key_bytes].decode()
+            user_id = slot[end - key_bytes : end].decode()
         except UnicodeDecodeError:
             return None
         return SlotRecord(extent, user_id, digest, capacity, length, uses, source)
 
-    def _checksum(self, at: int, nbytes: int) -> bytes:
+    def _checksum(self, extent: Extent, body: bytes) -> bytes:
         """Of a slot's place and the bytes behind it; of this file alone."""
-        digest = blake2b(self._map[at + 8 : at + 24], key=self._nonce, digest_size=CHECKSUM_BYTES)
-        digest.update(self._map[at + PLACE.size : at + PLACE.size + nbytes])
-        return digest.digest()
+        return blake2b(struct.pack("<QQ", *extent) + body, key=self._nonce, digest_size=CHECKSUM_BYTES).digest()
 
     def _header(self, nonce: bytes) -> bytes:
         shape, identity = self.shape, self.shape.identity.encode()[:MAX_IDENTITY]
         fields = HEADER.pack(shape.data_bytes, shape.unit, shape.slots, shape.token_bytes, nonce, len(identity))
         return fields + identity
 
-    def _why_not_ours(self) -> str | None:
+    def _why_not_ours(self, header: bytes) -> str | None:
         """Why nothing in the file is taken; None: it is this worker's, of this identity and shape."""
-        if not any(self._map[:HEADER_AT]):
-            return "its header is gone" if self._states.any() else ""  # new
-        nbytes = int(HEADER.unpack_from(self._map, HEADER_AT)[5])
-        fields = self._map[HEADER_AT : HEADER_AT + HEADER.size + min(nbytes, MAX_IDENTITY)]
-        if self._map[: len(MAGIC)] != MAGIC or self._map[len(MAGIC) : HEADER_AT] != _header_checksum(fields):
+        if not any(header[:HEADER_AT]):
+            return "its header is gone" if any(True for _ in self._slots()) else ""  # new
+        nbytes = int(HEADER.unpack_from(header, HEADER_AT)[5])
+        fields = header[HEADER_AT : HEADER_AT + HEADER.size + min(nbytes, MAX_IDENTITY)]
+        if header[: len(MAGIC)] != MAGIC or header[len(MAGIC) : HEADER_AT] != _header_checksum(fields):
             return "its header is none of this release, or damaged"
         data, unit, _, token_bytes, nonce, _ = HEADER.unpack_from(fields)
         if fields == self._header(nonce):
@@ -343,13 +355,13 @@ class TierFile:
 
     def _make_anew(self) -> None:
         """Drop all that there is, and write the header last."""
-        self._map[:PAGE] = bytes(PAGE)
+        self._put(0, bytes(PAGE))
         os.ftruncate(self._fd, 0)  # what was there is gone from the disk, too; no view has been read yet
         allocate(self.path, self._fd, self.shape.file_bytes)
         self._nonce = os.urandom(16)
         fields = self._header(self._nonce)
-        self._map[HEADER_AT : HEADER_AT + len(fields)] = fields
-        self._map[:HEADER_AT] = MAGIC + _header_checksum(fields)
+        self._put(HEADER_AT, fields)
+        self._put(0, MAGIC + _header_checksum(fields))
 
 
 def _pages(at: int, nbytes: int) -> tuple[int, int]:

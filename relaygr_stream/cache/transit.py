@@ -255,7 +255,7 @@ class Transit:
         It is if there is no entry, or an unused one that holds only the beginning of this prefix.
         """
         entry = self._table.by_user.get(user_id)
-        if entry is None:
+        if entry is None or (entry := self._moves.readable(entry)) is None:
             return True
         less = entry.coverage(tokens, incremental=True) is Coverage.PREFIX
         return less and not entry.held and entry.spill is None

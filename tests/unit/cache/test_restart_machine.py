@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from relaygr_stream.cache.arena import Extent
 from relaygr_stream.cache.prefix_cache import PrefixCache
-from relaygr_stream.cache.tier_file import SlotState, TierFile
+from relaygr_stream.cache.tier_file import TierFile
 from relaygr_stream.models.kv import KVLayout
 from tests.properties import examples
 from tests.unit.cache.play import Going, Play
@@ -25,19 +24,14 @@ HBM, DRAM = 9, 20
 
 
 class WatchedFile(TierFile):
-    """Calls `before_write` before each change of a slot's state."""
+    """Calls `before_write` before each change in front of the data."""
 
     before_write: Callable[[], None] | None = None
 
-    def _set(self, extent: Extent, state: SlotState) -> None:
+    def _put(self, at: int, data: bytes) -> None:
         if self.before_write is not None:
             self.before_write()
-        super()._set(extent, state)
-
-    def _clear_slot(self, index: int) -> None:
-        if self.before_write is not None:
-            self.before_write()
-        super()._clear_slot(index)
+        super()._put(at, data)
 
 
 class RestartMachine(RuleBasedStateMachine):
