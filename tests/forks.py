@@ -23,9 +23,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Final
+from unittest import mock
 
 from relaygr_stream.errors import RelayError
 from relaygr_stream.ops import children
+from relaygr_stream.ops.children import start_process
 
 #: The commands that are forked, and what they import: each imports a part of the last one's.
 COMMANDS: Final = ("worker", "trigger")
@@ -63,12 +65,11 @@ def forking() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    forks, before = _Forks(), children.start_process
-    children.start_process = forks.start
+    forks = _Forks()
     try:
-        yield
+        with mock.patch.object(children, "start_process", forks.start):
+            yield
     finally:
-        children.start_process = before
         forks.close()
 
 
@@ -83,11 +84,11 @@ class _Forks:
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> children.Process:
         forked = command[:4] == children.relaygr_command((), Path())[:4] and command[4] in COMMANDS
         if not forked or _state(environment) != self._state:
-            return children.popen(command, environment, log)
+            return start_process(command, environment, log)
         if self._server is None:
             self._server = self._begin()
         if self._server.poll() is not None:  # it said why, or somebody killed it
-            return children.popen(command, environment, log)
+            return start_process(command, environment, log)
         link, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {name: value for name, value in environment.items() if name.startswith(READ_LATER)}
         message = json.dumps([own, str(Path.cwd()), list(command)]).encode()

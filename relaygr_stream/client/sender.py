@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Protocol
 
 from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Settle
@@ -179,13 +178,12 @@ class Sender:
                 silence.since_s = None
             settled(error)
 
-        give_up = partial(due.pop, number, None)
         try:
             for index, (key, value, headers) in enumerate(messages):
                 if not self._producer.send_now(topic, key, value, headers, partition, settle):
-                    return self._buffer_rest(topic, partition, messages[index:], settle, give_up)
+                    return self._buffer_rest(topic, partition, messages[index:], settle, number)
         except BaseException:  # a defect: what is not on its way must not count as unacknowledged for ever
-            give_up()
+            due.pop(number, None)
             raise
         return None
 
@@ -195,14 +193,14 @@ class Sender:
         partition: int,
         messages: Sequence[Outgoing],
         settle: Settle,
-        give_up: Callable[[], object],
+        number: int,
     ) -> None:
         try:
             await self._producer.send_together(
                 topic, messages, partition=partition, settled=lambda _, outcome: settle(outcome)
             )
         except BaseException:
-            give_up()
+            self._due[topic, partition].pop(number, None)
             raise
 
     def _silence(self, topic: str, partition: int) -> _Silence:

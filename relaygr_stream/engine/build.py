@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,10 +11,10 @@ import torch
 
 from relaygr_stream.cache.copy import CopyEngine, Wake
 from relaygr_stream.cache.fading import CostAwarePolicy
-from relaygr_stream.cache.memory import TierMemory
+from relaygr_stream.cache.memory import ALIGNMENT, TierMemory
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tier_file import TierFile
-from relaygr_stream.cache.tiers import GRANULE_TOKENS, MakePolicy
+from relaygr_stream.cache.tiers import GRANULE_TOKENS, MakePolicy, capacity_for
 from relaygr_stream.engine.audit import Auditor, Report
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.engine.scheduler import Limits, Scheduler
@@ -23,6 +22,7 @@ from relaygr_stream.engine.tier_file import tier_file_of
 from relaygr_stream.errors import CapacityError, ModelError
 from relaygr_stream.models.api import RankingModel, schema_of
 from relaygr_stream.models.devices import select_device
+from relaygr_stream.models.kv import KVLayout
 from relaygr_stream.models.loading import load_model
 from relaygr_stream.models.mapped import HOT_PART
 from relaygr_stream.settings.scenarios import SECTION
@@ -154,7 +154,7 @@ def assemble(
     )
     context_tokens = schema_of(model).context_tokens
     longest_tokens = context_tokens + settings.relay.max_prefix_tokens
-    bytes_per_token, alloc_bytes = stated_bytes(cache.nbytes, longest_tokens)
+    bytes_per_token, alloc_bytes = stated_bytes(model.layout, longest_tokens, hbm.arena.alignment)
     # Triggers may count more than the cache takes, and delegate by what they count.
     longest_bytes = max(cache.nbytes(longest_tokens), counted_bytes(longest_tokens, bytes_per_token, alloc_bytes))
     pinned_bytes = _pinned_bytes(settings, cache, context_tokens)
@@ -190,21 +190,21 @@ def assemble(
     )
 
 
-def stated_bytes(nbytes: Callable[[int], int], longest: int) -> tuple[int, int]:
-    """The bytes_per_token and alloc_bytes of a status. nbytes: tokens → bytes of an entry; longest: of a sequence.
+def stated_bytes(layout: KVLayout, longest: int, alignment: int = ALIGNMENT) -> tuple[int, int]:
+    """The bytes_per_token and alloc_bytes of a status. longest: tokens of a sequence.
 
     Triggers count ⌈tokens × bytes_per_token ÷ alloc_bytes⌉ units of alloc_bytes for a prefix. They must never count
     less than the cache takes, which has padding per granule of tokens, and may have a state that does not grow. So a
     prefix of one token more than any number of granules has to count as many units as it takes.
     """
-    alloc_bytes = nbytes(1)
-    units_before = ((tokens, -(-nbytes(tokens + 1) // alloc_bytes) - 1) for tokens in _granules(longest))
+
+    def taken(tokens: int) -> int:
+        return -(-layout.nbytes(capacity_for(tokens)) // alignment) * alignment
+
+    granules = range(GRANULE_TOKENS, max(longest, GRANULE_TOKENS + 1), GRANULE_TOKENS)  # one, two, … below the longest
+    alloc_bytes = taken(1)
+    units_before = ((tokens, -(-taken(tokens + 1) // alloc_bytes) - 1) for tokens in granules)
     return max([1, *(-(-units * alloc_bytes // tokens) for tokens, units in units_before)]), alloc_bytes
-
-
-def _granules(longest: int) -> range:
-    """The lengths of one granule, two, … below the longest prefix."""
-    return range(GRANULE_TOKENS, max(longest, GRANULE_TOKENS + 1), GRANULE_TOKENS)
 
 
 def longest_sequence(settings: Settings, model: RankingModel) -> int:

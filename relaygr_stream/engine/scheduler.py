@@ -17,7 +17,6 @@ from typing import Final
 import msgspec
 import structlog
 
-from relaygr_stream.cache.entry import Entry
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.engine.admission import Admission
 from relaygr_stream.engine.audit import Auditor
@@ -31,7 +30,6 @@ from relaygr_stream.engine.commands import (
     LanesLost,
     Placed,
     Prefill,
-    PrefillTask,
     Query,
     Rank,
     Restore,
@@ -134,19 +132,17 @@ class Scheduler:
         clients = Clients(SLACK_SLICES * limits.max_ranking_delay_ms)
         answered = RecentIds(RECENT_ANSWERS)
         self._queue = WorkQueue(clients)
-        self._waiters = Waiters()
         self._jobs = PrefillJobs(executor, cache, self._queue, limits.max_ranking_delay_ms)
         self._probe_after = GIVE_UP_AFTER
         self._erased_early: list[Erase] = []  # before the tier's file was read
         self.time = DeviceTime()
         self.squares = DeviceSquares()
         self.times: defaultdict[str, DeviceTime] = defaultdict(DeviceTime)  # by scenario, where there are several
-        self._residents = residents = Residents(executor, cache, self._jobs, self._queue, self._waiters, auditor)
+        self._residents = residents = Residents(executor, cache, self._jobs, self._queue, Waiters(), auditor)
         self.pins = residents.pins
         self.signals = Signals(
             residents,
             answered,
-            self._end_unwanted,
             limits.pinned_bytes,
             limits.delegated_bytes,
             limits.tenant_bytes,
@@ -199,9 +195,9 @@ class Scheduler:
         self.pins.expire(now)
         self.rankings.expire(now)
         for entry in self.cache.poll():
-            self._wake(entry, now)
+            self.signals.wake(entry, now)
         if self.pins.unheld:
-            self._end_unwanted(now)
+            self.signals.end_unwanted(now)
         self._residents.lend_scratch()
         found = first = True
         if (work := self._queue.in_time.first()) is not None:
@@ -295,17 +291,9 @@ class Scheduler:
             log.warning("rankings fail one after the other on a device that works", failed=failed)
 
     def _cancel(self, request_key: str, now: float) -> None:
-        self._end_unwanted(now)  # what others left: it counts as starved
+        self.signals.end_unwanted(now)  # what others left: it counts as starved
         self.signals.cancel(request_key)
-        self._end_unwanted(now, cancelled=True)
-
-    def _end_unwanted(self, now: float, *, cancelled: bool = False) -> None:
-        """End jobs whose last pin has ended: under load they would hold their HBM until the device is idle."""
-        while self.pins.unheld:
-            entry = self.pins.unheld.pop()
-            job = self._jobs.job_of(entry)
-            if job is not None and self._jobs.end_unwanted(job, now, cancelled=cancelled):
-                self._wake(entry, now)
+        self.signals.end_unwanted(now, cancelled=True)
 
     def _follow_costs(self) -> None:
         """Let the device work in slices as long as what was learnt of its costs asks for."""
@@ -375,17 +363,7 @@ class Scheduler:
         if job.over:
             self.rankings.job_over(job)
             if job.entry is not None:
-                self._wake(job.entry, now)
-
-    def _wake(self, entry: Entry, now: float) -> None:
-        """The entry's copy or prefill has ended, well or not: place the tasks that wait for it again."""
-        for task in self._waiters.pop(entry):
-            if isinstance(task, PrefillTask):
-                self.signals.place_again(task, now)
-            else:
-                self._residents.place_again(task)
-        if entry.failed:
-            self.pins.release_entry(entry)
+                self.signals.wake(job.entry, now)
 
     def _erase(self, erase: EraseUser) -> int:
         """Drop the users' entries and pins. Rankings in progress keep what they hold until they are answered, and leave

@@ -10,7 +10,7 @@ the one that holds most of either makes room for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,14 +61,13 @@ class Signals:
 
     footprint: bytes that may be held when a signal pins more, those of waiting rankings included. delegated: beside
     these, for signals on other workers' behalf. of_tenant: of either, for one tenant's, by scenario; 0, or none: no
-    bound of its own. end_unwanted: ends the jobs whose last pin has ended.
+    bound of its own.
     """
 
     def __init__(
         self,
         residents: Residents,
         answered: RecentIds,
-        end_unwanted: Callable[[float], None],
         footprint: int,
         delegated: int = 0,
         of_tenant: Mapping[str, int] | None = None,
@@ -76,7 +75,6 @@ class Signals:
         self._residents = residents
         self._cache, self._jobs, self._pins = residents.cache, residents.jobs, residents.pins
         self._answered = answered
-        self._end_unwanted = end_unwanted
         self._footprint = footprint
         self._delegated = delegated
         self._of_tenant = of_tenant or {}
@@ -100,7 +98,25 @@ class Signals:
         if self._pins.release(request_key):
             self.counters.signal_cancelled += 1
 
-    def place_again(self, task: PrefillTask, now: float) -> None:
+    def end_unwanted(self, now: float, *, cancelled: bool = False) -> None:
+        """End jobs whose last pin has ended: under load they would hold their HBM until the device is idle."""
+        while self._pins.unheld:
+            entry = self._pins.unheld.pop()
+            job = self._jobs.job_of(entry)
+            if job is not None and self._jobs.end_unwanted(job, now, cancelled=cancelled):
+                self.wake(entry, now)
+
+    def wake(self, entry: Entry, now: float) -> None:
+        """The entry's copy or prefill has ended, well or not: place the tasks that wait for it again."""
+        for task in self._residents.waiters.pop(entry):
+            if isinstance(task, PrefillTask):
+                self._place_again(task, now)
+            else:
+                self._residents.place_again(task)
+        if entry.failed:
+            self._pins.release_entry(entry)
+
+    def _place_again(self, task: PrefillTask, now: float) -> None:
         """Place a signal whose wait is over. If its pin is gone (expired, ranked, cancelled, lane lost), so is it."""
         if self._pins.release(task.request_key):
             self._place(task, now)
@@ -150,7 +166,7 @@ class Signals:
             return False
         self._pins.release(loser)
         self.counters.signal_over_footprint += 1
-        self._end_unwanted(now)  # what was computed for it
+        self.end_unwanted(now)  # what was computed for it
         return True
 
     def _is_over_quota(self, task: PrefillTask, entry: Entry | None, pinned: Entry | None, most: int) -> bool:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Protocol
@@ -53,7 +53,7 @@ class Process(Protocol):
     def kill(self) -> None: ...  # noqa: D102
 
 
-def popen(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Process:
+def start_process(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Process:
     """Run a command in a session of its own: Ctrl-C on the terminal reaches only the parent, which stops its children.
 
     log: takes what it prints. Raises OSError where the system starts no process.
@@ -67,10 +67,6 @@ def popen(command: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) ->
         start_new_session=True,
         preexec_fn=end_with_parent,  # noqa: PLW1509
     )
-
-
-#: How a `Child` begins; the tests fork instead.
-start_process: Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Process] = popen
 
 
 def environment() -> dict[str, str]:

@@ -39,7 +39,6 @@ def built_in_bytes(settings: Settings) -> tuple[int, int]:
     """The bytes_per_token and alloc_bytes that a worker of the built-in model states. Raises as `config_of`."""
     import torch  # noqa: PLC0415
 
-    from relaygr_stream.cache.tiers import capacity_for  # noqa: PLC0415
     from relaygr_stream.engine.build import stated_bytes  # noqa: PLC0415
     from relaygr_stream.models.loading import config_of  # noqa: PLC0415 - imports torch
 
@@ -47,7 +46,7 @@ def built_in_bytes(settings: Settings) -> tuple[int, int]:
     config = config_of(msgspec.structs.replace(model, checkpoint="") if model.factory else model)
     layout = config.layout(getattr(torch, settings.worker.dtype))
     longest = relay.max_prefix_tokens + relay.max_suffix_tokens
-    return stated_bytes(lambda tokens: layout.nbytes(capacity_for(tokens)), longest)
+    return stated_bytes(layout, longest)
 
 
 @dataclass
