@@ -38,7 +38,7 @@ _STYLE: Final[dict[Any, Any]] = {
 #: Parts that inline SVG does not need: name spaces, and unused ids, which would occur in several charts.
 _NEEDLESS: Final = re.compile(r' xmlns(:\w+)?="[^"]*"| id="[\w.]+_\d+"')
 
-#: Colours that a dark page replaces (STYLE of bench/page.py): ink, ground, and what is too dark on it.
+#: Colours that a dark page replaces (STYLE of report/blocks.py): ink, ground, and what is too dark on it.
 _THEMED: Final = {
     "#000000": "currentColor",
     "#ffffff": "var(--panel)",

@@ -149,7 +149,6 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     bound: float  # upper bound from the device's capacity, given full inference's value
     queue: float  # largest ratio with which a simulated queue at the device keeps the SLO, given the same
     work: float  # cost of full inference ÷ the mode's cost: saved device time, without the gain of working ahead
-    target: float | None
     least: bool = False  # the mode's value is a lower bound, so the ratio is
     most: bool = False  # that of full inference is, so the ratio is an upper bound
 
@@ -158,15 +157,14 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
         """Before the value."""
         return {(True, False): "≥ ", (False, True): "≤ ", (True, True): "? "}.get((self.least, self.most), "")
 
-    @property
-    def reached(self) -> bool | None:
-        """Whether it reaches the target; None: it has none, or is a bound that does not tell."""
-        if self.target is None:
-            return None
-        if self.value is None:
-            return False
-        enough = self.value >= self.target
-        return None if (self.most if enough else self.least) else enough
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What the judge says of one figure (report/judge.py)."""
+
+    what: str
+    found: str  # what is reached, of what is possible
+    target: str  # that the judge asks for
+    state: Literal["reached", "below", "not measured"]
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -195,7 +193,8 @@ class SloReport(msgspec.Struct, frozen=True, kw_only=True):
     #: from prefix KV that were ready, reloaded or joined; in the relay's other probes: admitted_beyond, hit_beyond.
     #: Older reports lack all but the first two.
     hits: dict[str, int]
-    missed: list[str]  # missed targets, with causes
+    verdicts: list[Verdict]
+    remarks: list[str]  # what ended the run early
     wall_s: float
     quantile: float = QUANTILE
 
@@ -203,7 +202,3 @@ class SloReport(msgspec.Struct, frozen=True, kw_only=True):
     def counted(self) -> list[Probe]:
         """The probes that were not set aside."""
         return [probe for probe in self.probes if not probe.set_aside]
-
-    def json(self) -> bytes:
-        """The report as indented JSON."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1)

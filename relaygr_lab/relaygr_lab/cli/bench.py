@@ -107,7 +107,7 @@ def slo_command(
     Runs broker, trigger, workers and a client as real processes. For every mode of serving, searches the largest rate
     at a given length and the largest length at a given rate. Prints a table, and writes report.json and report.html;
     a run that ends early writes what it measured to partial.json and partial.html.
-    With CHECK=1 in the environment, exits 1 if a target is missed.
+    With CHECK=1 in the environment, says what stays below the judge's limits, and exits 1.
 
     \b
     Examples:
@@ -123,7 +123,7 @@ def slo_command(
     options = build_options(preset, private=bootstrap is None, flags=flags)
     for name in ("report.json", "report.html"):
         check_writable(options.out / name, "--out")
-    from relaygr_lab.bench.assemble import run_slo
+    from relaygr_lab.report.run import run_slo
 
     _run(run_slo(options, settings, f"relaygr {shlex.join(sys.argv[1:])}"))
 
@@ -171,7 +171,8 @@ def paper_command(
     Trigger, workers, broker and client are real processes; devices take the times of a cost file and no processor. Time
     is dilated, so that the fleet fits two cores. Dense curves are simulated. A run that was broken off, or that its
     budget ended, goes on where it was.
-    With CHECK=1 in the environment, exits 1 if a target is missed or, without --quick, not measured.
+    With CHECK=1 in the environment, says what stays below the judge's limits or, without --quick, was not measured,
+    and exits 1.
 
     \b
     Examples:
@@ -185,8 +186,8 @@ def paper_command(
     out = out or Path("out/paper-quick" if quick else "out/paper")
     for name in ("report.json", "report.html"):
         check_writable(out / name, "--out")
-    from relaygr_lab.paper.assemble import run_paper
     from relaygr_lab.paper.plan import LOGGED_ARRIVALS, PaperOptions
+    from relaygr_lab.report.run import run_paper
     from relaygr_stream.ops.brokers.local import broker_at_hand
 
     options = PaperOptions(
@@ -208,13 +209,15 @@ def paper_command(
     _run(run_paper(options, settings, engine, f"relaygr {shlex.join(sys.argv[1:])}"))
 
 
-def _run(bench: Coroutine[Any, Any, bool]) -> None:
-    """Run it to its end; with CHECK=1 in the environment, exit 1 if the bench says that targets are not met."""
+def _run(bench: Coroutine[Any, Any, list[str]]) -> None:
+    """Run it to its end; with CHECK=1 in the environment, say what the judge finds lacking, and exit 1."""
     from relaygr_stream.ops.stopping import run_until_stopped
     from relaygr_stream.telemetry.process import loop_factory
 
-    met = run_until_stopped(bench, loop_factory())
-    sys.exit(int(not met and os.environ.get("CHECK") == "1"))
+    lacking = run_until_stopped(bench, loop_factory())
+    if lacking and os.environ.get("CHECK") == "1":
+        click.echo("\n".join(lacking), err=True)
+        sys.exit(1)
 
 
 def build_options(preset: str, *, private: bool, flags: dict[str, Any]) -> Any:

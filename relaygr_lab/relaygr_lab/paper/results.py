@@ -12,12 +12,12 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
 import relaygr_stream
-from relaygr_lab.bench.results import Probe
+from relaygr_lab.bench.results import Probe, Verdict
 from relaygr_lab.paper.plan import Where
 from relaygr_lab.paper.setup import Setup
 from relaygr_stream.errors import ConfigError
@@ -114,14 +114,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         good = [share * (self.given or 0.0) for share in self.within]
         values = {"p99": self.p99_ms, "goodput": good, "hits": self.reused, "dram": self.from_dram}[what]
         return (median(values), min(values), max(values)) if values else None
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """A target and what became of it."""
-
-    target: str
-    found: str
-    state: Literal["met", "missed", "not allowed", "not measured"]
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True):

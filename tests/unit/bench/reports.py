@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from relaygr_lab.bench import judge
 from relaygr_lab.bench.cells import Cell, World
 from relaygr_lab.bench.modes import FULL, RELAY, Mode
 from relaygr_lab.bench.results import DEVICE_WORK, STAGES, Memory, Probe, SloReport, Spread
 from relaygr_lab.bench.search import Search
+from relaygr_lab.report import findings
+from relaygr_lab.report.judge import judge_slo
 
 from relaygr_stream.wire.messages import CostModel
 
@@ -22,6 +23,8 @@ WORLD = World(
     longest=8000,
 )
 BUS = {"in": Spread(2.0, 5.0), "out": Spread(2.0, 4.0), "both": Spread(5.0, 9.0), "wakes": Spread(0.6, 3.0)}
+
+HITS = {"admitted": 100, "hit": 100}
 
 
 def probe(mode: Mode, rate: float, *, passed: bool, length: int = 512, revisit: float = 0.0, **changes: Any) -> Probe:
@@ -84,7 +87,7 @@ def length_cell(rate: float, passing: int, failing: int) -> Cell:
 
 def report(cells: list[Cell] | None = None, **changes: Any) -> SloReport:
     cells = cells or [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0), length_cell(10.0, 1536, 1760)]
-    founds, ratios = [judge.found(one, [WORLD]) for one in cells], judge.ratios(cells, [WORLD])
+    founds, ratios = [findings.found(one, [WORLD]) for one in cells], findings.ratios(cells, [WORLD])
     values: dict[str, Any] = {
         "conditions": {"words": {"model": "HSTU"}, "slo_ms": 50.0, "preset": "quick", "length": 512},
         "probes": [probe for one in cells for probe in one.probes],
@@ -94,8 +97,9 @@ def report(cells: list[Cell] | None = None, **changes: Any) -> SloReport:
         "memory": [Memory(1.0, "relay-0", 1 << 20, 1 << 19, 0), Memory(2.0, "relay-0", 2 << 20, 1 << 19, 1 << 20)],
         "budgets": {"relay-0": {"hbm": 8 << 20, "dram": 16 << 20}},
         "bus": BUS,
-        "hits": {"admitted": 100, "hit": 100},
-        "missed": judge.missed(ratios, founds, BUS, (100, 100)),
+        "hits": HITS,
+        "verdicts": judge_slo(ratios, founds, BUS, HITS),
+        "remarks": [],
         "wall_s": 100.0,
     }
     return SloReport(**{**values, **changes})

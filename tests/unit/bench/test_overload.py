@@ -11,7 +11,7 @@ from relaygr_lab.bench.run import Bench
 
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole
-from tests.unit.paper.test_judge import PROBE
+from tests.unit.report.test_judge import PROBE
 
 CARRIED = msgspec.structs.replace(PROBE, rate=100.0, requests=1000, bad=10, revisit=0.5)
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from relaygr_lab.bench.assemble import _conditions
 from relaygr_lab.bench.options import QUICK, SloOptions
 from relaygr_lab.bench.run import Bench
+from relaygr_lab.report.conditions import of_slo
 from relaygr_lab.simulate.bus import BusLatency
 from simulate_slo import _scenario, not_comparable
 from slo_fit import Fit
@@ -26,7 +26,7 @@ def conditions(**given: Any) -> dict[str, Any]:
     bench = SimpleNamespace(
         options=options, settings=Settings(), measured=[], overloaded=[], length=160, about={"broker": "embedded"}
     )
-    return cast(dict[str, Any], json.loads(msgspec.json.encode(_conditions(cast(Bench, bench), "relaygr bench slo"))))
+    return cast(dict[str, Any], json.loads(msgspec.json.encode(of_slo(cast(Bench, bench), "relaygr bench slo"))))
 
 
 def test_the_traffic_is_the_reports() -> None:

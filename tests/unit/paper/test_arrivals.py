@@ -14,11 +14,12 @@ from relaygr_lab.bench.lengths import costs_named
 from relaygr_lab.bench.modes import CACHE, FULL_ANY, RELAY
 from relaygr_lab.bench.oracle import largest_rate
 from relaygr_lab.bench.progress import Progress
-from relaygr_lab.paper import assemble, measured
+from relaygr_lab.paper import measured
 from relaygr_lab.paper.plan import PaperOptions, curves, logged_setups, steps
 from relaygr_lab.paper.results import Record
 from relaygr_lab.paper.run import Paper
 from relaygr_lab.paper.setup import Ground
+from relaygr_lab.report import run as runs
 
 from relaygr_stream.cli.main import main
 from relaygr_stream.settings.load import load_settings
@@ -113,11 +114,11 @@ async def test_a_fleet_plays_the_log_and_searches_no_lengths(tmp_path: Path, mon
 def test_the_command_takes_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[PaperOptions] = []
 
-    async def run_paper(options: PaperOptions, *_: object) -> bool:
+    async def run_paper(options: PaperOptions, *_: object) -> list[str]:
         seen.append(options)
-        return True
+        return []
 
-    monkeypatch.setattr(assemble, "run_paper", run_paper)
+    monkeypatch.setattr(runs, "run_paper", run_paper)
     arguments = ["bench", "paper", "--quick", "--out", str(tmp_path), "--arrivals", str(FILE)]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output

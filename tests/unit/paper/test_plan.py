@@ -26,7 +26,7 @@ from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from tests.unit.bench.reports import WORLD, probe
-from tests.unit.paper.test_judge import outcome
+from tests.unit.report.test_judge import outcome
 
 
 @pytest.mark.parametrize("name", ["npu", "h100", "cpu"])

@@ -25,7 +25,7 @@ from relaygr_lab.simulate.story import Story
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.printable import SafeConsole
-from tests.unit.paper.test_judge import outcome
+from tests.unit.report.test_judge import outcome
 
 pytestmark = pytest.mark.stack
 

@@ -1,20 +1,55 @@
-"""The tables of `relaygr bench paper`, as rows of text, for a terminal and for the page."""
+"""The report of `bench paper`, as blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import inf
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Final
 
 from relaygr_lab.bench.modes import ABLATIONS, BASELINES, FLEET_MODES, RELAY
 from relaygr_lab.paper.plan import ANCHORS_WORDS, AT_LOADS, HIGH, IN_TIME, REGIMES, Curve, Shown
-from relaygr_lab.paper.readings import PLACES, find, in_both
 from relaygr_lab.paper.results import TIERS, PaperReport, Point
+from relaygr_lab.report.blocks import Block, Charts, Facts, Lines, Result, Rows, verdict_rows
+from relaygr_lab.report.paper_charts import charts
+from relaygr_lab.report.readings import PLACES, find, in_both
 from relaygr_stream.workload.report import HIT_WORDS
 
-HEADLINE_TITLE: Final = "Half returning, geometric mean over four lengths"
-PARTS_TITLE: Final = "What each mechanism is worth: largest rate without it (relay ÷ that)"
+
+def blocks(report: PaperReport, planned: Sequence[Curve]) -> list[Block]:
+    """The tables, the headline first; each curve; and then what they rest on."""
+    return [
+        Result(
+            "Each claim shown: a fleet of emulated devices",
+            "Largest rate whose P99 is within the SLO; rates and times are undilated, k is the factor of dilation. "
+            "Measured: trigger, workers, broker and client are real processes. Simulated: the same core, bus and "
+            "devices in simulated time. Oracle: a queue that knows everything, without bus.",
+        ),
+        Rows("Half returning, geometric mean over four lengths", ("", "", "mean", "range"), headline_rows(report)),
+        Rows("Largest rate within the SLO, undilated", COLUMNS, table_rows(report)),
+        Rows(ANCHORS_WORDS, COLUMNS, table_rows(report, real=True)),
+        Rows("What each mechanism is worth: largest rate without it (relay ÷ that)", PARTS_COLUMNS, parts_rows(report)),
+        Rows(
+            "Each mode at and beyond saturation (load: of the oracle's largest rate)", MODES_COLUMNS, modes_rows(report)
+        ),
+        Rows("Fleet and simulation at given loads", LOADS_COLUMNS, loads_rows(report)),
+        Rows("Short and long users at the largest rate", KINDS_COLUMNS, kinds_rows(report)),
+        Rows("Arrivals of a log", ARRIVALS_COLUMNS, arrivals_rows(report)),
+        *_curves(report, planned),
+        verdict_rows(report.verdicts),
+        Lines("Remarks", report.remarks),
+        Facts("Conditions", [(name, str(text)) for name, text in report.conditions["words"].items()]),
+    ]
+
+
+def _curves(report: PaperReport, planned: Sequence[Curve]) -> Iterator[Block]:
+    for curve in planned:
+        if curve.drawn and report.curves[curve.name]:
+            yield Charts(curve.words, partial(charts, curve, report.curves[curve.name]))
+            yield Rows("", *curve_rows(curve, report.points), terminal=False)
+
+
 COLUMNS: Final = (
     "mode",
     "setup",
@@ -223,28 +258,3 @@ def _shown_text(what: Shown, one: Point) -> str:
         good = one.shown(what)
         return f"{good[0]:,.0f} of {one.ideal:,.0f}" if good else ""
     return f"{median(one.reused):.0%}, {median(one.from_dram):.0%} from DRAM" if one.reused else ""
-
-
-class Rows(NamedTuple):
-    """A table."""
-
-    title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-def tables(report: PaperReport) -> list[Rows]:
-    """Those that have rows, the headline first."""
-    every = [
-        Rows(HEADLINE_TITLE, ("", "", "mean", "range"), headline_rows(report)),
-        Rows("Largest rate within the SLO, undilated", COLUMNS, table_rows(report)),
-        Rows(ANCHORS_WORDS, COLUMNS, table_rows(report, real=True)),
-        Rows(PARTS_TITLE, PARTS_COLUMNS, parts_rows(report)),
-        Rows(
-            "Each mode at and beyond saturation (load: of the oracle's largest rate)", MODES_COLUMNS, modes_rows(report)
-        ),
-        Rows("Fleet and simulation at given loads", LOADS_COLUMNS, loads_rows(report)),
-        Rows("Short and long users at the largest rate", KINDS_COLUMNS, kinds_rows(report)),
-        Rows("Arrivals of a log", ARRIVALS_COLUMNS, arrivals_rows(report)),
-    ]
-    return [each for each in every if each.rows]

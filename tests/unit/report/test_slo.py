@@ -11,14 +11,15 @@ import msgspec
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from relaygr_lab.bench import plots
 from relaygr_lab.bench.cells import Cell
 from relaygr_lab.bench.modes import CACHE, FULL, RELAY
-from relaygr_lab.bench.page import render_page
-from relaygr_lab.bench.results import STAGES
+from relaygr_lab.bench.results import STAGES, SloReport
 from relaygr_lab.bench.search import Search
-from relaygr_lab.bench.table import paper_rows, render_table, result
 from relaygr_lab.charts import Axis, Bar, Point, Series, bar_chart, draw_bars, draw_lines, line_chart
+from relaygr_lab.report import slo_charts
+from relaygr_lab.report.blocks import page as html_page
+from relaygr_lab.report.blocks import render
+from relaygr_lab.report.slo import blocks, paper_rows, result
 
 from relaygr_stream.telemetry.printable import render_plain
 from tests.browser import browser
@@ -31,6 +32,15 @@ COLOURS = """const style = (each) => getComputedStyle(document.querySelector(eac
 const [panel, words] = ['figure', 'svg text'].map(style);
 return [panel.backgroundColor, words.fill]"""
 VOID = {"meta", "br", "hr", "img", "input"}
+
+
+def page_of(report: SloReport) -> str:
+    return html_page("relaygr bench slo", blocks(report))
+
+
+def shown(report: SloReport, width: int = 200) -> str:
+    """On a terminal."""
+    return render_plain(render(blocks(report)), width)
 
 
 class Balance(HTMLParser):
@@ -63,7 +73,7 @@ def well_formed(text: str) -> Balance:
 
 
 def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
-    page = render_page(report())
+    page = page_of(report())
     balance = well_formed(page)
     assert not re.search(r"https?://|//[a-z]|@import|url\((?!#)|<script|<link|<iframe", page)
     assert not {"src", "srcset", "data"} & {name for name, _ in balance.attributes}
@@ -75,8 +85,8 @@ def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
 def test_the_result_is_the_first_sentence_of_page_and_terminal() -> None:
     cells = [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0), cell(RELAY, 40.0, 46.0, revisit=0.9)]
     said = "At a P99 of 50 ms the relay carries 3 to 4 times the traffic of full inference where 0% to 90% of the"
-    assert f"<main><h1>{said}" in render_page(report(cells))
-    assert render_plain(render_table(report(cells)), 400).startswith(said)
+    assert f"<main><h1>{said}" in page_of(report(cells))
+    assert shown(report(cells), 400).startswith(said)
     assert "takes histories 3 times as long where 50%" in result(report())
     relay = repeated(RELAY, 30.0)
     relay.searches[-1].failed = None
@@ -87,7 +97,7 @@ def test_the_result_is_the_first_sentence_of_page_and_terminal() -> None:
     full.searches.append(Search(guess=10.0, low=0.5, high=1000.0, tolerance=1.2))
     unprobed = report([full, cell(RELAY, 30.0, 34.0)])
     assert result(unprobed).startswith("Full inference was not measured, for lack of time")
-    assert "not probed" in render_plain(render_table(unprobed), 200)
+    assert "not probed" in shown(unprobed)
 
 
 def test_a_probe_without_answers_has_no_hits_and_no_time() -> None:
@@ -95,14 +105,15 @@ def test_a_probe_without_answers_has_no_hits_and_no_time() -> None:
     relay = cell(RELAY, 30.0, 34.0)
     late: dict[str, Any] = {"bad": 100, "outcomes": {}, "stage_means": none, "slow_stages": none}
     relay.probes = [msgspec.structs.replace(one, **late) for one in relay.probes]
-    page = render_page(report([cell(FULL, 10.0, 11.5), relay]))
+    page = page_of(report([cell(FULL, 10.0, 11.5), relay]))
     assert "% hit" not in page and page.count("no answers") >= 3
 
 
 def test_charts_stand_before_reasons() -> None:
-    page = render_page(report(missed=["a reason"]))
+    page = page_of(report(remarks=["a reason"]))
     places = [
-        page.index(words) for words in ("<h1>", "box bars", "<svg", "What was found", "a reason", "Beside the paper")
+        page.index(words)
+        for words in ("<h1>", "box bars", "<svg", "Largest within the SLO", "a reason", "Beside the paper")
     ]
     assert places == sorted(places)
 
@@ -111,8 +122,8 @@ def test_charts_stand_before_reasons() -> None:
 def test_a_bars_colour_is_by_what_is_possible_and_not_by_an_aim(queue: float, tone: str) -> None:
     made = report([cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0)], hits={"admitted": 0, "hit": 0})
     (ratio,) = made.ratios
-    made = report(ratios=[msgspec.structs.replace(ratio, queue=queue, target=99.0)], hits={"admitted": 0, "hit": 0})
-    page = render_page(made)
+    made = report(ratios=[msgspec.structs.replace(ratio, queue=queue, bound=99.0)], hits={"admitted": 0, "hit": 0})
+    page = page_of(made)
     assert re.findall(r'class="bar (\w+)"', page) == [tone]
     assert f"an ideal queue at this device: {queue:.2g}×" in page
     (bar, possible), top = re.findall(r'(?:width|left):([\d.]+)%"></[iu]>', page), max(queue, 3.0)
@@ -120,7 +131,7 @@ def test_a_bars_colour_is_by_what_is_possible_and_not_by_an_aim(queue: float, to
 
 
 async def test_the_page_fits_a_telephone_and_the_dark(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(render_page(report()), encoding="utf-8")
+    (tmp_path / "page.html").write_text(page_of(report()), encoding="utf-8")
     async with browser(tmp_path) as shown:
         await shown.go((tmp_path / "page.html").as_uri())
         colours = set()
@@ -139,9 +150,9 @@ async def test_the_page_fits_a_telephone_and_the_dark(tmp_path: Path) -> None:
 
 
 def test_hostile_text_stays_text() -> None:
-    made = report(missed=["<script>alert(1)</script>"])
+    made = report(remarks=["<script>alert(1)</script>"])
     made.conditions["words"]["command"] = "relaygr bench slo --out '<b>&'"
-    page = render_page(made)
+    page = page_of(made)
     well_formed(page)
     assert "<script>" not in page
     assert "&lt;b&gt;&amp;" in page
@@ -152,19 +163,19 @@ def test_hits_are_stated_of_all_announced_beside_the_admitted() -> None:
     made = report(hits=hits)
     said = "76.0% of 100: 60 ready, 12 reloaded, 4 joined"
     assert ("announced requests that hit", "–", said, "") in paper_rows(made)
-    assert f"announced: {said}" in render_page(made)
-    assert said in render_plain(render_table(made), 200)
+    assert f"announced: {said}" in page_of(made)
+    assert said in shown(made)
 
 
 def test_p99s_of_short_and_long_users_have_columns_where_there_are_both() -> None:
-    assert "P99 short" not in render_plain(render_table(report()), 200)
-    assert "P99 short" not in render_page(report())
+    assert "P99 short" not in shown(report())
+    assert "P99 short" not in page_of(report())
     kinds = cell(RELAY, 30.0, 34.0)
     kinds.probes[0] = msgspec.structs.replace(kinds.probes[0], p99_short=11.0, p99_long=43.0)
     kinds.probes[1] = msgspec.structs.replace(kinds.probes[1], p99_short=12.0, p99_long=99.0)
     made = report([cell(FULL, 10.0, 11.5), kinds])
     assert [(one.p99_short, one.p99_long) for one in made.found] == [(None, None), (11.0, 43.0)]
-    text, page = render_plain(render_table(made), 200), render_page(made)
+    text, page = shown(made), page_of(made)
     well_formed(page)
     (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == [RELAY.name]]
     assert "P99 short" in text and row[-2:] == ["11", "43"]
@@ -175,10 +186,10 @@ def test_bounds_and_ranges_of_values_are_on_the_page_as_in_the_terminal() -> Non
     relay = repeated(RELAY, 30.0, 36.0, 24.0)
     relay.searches[-1].failed = None
     made = report([cell(FULL, 20.0, 23.0), relay])
-    for shown in (render_plain(render_table(made), 200), render_page(made)):
-        assert "≥ 30.0/s (24.0…36.0)" in shown
-        assert "≥ 1.50× (1.20…1.80)" in shown
-        assert "not known, unsettled: relay" in shown
+    for text in (shown(made), page_of(made)):
+        assert "≥ 30.0/s (24.0…36.0)" in text
+        assert "≥ 1.50× (1.20…1.80)" in text
+        assert "not known, unsettled: relay" in text
 
 
 def test_hits_beyond_the_values_found_have_a_row() -> None:
@@ -189,16 +200,16 @@ def test_hits_beyond_the_values_found_have_a_row() -> None:
 
 
 def test_the_papers_hits_are_said_to_be_a_digests() -> None:
-    assert "92% (a summary of the paper)" in render_plain(render_table(report()), 200)
-    assert "92% (a summary of the paper)" in render_page(report())
+    assert "92% (a summary of the paper)" in shown(report())
+    assert "92% (a summary of the paper)" in page_of(report())
 
 
 def test_a_run_in_which_nothing_passed_has_a_page_and_a_table() -> None:
     empty = cell(FULL, 10.0, 11.5)
     empty.searches[0].passed = None
     made = report([empty], memory=[], hits={"admitted": 0, "hit": 0})
-    well_formed(render_page(made))
-    assert "no rate kept the SLO" in render_plain(render_table(made), 120)
+    well_formed(page_of(made))
+    assert "no rate kept the SLO" in shown(made, 120)
 
 
 def drawn(draw: Callable[[Axes], None]) -> Any:
@@ -237,7 +248,7 @@ def test_charts_without_values_say_so() -> None:
 
 def test_without_matplotlib_the_page_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    page = render_page(report())
+    page = page_of(report())
     well_formed(page)
     assert "extra `plot`" in page and "<svg" not in page
 
@@ -251,10 +262,10 @@ def test_bars_are_as_long_as_their_amounts_and_stand_behind_each_other() -> None
 
 
 def test_every_mode_is_drawn_at_its_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "line_chart", lambda series, *_: ", ".join(line.name for line in series))
+    monkeypatch.setattr(slo_charts, "line_chart", lambda series, *_: ", ".join(line.name for line in series))
     cells = [cell(FULL, 10.0, 11.5), cell(RELAY, 20.0, 23.0)]
     cells += [cell(mode, 30.0, 34.0, revisit=0.9) for mode in (CACHE, RELAY)]
-    charts = {title: names for title, _, names in plots.p99(report(cells))}
+    charts = {title: names for title, _, names in slo_charts.p99(report(cells))}
     assert charts == {
         "Against rate, 0% returning users": "full, relay",
         "Against rate, 90% returning users": "full, cache, relay",

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from relaygr_lab.bench.results import DEVICE_WORK, STAGES, Found, Probe, SloReport
-from relaygr_lab.bench.table import given_text
 from relaygr_lab.charts import Axis, Bar, Point, Series, bar_chart, line_chart
 from relaygr_lab.drawing import BLUE, GREEN, GREY, ORANGE, OUTCOME_COLOURS, PINK, RED, SKY
 from relaygr_stream.workload.report import OUTCOMES
@@ -115,6 +114,13 @@ def tiers(report: SloReport) -> list[Chart]:
     )
     chart = line_chart(series, Axis("seconds since the start"), Axis("MiB"))
     return [*charts, ("HBM and DRAM over time", budgets, chart)]
+
+
+def given_text(one: Found, unit: str) -> str:
+    """The given length or rate, with the range over the repeats."""
+    digits = 0 if one.kind == "rate" else 1
+    spread = f" ({min(one.given):,.{digits}f}…{max(one.given):,.{digits}f})" if len(set(one.given)) > 1 else ""
+    return f"{one.at:,.{digits}f}{unit}{spread}"
 
 
 def _ratios(report: SloReport) -> Chart:

@@ -1,28 +1,17 @@
-"""Draws conclusions from probes: the values found, ratios to full inference with their bounds, causes of misses."""
+"""Reads the probes of `bench slo`: values found, ratios to full inference, why not more. Judges nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import Final
 
 from relaygr_lab.bench.capacity import device_ms
 from relaygr_lab.bench.cells import Cell, World
-from relaygr_lab.bench.modes import FULL, RELAY
-from relaygr_lab.bench.results import STAGES, Found, Probe, Ratio, Spread
+from relaygr_lab.bench.modes import FULL
+from relaygr_lab.bench.results import STAGES, Found, Probe, Ratio
 from relaygr_lab.bench.search import ROUNDING
 
-#: Target of the relay with DRAM: this share of what a queue of Poisson arrivals at its devices allows. The rest is for
-#: broker, trigger and client, which share the cores with the devices on a small machine.
-QUEUE_SHARE: Final = 0.85
-HIT_TARGET: Final = 0.99
-BUS_TARGET_MS: Final = 10.0
-#: Figures of the RelayGR paper (arXiv 2601.01712), on its own hardware, models and traffic: length and rate stand in
-#: its abstract, the hits in a summary of it only.
-PAPER: Final = {"length": 1.5, "rate": 3.6, "hits": 0.92}
-SUMMARY: Final = "a summary of the paper"
-#: A ratio beyond its bound by more than this factor is a defect of the bench; less may be the fit of the costs.
-BOUND_TOLERANCE: Final = 1.1
 #: A device with a larger busy share is the limit; the rest of its time goes into steps between operations.
 BUSY: Final = 0.85
 #: A device with a smaller busy share could do half as much again.
@@ -70,65 +59,6 @@ def ratios(cells: Sequence[Cell], worlds: Sequence[World]) -> list[Ratio]:
     return [ratio for cell in cells if cell.mode is not FULL and (ratio := _ratio(cell, cells, worlds)) is not None]
 
 
-def missed(
-    report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Mapping[str, Spread], hits: tuple[int, int]
-) -> list[str]:
-    """The missed targets with their causes, and ratios beyond their bounds."""
-    return list(_missed(report_ratios, founds, bus, hits))
-
-
-def unknown(report_ratios: Sequence[Ratio]) -> list[str]:
-    """The targets that a bound leaves open."""
-    return [
-        f"{_what(one)}: {one.mark}{one.value or 0.0:.2f}×, the target is {one.target:.2f}×; not known, unsettled: "
-        f"{', '.join(name for name, bound in ((one.mode, one.least), (FULL.name, one.most)) if bound)}"
-        for one in report_ratios
-        if one.target is not None and one.reached is None
-    ]
-
-
-def _what(ratio: Ratio) -> str:
-    return f"{'throughput' if ratio.kind == 'rate' else 'length'} of {ratio.mode} at revisit {ratio.revisit:.0%}"
-
-
-def _missed(
-    report_ratios: Sequence[Ratio], founds: Sequence[Found], bus: Mapping[str, Spread], hits: tuple[int, int]
-) -> Iterator[str]:
-    for one in founds:
-        if one.mode == FULL.name and one.value is None:
-            why = "; ".join(one.limits)
-            yield (
-                f"full inference: no {one.kind} kept the SLO, so there is nothing to compare with; {why}. If this "
-                f"machine is slower than the costs that set the length: --length, or --costs with a file by relaygr "
-                f"simulate --save-costs"
-            )
-    limits = {(one.kind, one.mode, one.revisit): one.limits for one in founds}
-    for ratio in report_ratios:
-        what = _what(ratio)
-        why = "; ".join(limits.get((ratio.kind, ratio.mode, ratio.revisit), []))
-        if ratio.reached is False and ratio.value is None:
-            yield f"{what}: no value found, the target is {ratio.target:.2f}×; {why}"
-        elif ratio.reached is False:
-            yield (
-                f"{what}: {ratio.mark}{ratio.value:.2f}×, the target is {ratio.target:.2f}×: {QUEUE_SHARE:g} of the "
-                f"{ratio.queue:.2f}× that a queue of Poisson arrivals at the device allows; the capacity arithmetic "
-                f"allows {ratio.bound:.2f}×; {why}"
-            )
-        if ratio.value is not None and ratio.value > BOUND_TOLERANCE * ratio.bound:
-            yield (
-                f"{what}: {ratio.value:.2f}× is beyond the {ratio.bound:.2f}× that the capacity arithmetic allows; "
-                f"that is a defect of this bench or of the workers' fitted costs"
-            )
-    admitted, hit = hits
-    if admitted and hit < HIT_TARGET * admitted:
-        yield f"{hit} of {admitted} admitted requests hit ({hit / admitted:.1%}), the target is {HIT_TARGET:.0%}"
-    both, wakes = bus["both"].p99, bus["wakes"].p99
-    if both is not None and both > BUS_TARGET_MS:
-        parts = f"{bus['in'].p99:.1f} ms from publish to the worker's read, {bus['out'].p99:.1f} ms back"
-        floor = f"; waking its threads alone takes {wakes:.1f} ms on these cores under this load" if wakes else ""
-        yield f"the bus takes {both:.1f} ms at P99 (both ways), the target is {BUS_TARGET_MS:g} ms; {parts}{floor}"
-
-
 def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio | None:
     base = next((one for one in cells if one.mode is FULL and one.kind == cell.kind), None)
     rates = next((one for one in cells if one.mode is FULL and one.kind == "rate"), None)
@@ -141,7 +71,6 @@ def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio 
     mine = cell.values
     length = median(cell.given if cell.kind == "rate" else full)
     cost = worlds[-1].cost(length, cell.revisit)
-    queue = cell.queue(worlds, median(cell.given)) / middle
     return Ratio(
         kind=cell.kind,
         mode=cell.mode.name,
@@ -150,9 +79,8 @@ def _ratio(cell: Cell, cells: Sequence[Cell], worlds: Sequence[World]) -> Ratio 
         low=min(mine) / max(full) if mine else None,
         high=max(mine) / min(full) if mine and all(full) else None,
         bound=_bound(cell, worlds) / middle,
-        queue=queue,
+        queue=cell.queue(worlds, median(cell.given)) / middle,
         work=cost.full / device_ms(cell.mode, cost, cell.revisit),
-        target=QUEUE_SHARE * queue if cell.mode is RELAY else None,
         least=not cell.settled,
         most=not (base or rates).settled,
     )

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from relaygr_lab.bench import assemble
 from relaygr_lab.bench.modes import FULL, RELAY
 from relaygr_lab.bench.options import SloOptions
 from relaygr_lab.bench.probe import Measured
 from relaygr_lab.bench.results import Probe, SloReport
 from relaygr_lab.bench.run import Bench
+from relaygr_lab.report import run
 from rich.console import Console
 
 from relaygr_stream.errors import RelayError
@@ -42,7 +42,7 @@ def options(tmp_path: Path) -> SloOptions:
 def made_up(monkeypatch: pytest.MonkeyPatch, *probes: Probe, error: BaseException | None = None) -> None:
     """Every run has these probes, in one search of each mode, and ends with the error."""
 
-    async def run(bench: Bench) -> None:
+    async def made(bench: Bench) -> None:
         bench.worlds, bench.about["broker"] = [WORLD], "none"
         for cell in bench.cells:
             cell.begin_search(bench.worlds)
@@ -53,7 +53,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, *probes: Probe, error: BaseExceptio
         if error is not None:
             raise error
 
-    monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(Bench, "run", made)
 
 
 def read(file: Path) -> SloReport:
@@ -69,10 +69,10 @@ async def test_a_run_that_ends_early_keeps_what_it_measured_and_the_last_report(
     (options.out / "report.json").write_text("of the last run")
     made_up(monkeypatch, probe(FULL, 10.0, passed=True), error=error)
     with pytest.raises(type(error)):
-        await assemble.run_slo(options, Settings(), "", QUIET)
+        await run.run_slo(options, Settings(), "", QUIET)
     kept = read(options.out / "partial.json")
     assert [one.rate for one in kept.probes] == [10.0]
-    assert kept.missed[0] == f"the run ended early: {words}"
+    assert kept.remarks[0] == f"the run ended early: {words}"
     assert words in (options.out / "partial.html").read_text(encoding="utf-8")
     assert (options.out / "report.json").read_text() == "of the last run"
 
@@ -82,7 +82,7 @@ async def test_a_run_that_ends_before_its_first_probe_leaves_nothing(
 ) -> None:
     made_up(monkeypatch, error=RelayError("no broker"))
     with pytest.raises(RelayError, match="no broker"):
-        await assemble.run_slo(options, Settings(), "", QUIET)
+        await run.run_slo(options, Settings(), "", QUIET)
     assert list(options.out.iterdir()) == []
 
 
@@ -91,9 +91,9 @@ async def test_the_report_is_written_before_it_is_printed(monkeypatch: pytest.Mo
         raise BrokenPipeError
 
     made_up(monkeypatch, probe(FULL, 10.0, passed=True))
-    monkeypatch.setattr(assemble, "print_table", closed)
+    monkeypatch.setattr(run, "print_table", closed)
     with pytest.raises(BrokenPipeError):
-        await assemble.run_slo(options, Settings(), "", QUIET)
+        await run.run_slo(options, Settings(), "", QUIET)
     assert len(read(options.out / "report.json").probes) == 1
 
 
@@ -108,8 +108,8 @@ async def test_hits_are_judged_up_to_the_values_found_and_told_beyond_them(
         probe(RELAY, 23.0, passed=False, admitted=50, admitted_hits=30),
         probe(RELAY, 20.0, passed=False, admitted=7, admitted_hits=1, set_aside=True),
     )
-    await assemble.run_slo(replace(options, repeats=2), Settings(), "", QUIET)
+    await run.run_slo(replace(options, repeats=2), Settings(), "", QUIET)
     report = read(options.out / "report.json")
     hits = {name: report.hits[name] for name in ("admitted", "hit", "admitted_beyond", "hit_beyond")}
     assert hits == {"admitted": 180, "hit": 149, "admitted_beyond": 50, "hit_beyond": 30}
-    assert any(line.startswith("149 of 180 admitted requests hit") for line in report.missed)
+    assert any(one.found == "149 of 180 (82.8%)" and one.state == "below" for one in report.verdicts)

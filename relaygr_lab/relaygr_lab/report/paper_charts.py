@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any, Final
 
-from relaygr_lab.charts import Axis, Series
+from relaygr_lab.charts import Axis, Series, line_chart, line_file
 from relaygr_lab.charts import Point as Dot
+from relaygr_lab.drawing import can_draw
 from relaygr_lab.paper.plan import Curve
+from relaygr_lab.paper.results import PaperReport
 
 COLOURS: Final = {
     "full-lane": "#b45309",
@@ -28,6 +31,24 @@ Y_WORDS: Final = {
     "goodput": Axis("scores within the SLO, 1/s"),
     "hits": Axis("share of returns"),
 }
+
+
+def charts(curve: Curve, rows: Sequence[Sequence[Any]]) -> Iterator[tuple[str, str, str]]:
+    """Title, words and SVG of each chart of a curve, for a page."""
+    for title, series, x, y, words in drawings(curve, rows):
+        yield title, words, line_chart(series, x, y)
+
+
+def write_charts(report: PaperReport, planned: Sequence[Curve], folder: Path) -> None:
+    """Each chart as a file of its own, for documents; none without matplotlib."""
+    if not can_draw():
+        return
+    folder.mkdir(exist_ok=True)
+    for curve in planned:
+        for number, (_, series, x, y, _) in enumerate(drawings(curve, report.curves[curve.name])):
+            if any(one.points for one in series):
+                name = f"{curve.name}-{number}.svg" if number else f"{curve.name}.svg"
+                (folder / name).write_text(line_file(series, x, y), encoding="utf-8")
 
 
 def drawings(curve: Curve, rows: Sequence[Sequence[Any]]) -> Iterable[tuple[str, list[Series], Axis, Axis, str]]:
