@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
 from relaygr_stream.errors import DecodeError
-from relaygr_stream.settings.scenarios import NAME
+from relaygr_stream.settings.scenarios import MAX_SCENARIOS, NAME
 from relaygr_stream.settings.schema import MAX_LANES, Settings
 from relaygr_stream.wire.messages import Finite, Label, LeastVersion, UnixMillis
 from relaygr_stream.wire.records import HEADER_KIND, Record, kind_of
@@ -31,8 +31,6 @@ TOPIC: Final = "routes"
 KEY: Final = b"default"
 #: HEADER_KIND of a scenario's record, whose key is its name: readers that know no scenarios skip it.
 KIND: Final = "scenario"
-#: Scenarios that a reader keeps: a writer of the topic cannot fill its memory with names.
-MAX_SCENARIOS: Final = 64
 #: Positions of users, and the unit of shares.
 POSITIONS: Final = 10_000
 #: An epoch is Unix time in milliseconds, or one more than the last.
@@ -217,12 +215,14 @@ def with_newer(record: Record, reader: StatusReader, known: Mapping[str, Routes]
     if found.epoch > time.time() * 1e3 + MAX_AHEAD_MS:
         raise DecodeError("invalid", f"epoch {found.epoch} is more than a day ahead, and no later one would count")
     before = known.get(scenario)
-    if before is None and len(known) > MAX_SCENARIOS:
+    if before is None and kind and len(known.keys() - {OWN}) >= MAX_SCENARIOS:  # a writer would fill memory with names
         raise DecodeError("invalid", f"scenario {scenario!r}: {MAX_SCENARIOS} others are known, more are not followed")
     return known if before is not None and found.epoch < before.epoch else {**known, scenario: found}
 
 
 def announced_lanes(routes: Mapping[str, Routes]) -> dict[str, int]:
     """The numbers of lanes that clients go by, by group."""
-    parts = [part for each in routes.values() for part in each.parts]
-    return {part.group: max(each.lanes for each in parts if each.group == part.group) for part in parts}
+    found: dict[str, int] = {}
+    for part in (part for each in routes.values() for part in each.parts):
+        found[part.group] = max(part.lanes, found.get(part.group, 0))
+    return found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from relaygr_stream.wire.assignments import Assignments
 from relaygr_stream.wire.behaviours import Behaviours, pack_items
 from relaygr_stream.wire.codec import Message
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema, Table
@@ -20,7 +22,9 @@ from relaygr_stream.wire.messages import (
     RequestEvent,
     ScoreReply,
 )
+from relaygr_stream.wire.planner_status import FleetPlan, Move, PlannerStatus, ScenarioPlan, SharedGroup
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_REPLY_PARTITION
+from relaygr_stream.wire.routes import POSITIONS, Figures, RolloutProgress, RoutePart, Routes
 from relaygr_stream.wire.trigger_status import PolicyStatus, TriggerStatus
 from tests.statuses import lane_statuses, worker_status
 
@@ -96,6 +100,43 @@ def trigger(rng: random.Random) -> dict[str, Any]:
             decisions={"admitted": 3.0, "stale": 1.0},
         )
     )  # fmt: skip
+    return found
+
+
+def routes(rng: random.Random) -> dict[str, Any]:
+    """The routes of all users, or of a scenario's, with a rollout under way, as a map."""
+    share = rng.randrange(POSITIONS + 1)
+    parts = tuple(
+        RoutePart(group=group, share=each, lanes=rng.choice((8, 16, 64)))
+        for group, each in (("next", share), (rng.choice(("", "feed")), POSITIONS - share))
+    )
+    figures = {part.group: Figures(version="m1", answers=200, hits=0.5, p99_ms=20.0) for part in parts}
+    progress = RolloutProgress(state="moving", group="next", steps=(500, POSITIONS), reason="holds", figures=figures)
+    now_ms = int(time.time() * 1e3)
+    return to_map(Routes(epoch=now_ms, sent_ms=now_ms, parts=parts, rollout=rng.choice((progress, msgspec.UNSET))))
+
+
+def assignments(rng: random.Random) -> dict[str, Any]:
+    """A planner's assignments, as a map."""
+    workers = {f"w{number}": rng.choice(("", "feed", "next")) for number in range(rng.randrange(4))}
+    return to_map(Assignments.after(None, "p", workers, int(time.time() * 1e3)))
+
+
+def planner(rng: random.Random) -> dict[str, Any]:
+    """A planner's status, as a map."""
+    scenario = ScenarioPlan(workers=2, wanted=3, demand=2.5, headroom_ms=rng.choice((None, 12.0)), reason="late")
+    shared = SharedGroup(scenarios=("feed", "ads"), reason="idle")
+    plan = FleetPlan(
+        at_s=EPOCH_MS / 1e3, scenarios={"feed": scenario}, move=Move(source="", target="feed"), shared=shared
+    )
+    return to_map(
+        PlannerStatus(name=f"p{rng.randrange(3)}", incarnation=1, sent_ms=EPOCH_MS, state="serving", plan=plan)
+    )
+
+
+def to_map(message: msgspec.Struct) -> dict[str, Any]:
+    """The message as a map, to be mutated."""
+    found: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
     return found
 
 

@@ -12,9 +12,10 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 import msgspec
@@ -22,34 +23,58 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.dead_letter import dead_letter_headers
+from relaygr_stream.cli.planner import _table as plan_table
 from relaygr_stream.client.answers import Answers, ranking_of
+from relaygr_stream.client.groups import Groups
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.engine.commands import Prefill, Rank, RankTask
-from relaygr_stream.errors import DecodeError, RelayError
+from relaygr_stream.errors import BrokerUnavailable, ConfigError, DecodeError, RelayError, UnknownScenario
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.ops.dead_letters.replay import verdict_before
 from relaygr_stream.ops.dead_letters.table import as_json, line_of
+from relaygr_stream.ops.rollout.routing import next_group, source_of
 from relaygr_stream.ops.status.odd import oddities
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.ops.status.table import as_json as status_as_json
 from relaygr_stream.ops.status.table import render
-from relaygr_stream.settings.schema import Kafka, Relay, Settings
+from relaygr_stream.settings.schema import MAX_LANES, Kafka, Relay, Settings
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.printable import render_plain
 from relaygr_stream.trigger.decision import LaneState, Policy, decide
 from relaygr_stream.trigger.statement import stated_policy
+from relaygr_stream.wire.assignments import KEY as ASSIGNMENTS_KEY
+from relaygr_stream.wire.assignments import KIND as ASSIGNMENTS
+from relaygr_stream.wire.assignments import Assignments, newer_assignments
 from relaygr_stream.wire.codec import Message, decode, encode
 from relaygr_stream.wire.erase import KIND as ERASE
 from relaygr_stream.wire.erase import read_erase
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
 from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
+from relaygr_stream.wire.planner_status import KIND as PLANNER
+from relaygr_stream.wire.planner_status import read_planner
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_KIND, MAX_CORRELATION_BYTES, Record
+from relaygr_stream.wire.routes import KEY, OWN, POSITIONS, Routes, encode_routes, with_newer
+from relaygr_stream.wire.routes import KIND as SCENARIO
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import Topic, load_topics
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND
 from relaygr_stream.wire.worker_status import StatusReader, worker_statuses
 from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch
-from tests.fuzz.corpus import EPOCH_MS, SCHEMA, behaviours, by_reference, plain, route, trigger, with_features
+from relaygr_stream.worker.moves import ScenarioMoves
+from tests.fuzz.corpus import (
+    EPOCH_MS,
+    SCHEMA,
+    assignments,
+    behaviours,
+    by_reference,
+    plain,
+    planner,
+    route,
+    routes,
+    trigger,
+    with_features,
+)
 from tests.fuzz.handover import Handover
 from tests.fuzz.mutate import Mutator
 
@@ -84,6 +109,7 @@ def targets(stack: ExitStack) -> dict[str, Target]:
         "trigger": _Trigger(),
         "status and explain": _Viewer(),
         "client": _Client(stack),
+        "routes": _Routing(stack),
         "dead letters": _dead_letters,
         "hand-over": Handover(stack, holds),
     }
@@ -265,7 +291,7 @@ class _Viewer:
             holds(len(status.name) <= 256, f"a name of {len(status.name)} characters")
         if self._count % self.FRESH == 0:
             for view in self._views:
-                self._look(view)
+                self.look(view)
             self._views = self._fresh()
 
     @staticmethod
@@ -277,7 +303,7 @@ class _Viewer:
         return Record("s", 0, 0, 0, key, value, headers)
 
     @staticmethod
-    def _look(view: Overview) -> None:
+    def look(view: Overview) -> None:
         for status in view.living_triggers().values():
             policy = stated_policy(status.policy)
             holds(math.isfinite(policy.stale_ms) and policy.max_prefix_tokens >= 0, f"{policy}")
@@ -320,6 +346,103 @@ class _Client:
             pass
         finally:
             self._answers.release(call)
+
+
+class _Routing:
+    """What clients, workers, viewers and the command of a rollout make of records on `routes`, and of a planner's."""
+
+    #: Records after which everybody begins anew: the highest epoch counts, and a spoiled one may be high.
+    FRESH: Final = 50
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._loop = asyncio.new_event_loop()
+        stack.callback(self._loop.close)
+        self._count = 0
+
+    def __call__(self, rng: random.Random) -> None:
+        if self._count % self.FRESH == 0:
+            self._readers = [StatusReader(4), StatusReader(4, _Viewer.SIGNER)]
+            self._view = Overview(Settings(), load_topics(Kafka()), self._readers[0], live=True)
+            self._known: dict[int, Mapping[str, Routes]] = {0: {}, 1: {}}
+            self._moves = ScenarioMoves("w1", "feed", ["next"])
+            self._assignments: Assignments | None = None
+        self._count += 1
+        mutator = Mutator(rng)
+        make, key, kind = rng.choice(
+            [
+                (routes, KEY, ""),
+                (routes, rng.choice([b"feed", b"ads", b"s%d" % rng.randrange(400)]), SCENARIO),
+                (assignments, ASSIGNMENTS_KEY, ASSIGNMENTS),
+                (planner, b"planner/p%d" % rng.randrange(3), PLANNER),
+            ]
+        )
+        fields = make(rng)
+        value = msgspec.msgpack.encode(fields) if rng.random() < 0.3 else mutator.value(fields)
+        headers: Any = [(HEADER_KIND, kind.encode())] if kind else []
+        if rng.random() < 0.1:
+            key, headers = mutator.key() or b"", mutator.headers(headers)
+        headers = _Viewer.SIGNER.sign("routes", key, value, headers)
+        record = Record("routes", 0, self._count, 0, key, value, tuple(headers))
+        for number, reader in enumerate(self._readers):
+            with suppress(DecodeError):
+                before = self._known[number]
+                self._known[number] = with_newer(record, reader, before)
+                if self._known[number] is not before and not number:
+                    self._routed(rng)
+            with suppress(DecodeError):
+                if (found := newer_assignments(record, reader, self._assignments)) is not self._assignments:
+                    self._assignments = found
+                    self._moves.take(found)
+                    holds(self._moves.target in ("", "feed", "next"), f"goes to {self._moves.target!r}")
+            with suppress(DecodeError):
+                if (status := read_planner(record, reader)) is not None:
+                    shown = render_plain(plan_table(status.plan), 80)
+                    holds(all(map(_printable, shown.split("\n"))), f"control characters in {shown!r}")
+
+    def _routed(self, rng: random.Random) -> None:
+        known = self._known[0]
+        self._view.take_routes(known)
+        _Viewer.look(self._view)
+        for routed in known.values():
+            of = routed
+            holds(of.group_of(f"u{rng.randrange(1000)}") in of.groups, "a group that the routes do not name")
+            with suppress(ConfigError):
+                to = next_group(of)
+                source_of(of, to)
+                moved = of.moved(to, 16, rng.randrange(POSITIONS + 1))
+                msgspec.msgpack.decode(encode_routes(moved), type=Routes)
+                of = moved
+            holds(sum(part.share for part in of.parts) == POSITIONS, f"not all users, or some twice: {of}")
+            holds(len(set(of.groups)) == len(of.parts), f"a group twice: {of}")
+        self._loop.run_until_complete(self._followed(rng, known))
+
+    @staticmethod
+    async def _followed(rng: random.Random, known: Mapping[str, Routes]) -> None:
+        """By a client."""
+        own: Any = SimpleNamespace(serves=rng.random() < 0.9)
+
+        @asynccontextmanager
+        async def opened(*_: object) -> AsyncIterator[Any]:
+            if rng.random() < 0.2:
+                raise BrokerUnavailable("away")
+            yield SimpleNamespace(serves=rng.random() < 0.9)
+
+        groups, topics = Groups(Settings(), opened, ClientMetrics(CollectorRegistry())), load_topics(Kafka())
+        owner = Background()
+        groups._topics[""] = topics
+        groups._background = owner
+        try:
+            groups._on_routes(known)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            for scenario in known:
+                with suppress(UnknownScenario, BrokerUnavailable):
+                    group = groups.group_of(own, f"u{rng.randrange(100)}", scenario=scenario)
+                    holds(group in (OWN, *known[scenario].groups), f"{group!r} is none of {scenario!r}")
+            holds(not owner.failed.done(), "a client ends")
+            holds(0 < topics.lanes <= MAX_LANES, f"{topics.lanes} lanes")
+        finally:
+            await owner.end()
 
 
 def _dead_letters(rng: random.Random) -> None:

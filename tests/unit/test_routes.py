@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings import Scenario
+from relaygr_stream.settings.scenarios import MAX_SCENARIOS
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.routes import (
-    MAX_SCENARIOS,
     POSITIONS,
     RoutePart,
     Routes,
@@ -172,10 +172,12 @@ def test_a_record_of_no_scenarios_name_is_refused(name: str) -> None:
         with_newer(found, StatusReader(), {})
 
 
-def test_a_writer_of_routes_fills_no_readers_memory() -> None:
-    known: Mapping[str, Routes] = {"": Routes.of_one("", 8)}
+def test_as_many_scenarios_as_a_file_may_have_are_followed_and_no_more() -> None:
+    known: Mapping[str, Routes] = {}
     for number in range(MAX_SCENARIOS):
         known = with_newer(of_scenario(f"s{number}", Routes.of_one("x", 4)), StatusReader(), known)
+    known = with_newer(record(Routes.of_one("", 8)), StatusReader(), known)
+    assert len(known) == MAX_SCENARIOS + 1
     with pytest.raises(DecodeError, match="more are not followed"):
         with_newer(of_scenario("more", Routes.of_one("x", 4)), StatusReader(), known)
     assert with_newer(of_scenario("s1", Routes.of_one("y", 4, epoch=1)), StatusReader(), known)["s1"].groups == ("y",)
