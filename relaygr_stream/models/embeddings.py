@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.models.features import FeatureEmbedding, oov_hash
-from relaygr_stream.models.mapped import MappedTable
+from relaygr_stream.models.mapped import ItemEmbedding, MappedTable
 from relaygr_stream.models.stu import NORM_EPS
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema, Values
 
@@ -50,12 +50,9 @@ def gap_buckets(gaps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.minimum(exponents, GAP_BUCKETS - 1).astype(np.int64)
 
 
-class TokenEmbedding(nn.Module):
-    """The embedding tables. Positions from max_positions on share the last row.
-
-    unknown_items: ids outside [0, vocab) that were embedded so far, in behaviours and candidates. table: the item
-    table, where it stays in its files; there is no `item` then.
-    """
+class TokenEmbedding(ItemEmbedding):
+    """The embedding tables. Positions from max_positions on share the last row. With a mapped item table there is no
+    `item`."""
 
     def __init__(
         self,
@@ -66,13 +63,11 @@ class TokenEmbedding(nn.Module):
         schema: FeatureSchema = NO_FEATURES,
         table: MappedTable | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(table)
         self.features = FeatureEmbedding(schema, dim) if schema else None
         self.vocab = vocab
         self.oov_rows = oov_rows
         self.max_positions = max_positions
-        self.unknown_items = 0
-        self.table = table
         if table is None:
             self.item = nn.Parameter(torch.empty(vocab + oov_rows, dim), requires_grad=False)
         self.action = nn.Parameter(torch.empty(ACTIONS, dim), requires_grad=False)

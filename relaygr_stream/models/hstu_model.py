@@ -6,20 +6,20 @@ loading.py gives it weights, from a checkpoint or from a seed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Self
 
 import torch
 from msgspec import Meta, to_builtins
-from torch import nn
 
-from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
+from relaygr_stream.models.api import ScoreInput, Tokens
+from relaygr_stream.models.built_in import StackedModel
 from relaygr_stream.models.embeddings import ACTIONS, TaskHead, TokenEmbedding
 from relaygr_stream.models.hstu import FusedLayers, HSTUStack
 from relaygr_stream.models.item_ids import ItemIds
 from relaygr_stream.models.kernels.choice import fused_stack
 from relaygr_stream.models.kernels.graphs import CudaRecorder, Recorder
 from relaygr_stream.models.kernels.recorded import RecordedModel
-from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.mapped import MappedTable
 from relaygr_stream.models.native.ends import NativeEnds, Sequences
 from relaygr_stream.models.relative import MOST_BUCKETS, is_relative
@@ -27,8 +27,6 @@ from relaygr_stream.models.stu import Count, Positive, RankingRows, StackConfig
 from relaygr_stream.settings import Kernels
 from relaygr_stream.wire.features import FeatureColumn, FeatureSchema
 
-#: The types that the kernels support and the settings offer.
-DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 #: Fields of the configuration that the first release did not have.
 LATER_FIELDS: Final = ("oov_rows", "features", "relative_positions", "relative_times", "actions", "listed_items")
 
@@ -83,75 +81,37 @@ class HSTUConfig(StackConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
         return {name: value for name, value in fields.items() if value or name not in LATER_FIELDS}
 
 
-class HSTUModel(nn.Module):
-    """HSTU as a `RankingModel`. Weights are uninitialised until `load_weights`; `place` moves and converts them."""
+class HSTUModel(StackedModel):
+    """HSTU as a `RankingModel`."""
 
-    layout: KVLayout
-    version: str
-    note: str
-    tasks: tuple[str, ...]
-    incremental: bool
+    config: HSTUConfig
+    embedding: TokenEmbedding
 
     def __init__(self, config: HSTUConfig, table: MappedTable | None = None) -> None:
-        super().__init__()
-        self.config = config
-        self.features = FeatureSchema(config.features)
-        self.embedding = TokenEmbedding(
-            config.dim, config.vocab, config.max_positions, config.oov_rows, self.features, table
-        )
+        features = FeatureSchema(config.features)
+        embedding = TokenEmbedding(config.dim, config.vocab, config.max_positions, config.oov_rows, features, table)
+        super().__init__(config, embedding, features)
         self.stack = HSTUStack(config)
         self.head = TaskHead(config.dim, len(config.tasks))
-        self.layout = config.layout(torch.float32)
-        self.version = ""
-        self.note = ""
-        self.tasks = config.tasks
         self.incremental = self.stack.incremental
-        self._digest = ""
         self._recorded: RecordedModel | None = None
         self._ends: NativeEnds | None = None
         self.item_ids: ItemIds | None = None
 
-    @property
-    def unknown_items(self) -> int:
-        """Item ids outside the vocabulary that were embedded so far, in behaviours and candidates."""
-        return self.embedding.unknown_items
+    def _files(self) -> dict[str, str]:
+        return super()._files() | ({} if self.item_ids is None else {"items": self.item_ids.digest})
 
-    def load_weights(self, weights: dict[str, torch.Tensor], note: str) -> HSTUModel:
-        """Load float32 weights with exactly the keys and shapes of `state_dict()`; the version is their digest."""
-        self.load_state_dict(weights)
-        self.note = note
-        beside = {} if self.item_ids is None else {"items": self.item_ids.digest}
-        if self.embedding.table is not None:
-            beside["table"] = self.embedding.table.digest
-        self._digest = digest(self.config.fields() | beside, self.state_dict())
-        return self.place(torch.device("cpu"), torch.float32)
-
-    def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> HSTUModel:
-        """Move to `device` and convert all but the head to `dtype`. Sets the version, which names the dtype.
-
-        kernels: as the setting worker.kernels. Raises ModelError if it names kernels that cannot be used, ValueError
-        for a dtype outside DTYPES.
-        """
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
-        self.embedding.to(device=device, dtype=dtype)
-        if self.embedding.table is not None:
-            self.embedding.table.place(device, dtype)
+    def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> Self:
+        """As of all families. The head stays float32."""
+        self._place_embedding(device, dtype)
         self.stack.place(device, dtype, kernels)
         self.head.to(device=device)
         # The embedding in C, and the recorded one, read no features, and hold the whole table.
         plain = not self.features and self.embedding.table is None
         self._ends = None if not plain else self.stack.native_ends(self.embedding, self.head)
-        self.layout = self.config.layout(dtype)
-        self.version = version_of(self.config.architecture, self._digest, dtype, self.features)
         fused = fused_stack(self.config, device, dtype, kernels)
         self.use(fused, None if fused is None else CudaRecorder(device))
         return self
-
-    @property
-    def kernels(self) -> str:
-        """What computes the layers: "triton", an object of native/objects.py, or "torch"."""
-        return self.stack.kernels
 
     def use(self, fused: FusedLayers | None, recorder: Recorder | None) -> None:
         """Use `fused` for attention from now on, its launches recorded by `recorder`; None: plain torch operators."""
@@ -160,21 +120,9 @@ class HSTUModel(nn.Module):
         if fused is not None and recorder is not None and not self.features and self.embedding.table is None:
             self._recorded = RecordedModel(self.embedding, self.stack, self.head, recorder)
 
-    def warm_up(self, most: int) -> None:
-        """Do the one-time work of the first prefill or ranking of each size, up to `most` rows."""
-        self.stack.warm_up(most)
-
-    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
-        """Append the K/V of `tokens`, at positions from kv.length on. Raises as `HSTUStack.append`."""
-        for _ in self._steps(kv, tokens):
-            pass
-
+    @torch.no_grad()
     def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         """As `prefill`, one layer per step; short ones that are recorded (recorded.py) in one step."""
-        return self._steps(kv, tokens)
-
-    @torch.no_grad()
-    def _steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         if self.item_ids is not None:
             tokens = self.item_ids.tokens(tokens)
         if self._recorded is not None:

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from relaygr_stream.errors import ModelError
 from relaygr_stream.models.features import oov_hash
@@ -255,3 +256,13 @@ class HotRows:
 def shard_name(number: int, count: int) -> str:
     """The file name of a shard, counted from 0."""
     return f"item-{number + 1:05}-of-{count:05}.safetensors"
+
+
+class ItemEmbedding(nn.Module):
+    """Embedding tables. unknown_items: ids outside the item table that were embedded so far, in behaviours and
+    candidates. table: of items, where it stays in its files."""
+
+    def __init__(self, table: MappedTable | None = None) -> None:
+        super().__init__()
+        self.unknown_items = 0
+        self.table = table

@@ -28,7 +28,7 @@ from torch.nn import functional
 from relaygr_stream.models.api import ROWS, Tokens
 from relaygr_stream.models.dlrm.config import CATEGORY, QUERY, TIME, USER, DlrmConfig
 from relaygr_stream.models.embeddings import pad_rows
-from relaygr_stream.models.mapped import MappedTable
+from relaygr_stream.models.mapped import ItemEmbedding, MappedTable
 from relaygr_stream.wire.features import FeatureSchema
 
 Ids = npt.NDArray[np.int64]
@@ -71,19 +71,14 @@ def mlp(inputs: int, hidden: int, outputs: int, *, norm: bool = True) -> nn.Sequ
     return nn.Sequential(nn.Linear(inputs, hidden), SwishNorm(hidden), nn.Linear(hidden, outputs), *last)
 
 
-class DlrmEmbedding(nn.Module):
-    """Tables, and the vectors of tokens. An id outside its table has row id mod rows.
-
-    unknown_items: item ids outside the table that were embedded so far. table: of items, where it stays in its files.
-    """
+class DlrmEmbedding(ItemEmbedding):
+    """Tables, and the vectors of tokens. An id outside its table has row id mod rows."""
 
     def __init__(self, config: DlrmConfig, mapped: MappedTable | None = None) -> None:
-        super().__init__()
+        super().__init__(mapped)
         self.config = config
         self.schema = FeatureSchema(config.features)
-        self.unknown_items = 0
         dim, table, bits = config.dim, config.table_dim, len(config.action_weights)
-        self.table = mapped
         if mapped is None:
             self.item = nn.Parameter(torch.empty(config.items, table))
         self.category, self.user = (

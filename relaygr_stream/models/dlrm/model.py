@@ -8,68 +8,39 @@ compares, so prefix KV serve that request alone; the region's state keeps them f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 import numpy as np
 import torch
-from torch import nn
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
+from relaygr_stream.models.api import ScoreInput, Tokens
+from relaygr_stream.models.built_in import StackedModel
 from relaygr_stream.models.dlrm.config import CANDIDATE_CATEGORY, CANDIDATE_TIME, DlrmConfig
 from relaygr_stream.models.dlrm.embedding import DlrmEmbedding, DlrmHead, StatedQuery
 from relaygr_stream.models.hstu import HSTUStack
-from relaygr_stream.models.hstu_model import DTYPES
 from relaygr_stream.models.kernels.choice import fused_stack
-from relaygr_stream.models.kv import KVLayout, KVRegion
+from relaygr_stream.models.kv import KVRegion
 from relaygr_stream.models.mapped import MappedTable
 from relaygr_stream.models.stu import RankingRows
 from relaygr_stream.settings import Kernels
 from relaygr_stream.wire.features import FeatureSchema
 
 
-class DlrmHSTU(nn.Module):
-    """A `RankingModel`. Weights are uninitialised until `load_weights`; `place` moves and converts them."""
+class DlrmHSTU(StackedModel):
+    """DlrmHSTU as a `RankingModel`."""
 
-    layout: KVLayout
-    version: str
-    note: str
-    tasks: tuple[str, ...]
-    incremental: bool
+    config: DlrmConfig
+    embedding: DlrmEmbedding
 
     def __init__(self, config: DlrmConfig, table: MappedTable | None = None) -> None:
-        super().__init__()
-        self.config = config
-        self.features = FeatureSchema(config.features)
-        self.embedding = DlrmEmbedding(config, table)
+        super().__init__(config, DlrmEmbedding(config, table), FeatureSchema(config.features))
         self.stack = HSTUStack(config.stack)
         self.head = DlrmHead(config)
-        self.layout = config.layout(torch.float32)
-        self.version = self.note = self._digest = ""
-        self.tasks = config.tasks
         self.incremental = config.incremental
 
-    @property
-    def unknown_items(self) -> int:
-        """Item ids outside the table that were embedded so far, in behaviours and candidates."""
-        return self.embedding.unknown_items
-
-    @property
-    def kernels(self) -> str:
-        """What computes the layers, as `HSTUModel.kernels`."""
-        return self.stack.kernels
-
-    def load_weights(self, weights: dict[str, torch.Tensor], note: str) -> DlrmHSTU:
-        """Load float32 weights with exactly the keys and shapes of `state_dict()`; the version is their digest."""
-        self.load_state_dict(weights)
-        self.note = note
-        beside = {} if self.embedding.table is None else {"table": self.embedding.table.digest}
-        self._digest = digest(self.config.fields() | beside, self.state_dict())
-        return self.place(torch.device("cpu"), torch.float32)
-
-    def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> DlrmHSTU:
-        """As `HSTUModel.place`. A scale of each request (scale_tokens = 0) is computed by torch operators alone."""
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
+    def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> Self:
+        """As of all families. A scale of each request (scale_tokens = 0) is computed by torch operators alone."""
         if not self.config.scale_tokens:
             if kernels not in ("auto", "torch"):
                 raise ModelError(
@@ -77,31 +48,15 @@ class DlrmHSTU(nn.Module):
                     f'import the model with --scale-tokens, or set it to "auto"'
                 )
             kernels = "torch"
-        self.embedding.to(device=device, dtype=dtype)
-        if self.embedding.table is not None:
-            self.embedding.table.place(device, dtype)
+        self._place_embedding(device, dtype)
         self.stack.place(device, dtype, kernels)
         self.stack.fused = fused_stack(self.config.stack, device, dtype, kernels)
         self.head.to(device=device)
-        self.layout = self.config.layout(dtype)
-        self.version = version_of(self.config.architecture, self._digest, dtype, self.features)
         return self
 
-    def warm_up(self, most: int) -> None:
-        """Do the one-time work of the first prefill or ranking of each size, up to `most` rows."""
-        self.stack.warm_up(most)
-
-    def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
-        """Append the K/V of `tokens`. Raises ModelError for tokens behind others if the model is not incremental."""
-        for _ in self._steps(kv, tokens):
-            pass
-
+    @torch.no_grad()
     def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         """As `prefill`, one layer per step."""
-        return self._steps(kv, tokens)
-
-    @torch.no_grad()
-    def _steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         if kv.length and not self.incremental:
             raise ModelError(
                 f"prefix KV of this model serve one request ({self.config.breaks()[0]}), so a prefix is computed in "

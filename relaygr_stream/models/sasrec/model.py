@@ -19,7 +19,7 @@ are kept in the region, and new ones are computed against them. Scores are those
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,10 @@ from torch import nn
 from torch.nn import functional
 
 from relaygr_stream.errors import ModelError
-from relaygr_stream.models.api import ScoreInput, Tokens, digest, version_of
-from relaygr_stream.models.hstu_model import DTYPES
-from relaygr_stream.models.kv import KVLayout, KVRegion
-from relaygr_stream.models.mapped import MappedTable
+from relaygr_stream.models.api import ScoreInput, Tokens
+from relaygr_stream.models.built_in import BuiltInModel
+from relaygr_stream.models.kv import KVRegion
+from relaygr_stream.models.mapped import ItemEmbedding, MappedTable
 from relaygr_stream.models.sasrec.config import ROW_BYTES, Activation, SasRecConfig
 from relaygr_stream.models.softmax import attend_to_history
 from relaygr_stream.settings import Kernels
@@ -45,15 +45,12 @@ Ids = npt.NDArray[np.int64]
 Seen = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class SasRecEmbedding(nn.Module):
-    """The tables. unknown_items: ids without a row that were embedded so far. table: of items, if it stays in its
-    files."""
+class SasRecEmbedding(ItemEmbedding):
+    """The tables of items and positions."""
 
     def __init__(self, config: SasRecConfig, table: MappedTable | None) -> None:
-        super().__init__()
+        super().__init__(table)
         self.config = config
-        self.unknown_items = 0
-        self.table = table
         if table is None:
             self.item = nn.Parameter(torch.empty(config.items, config.dim))
         if config.own_output:
@@ -109,57 +106,28 @@ class SasRecLayer(nn.Module):
         return x.view(len(x), self.heads, -1).transpose(0, 1)
 
 
-class SasRec(nn.Module):
-    """A `RankingModel`. Weights are uninitialised until `load_weights`; `place` moves and converts them."""
+class SasRec(BuiltInModel):
+    """SASRec as a `RankingModel`."""
 
-    incremental: bool = True  # a state grows, and K and V that it has no use for any more stay as they were
-    kernels: Final = "torch"
-    layout: KVLayout
-    version: str
-    note: str
-    tasks: tuple[str, ...]
+    incremental = True  # a state grows, and K and V that it has no use for any more stay as they were
+    kernels = "torch"
+    config: SasRecConfig
+    embedding: SasRecEmbedding
 
     def __init__(self, config: SasRecConfig, table: MappedTable | None = None) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = SasRecEmbedding(config, table)
+        super().__init__(config, SasRecEmbedding(config, table))
         self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.layers = nn.ModuleList(SasRecLayer(config) for _ in range(config.layers))
         self.requires_grad_(False)
-        self.layout = config.layout(torch.float32)
-        self.version = self.note = self._digest = ""
-        self.tasks = config.tasks
 
-    @property
-    def unknown_items(self) -> int:
-        """Item ids without a row that were embedded so far, in behaviours and candidates."""
-        return self.embedding.unknown_items
-
-    def load_weights(self, weights: dict[str, torch.Tensor], note: str) -> SasRec:
-        """Load float32 weights with exactly the keys and shapes of `state_dict()`; the version is their digest."""
-        self.load_state_dict(weights)
-        self.note = note
-        beside = {} if self.embedding.table is None else {"table": self.embedding.table.digest}
-        self._digest = digest(self.config.fields() | beside, self.state_dict())
-        return self.place(torch.device("cpu"), torch.float32)
-
-    def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> SasRec:
-        """Move to `device` and convert to `dtype`. Sets the version, which names the dtype.
-
-        Raises ModelError for kernels other than torch operators, ValueError for a dtype outside DTYPES.
-        """
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}")
+    def place(self, device: torch.device, dtype: torch.dtype, kernels: Kernels = "auto") -> Self:
+        """As of all families. Raises ModelError for kernels other than torch operators."""
         if kernels not in ("auto", "torch"):
             raise ModelError(
                 f'worker.kernels = "{kernels}", but only torch operators compute a SASRec; set it to "auto"'
             )
-        self.to(device=device, dtype=dtype)
-        if self.embedding.table is not None:
-            self.embedding.table.place(device, dtype)
-        self.layout = self.config.layout(dtype)
-        self.version = version_of(self.config.architecture, self._digest, dtype)
-        return self
+        self._place_embedding(device, dtype)
+        return self.to(device=device, dtype=dtype)
 
     @torch.no_grad()
     def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
