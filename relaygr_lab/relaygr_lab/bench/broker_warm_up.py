@@ -1,4 +1,4 @@
-"""Sends messages to a private Java broker before measurements, so that Java compiles the broker's code.
+"""A broker for measurements. A private Java one is sent messages first, so that Java compiles its code.
 
 A broker in production has run for days; a fresh one takes half again as long per message for its first ten thousand.
 The topic is separate from the relay's, with messages of a ranking's size.
@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from relaygr_lab.processes import cluster
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topics import apply_topics
-from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
+from relaygr_stream.ops.brokers.local import BrokerKind
+from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import load_topics
 
@@ -26,6 +31,17 @@ SECONDS: Final = 10.0
 SIZES: Final = (12 * 1024, 256)
 #: Messages in flight: enough that the broker does not wait, few enough that its compilers get a core.
 LANES: Final = 4
+
+
+@asynccontextmanager
+async def warm_cluster(
+    kind: BrokerKind | None, settings: Settings, folder: Path, say: Callable[[str], object]
+) -> AsyncIterator[tuple[Settings, str]]:
+    """As `cluster`, with a broker that has been compiled."""
+    async with cluster(kind, settings, folder, LASTING_RELAY, say) as (connected, name):
+        if kind == "kafka":
+            await compile_broker(connected.kafka, say)
+        yield connected, name
 
 
 async def compile_broker(kafka: Kafka, tell: Callable[[str], object], seconds: float = SECONDS) -> int:

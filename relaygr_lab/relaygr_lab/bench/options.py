@@ -84,10 +84,15 @@ class SloOptions:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0")
         # Refuses, before any process starts, what the traffic of a probe would. The settings bound the length (run.py).
-        shape = {one.name: getattr(self, one.name) for one in fields(Traffic) if hasattr(self, one.name)}
-        Traffic(**{**shape, "rate": 1.0 if self.rate is None else self.rate, "max_prefix": sys.maxsize})
+        Traffic(**self.shape, rate=1.0 if self.rate is None else self.rate, max_prefix=sys.maxsize)
         if self.tolerance <= 1:
             raise ConfigError(f"tolerance = {self.tolerance:g}: is a factor above 1")
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What its traffic has in common at all rates, as `Traffic` names it."""
+        names = (one.name for one in fields(Traffic) if one.name != "rate")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def spread(self, most: int) -> Spread | None:
         """How lengths of at most `most` tokens vary; None: not at all."""

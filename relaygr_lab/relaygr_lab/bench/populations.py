@@ -144,22 +144,13 @@ class Populations:
         """alone: the one mode that plays it; empty: all others."""
         options = self._options
         known = known_users(options.known, length, revisit)
+        shape = {**options.shape, "length": length}
         traffic = GeneratorOptions(
+            **shape,
             rate=1.0,
-            users=options.users,
-            zipf=options.zipf,
             revisit=revisit,
-            length=length,
-            sigma=options.sigma,
-            mix=options.mix,
-            growth=options.growth,
-            tide=options.tide,
-            arrivals=options.arrivals,
             items=min(BENCH_MODEL.vocab, known_items(self._pipeline.settings.model)),
-            suffix=options.suffix,
-            candidates=options.candidates,
             max_prefix=self._pipeline.settings.relay.max_prefix_tokens,
-            delay=options.delay,
             known=known,
             seed=self._seed,
         )

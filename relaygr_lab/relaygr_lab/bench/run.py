@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from relaygr_lab.bench import overload
-from relaygr_lab.bench.broker_warm_up import compile_broker
+from relaygr_lab.bench.broker_warm_up import warm_cluster
 from relaygr_lab.bench.capacity import most_rate
 from relaygr_lab.bench.cells import LENGTH_STEP, Cell, World
 from relaygr_lab.bench.dilation import Fleet
@@ -31,9 +31,7 @@ from relaygr_lab.bench.progress import Progress
 from relaygr_lab.bench.results import Memory, Probe
 from relaygr_lab.bench.wakes import Wakes
 from relaygr_lab.cpu_times import OTHERS_CORES, CpuTimes
-from relaygr_lab.processes import cluster
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.settings.schema import Settings
 
 #: Rate of the first requests, as a share of the capacity by the first fit, which may be wrong by a factor of four.
@@ -99,11 +97,9 @@ class Bench:
         # Beside the reports, so that nothing outside the user's folder remains, even after a crash.
         with tempfile.TemporaryDirectory(prefix=".bench-", dir=out, ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            broker = cluster(self.options.broker, self.settings, folder, LASTING_RELAY, self.progress.say)
+            broker = warm_cluster(self.options.broker, self.settings, folder, self.progress.say)
             async with self.wakes, broker as (connected, self.about["broker"]):
                 settings = connected
-                if self.options.broker == "kafka":
-                    await compile_broker(settings.kafka, self.progress.say)
                 if self.fleet is not None:
                     settings = self.settings = self.fleet.settings(settings, folder)
                 for repeat in range(self.options.repeats):

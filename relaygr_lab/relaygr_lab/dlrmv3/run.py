@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from relaygr_lab.bench.broker_warm_up import compile_broker
+from relaygr_lab.bench.broker_warm_up import warm_cluster
 from relaygr_lab.bench.dilation import Fleet
 from relaygr_lab.bench.modes import FULL, RELAY
 from relaygr_lab.bench.pipeline import Pipeline
@@ -35,11 +35,9 @@ from relaygr_lab.dlrmv3.sut import LATE_SLOS, Sut, System
 from relaygr_lab.dlrmv3.systems import Engine, Relay
 from relaygr_lab.dlrmv3.warm_up import serve
 from relaygr_lab.dlrmv3.workload import Item, Visit
-from relaygr_lab.processes import cluster
 from relaygr_lab.simulate.costs import DeviceCosts
 from relaygr_stream.errors import DeadlineExceeded, Overloaded
 from relaygr_stream.models.loading import config_of
-from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Model
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
@@ -145,10 +143,8 @@ class Bench:
 
     async def _over_the_bus(self, folder: Path) -> None:
         options = self.options
-        broker = cluster(options.broker, self.settings, folder, LASTING_RELAY, self.progress.say)
+        broker = warm_cluster(options.broker, self.settings, folder, self.progress.say)
         async with broker as (settings, self.about["broker"]):
-            if options.broker == "kafka":
-                await compile_broker(settings.kafka, self.progress.say)
             self.progress.say("starting a trigger and a worker …")
             async with Pipeline("dlrmv3", settings, 1, folder, self.fleet) as pipeline:
                 self.about.setdefault("device", pipeline.device)

@@ -6,22 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from relaygr_lab.bench.cells import Cell
 from relaygr_lab.bench.dilation import Fleet
 from relaygr_lab.bench.modes import Mode
-from relaygr_lab.bench.options import DELAY_SIGMA, SloOptions
+from relaygr_lab.bench.options import SloOptions
 from relaygr_lab.bench.progress import Progress
 from relaygr_lab.bench.results import Memory, Probe
 from relaygr_lab.bench.run import Bench
 from relaygr_lab.bench.statistics import fewest_samples
 from relaygr_lab.paper.plan import PaperOptions
 from relaygr_lab.paper.results import TIERS, Outcome, summed
-from relaygr_lab.paper.setup import GIB, GROWTH, MOST_RATE, SUFFIX, USERS, Setup, tide_s
-from relaygr_lab.simulate.costs import DeviceCosts
-from relaygr_stream.settings.schema import Settings
-from relaygr_stream.workload.items import StageDelay
+from relaygr_lab.paper.setup import GIB, MOST_RATE, Ground, Setup
 from relaygr_stream.workload.quantiles import quantile
-from relaygr_stream.workload.traffic import Tide
 
 #: A probe's warm-up, in SLOs, and in seconds at least: a queue at 0.85 of a device's capacity settles within some
 #: hundred milliseconds of its own time.
@@ -43,19 +41,16 @@ def seconds_for(setup: Setup, options: PaperOptions, rates: Sequence[float], fac
     return START_S + factor * SETTLE_S + sum(probes * (each + beside) for each in judged)
 
 
-def _warm_up_s(factor: int, slo_ms: float) -> float:
+def _warm_up_s(factor: float, slo_ms: float) -> float:
     return max(LEAST_WARM_UP_S, WARM_UP_SLOS * factor * slo_ms / 1e3)
 
 
 async def measure(
-    setup: Setup,
+    blanks: Sequence[Outcome],
     modes: Sequence[Mode],
     options: PaperOptions,
-    settings: Settings,
-    costs: DeviceCosts,
-    factor: int,
+    ground: Ground,
     rates: Mapping[str, float],
-    repeat: int,
     budget_s: float,
     progress: Progress,
     *,
@@ -63,28 +58,21 @@ async def measure(
 ) -> list[Outcome | None]:
     """An outcome for each mode; None: no probe counts, or a search was not ended and `whole` ones are asked for.
 
-    rates: of the first probes, undilated. Raises RelayError.
+    blanks: of the modes. rates: of the first probes, undilated. Raises RelayError.
     """
-    slo_ms = settings.relay.slo_ms
+    setup, factor, slo_ms = blanks[0].setup, blanks[0].factor, ground.slo_ms
+    traffic = setup.traffic(ground, factor, max(rates.values()) / factor, options.arrivals)
+    shape = ("length", "suffix", "candidates", "growth", "users", "zipf", "mix", "tide", "arrivals", "delay")
     asked = SloOptions(
         preset="paper",
         workers=setup.workers,
         modes=tuple(modes),
-        length=setup.length(costs, slo_ms),
         revisits=(setup.revisit,),
         length_revisits=(),
         every_cell=True,
-        delay=StageDelay(factor * setup.delay_ms, DELAY_SIGMA),
-        suffix=SUFFIX,
-        candidates=setup.candidates,
-        growth=GROWTH,
+        **{name: getattr(traffic, name) for name in shape},
         known=setup.known,
-        users=USERS,
-        zipf=setup.zipf,
-        mix=setup.mix(costs, slo_ms),
-        tide=Tide(setup.swing, tide_s(max(rates.values()) / factor)) if setup.swing else None,
         hot=setup.hot,
-        arrivals=options.arrivals if setup.arrivals else None,
         samples=max(fewest_samples(), options.samples),
         least_s=options.least_s,
         stages=options.stages,
@@ -93,7 +81,7 @@ async def measure(
         tolerance=options.tolerance,
         repeats=1,
         budget_s=budget_s,
-        seed=options.seed + repeat,
+        seed=options.seed + blanks[0].repeat,
         out=options.out,
         starts={name: rate / factor for name, rate in rates.items()},
         most_rate=math.inf if setup.real else MOST_RATE,
@@ -102,14 +90,14 @@ async def measure(
         whole=bool(setup.load),
         shared_broker=True,
     )
-    fleet = None if setup.real else Fleet(setup.costs(costs), factor)
-    bench = Bench(asked, setup.settings(settings), progress, fleet)
+    fleet = None if setup.real else Fleet(setup.costs(ground.costs), factor)
+    bench = Bench(asked, setup.settings(ground.settings), progress, fleet)
     await bench.run()
     by_mode = {cell.mode.name: cell for cell in bench.cells}
-    cells = [by_mode[mode.name] for mode in modes]
+    cells = {blank.mode: by_mode[blank.mode] for blank in blanks}
     return [
-        None if whole and not ended(cell) else _outcome(bench, cell, setup, repeat, factor, rates[cell.mode.name])
-        for cell in cells
+        None if whole and not ended(cells[blank.mode]) else _outcome(bench, cells[blank.mode], blank, rates[blank.mode])
+        for blank in blanks
     ]
 
 
@@ -118,25 +106,21 @@ def ended(cell: Cell) -> bool:
     return bool(cell.probes) and cell.next() is None
 
 
-def _outcome(bench: Bench, cell: Cell, setup: Setup, repeat: int, factor: int, given: float) -> Outcome | None:
+def _outcome(bench: Bench, cell: Cell, blank: Outcome, given: float) -> Outcome | None:
     if not cell.probes:
         return None
+    setup, factor = blank.setup, blank.factor
     search = cell.searches[0]
     mine = [one for one in bench.measured if one.probe.mode == cell.mode.name]
     counted = [one for one in mine if (one.probe.passed or setup.load) and not one.probe.set_aside]
     both = [sum(pair) for one in counted for pair in zip(one.bus_in, one.bus_out, strict=True)]
     spread = quantile(both, 0.5), quantile(both, 0.99)
     best = max(counted, key=lambda one: one.probe.rate).probe if counted else cell.probes[-1]
-    return Outcome(
-        setup=setup,
-        mode=cell.mode.name,
-        repeat=repeat,
-        length=bench.length,
-        factor=factor,
+    return replace(
+        blank,
         rate=None if search.passed is None else search.passed * factor,
         failed=None if search.failed is None else search.failed * factor,
         settled=bool(setup.load) or search.settled,
-        oracle=0.0,
         given=given if setup.load else None,
         p99_ms=best.p99 / factor,
         requests=best.requests,

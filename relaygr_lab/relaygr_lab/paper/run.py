@@ -11,9 +11,9 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
+from msgspec.structs import replace
 
-from relaygr_lab.bench.broker_warm_up import compile_broker
+from relaygr_lab.bench.broker_warm_up import warm_cluster
 from relaygr_lab.bench.lengths import ROWS, costs_named, grid_length
 from relaygr_lab.bench.modes import RELAY, Mode
 from relaygr_lab.bench.oracle import largest_rate
@@ -27,8 +27,6 @@ from relaygr_lab.pools import pool_of
 from relaygr_lab.simulate.calibrate import calibrate
 from relaygr_lab.simulate.costs import DeviceCosts
 from relaygr_stream.errors import RelayError
-from relaygr_stream.ops.brokers.distribution import LASTING_RELAY
-from relaygr_stream.ops.brokers.local import local_broker
 from relaygr_stream.ops.stopping import signals_later
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.workload.arrivals import ArrivalLog
@@ -65,8 +63,8 @@ class Paper:
         self.progress = progress
         self.steps = list(steps(planned))
         lengths = (step.setup.length(emulated.costs, emulated.slo_ms) for step in self.steps if not step.setup.real)
-        relay = msgspec.structs.replace(emulated.settings.relay, max_prefix_tokens=max(lengths) + ROOM_TO_GROW)
-        self._emulated = emulated._replace(settings=msgspec.structs.replace(emulated.settings, relay=relay))
+        relay = replace(emulated.settings.relay, max_prefix_tokens=max(lengths) + ROOM_TO_GROW)
+        self._emulated = emulated._replace(settings=replace(emulated.settings, relay=relay))
         self._engine = engine
         self._real: Ground | None = None  # until its costs are measured
         self.left_out: list[str] = []  # what there was no time for, and what failed
@@ -184,18 +182,14 @@ class Paper:
     def _simulation(self, repeat: int, setup: Setup, mode: Mode) -> Simulation | None:
         """None: the oracle serves no rate, or so few requests that a thousand of them take an hour."""
         if not setup.load and self.oracle(setup, mode) < FEWEST * self.factor(setup):
-            self.record.add(self._nothing(setup, mode, "simulated", repeat))
+            self.record.add(self._blank(setup, mode, "simulated", repeat))
             return None
         ground, known = self._ground(setup), self.record.find(setup, mode.name, "simulated")
         return Simulation(
-            setup=setup,
+            blank=self._blank(setup, mode, "simulated", repeat),
             mode=mode,
-            repeat=repeat,
+            ground=ground,
             seed=self.options.seed + repeat,
-            costs=ground.costs,
-            settings=ground.settings,
-            factor=self.factor(setup),
-            oracle=self.oracle(setup, mode),
             most=self.oracle(setup, RELAY),
             other=None if known is None else known.rate,
             log=self._log(setup),
@@ -206,22 +200,19 @@ class Paper:
     async def _measure(self, todo: Sequence[tuple[int, Step]]) -> None:
         with tempfile.TemporaryDirectory(prefix=".paper-", dir=self.options.out, ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            self.progress.say(f"starting the broker ({self.options.broker}) …")
-            async with local_broker(self.options.broker, folder=folder, node=LASTING_RELAY) as broker:
-                kafka = broker.kafka_settings(self._emulated.settings.kafka)
-                if self.options.broker == "kafka":
-                    await compile_broker(kafka, self.progress.say)
+            broker = warm_cluster(self.options.broker, self._emulated.settings, folder, self.progress.say)
+            async with broker as (connected, _):
                 for number, (repeat, step) in enumerate(todo):
-                    await self._step(number + 1, len(todo), repeat, step, kafka)
+                    await self._step(number + 1, len(todo), repeat, step, connected.kafka)
 
     async def _step(self, number: int, of: int, repeat: int, step: Step, kafka: Kafka) -> None:
         setup, factor = step.setup, await asyncio.to_thread(self.factor, step.setup)
-        costs, settings = self._ground(setup)
+        ground = self._ground(setup)
         rates = {mode.name: await asyncio.to_thread(self._start, setup, mode) for mode in step.modes}
         modes = []
         for mode in step.modes:
             if not rates[mode.name]:
-                self.record.add(self._nothing(setup, mode, "fleet", repeat))
+                self.record.add(self._blank(setup, mode, "fleet", repeat))
             elif rates[mode.name] / factor < SLOWEST:
                 self.left_out.append(f"{setup.words}: {mode.name}: {rates[mode.name]:.0f}/s, too slow to measure")
             else:
@@ -230,21 +221,22 @@ class Paper:
             return
         words = f"{setup.words}: {', '.join(mode.name for mode in modes)}"
         dilated = [rates[mode.name] / factor for mode in modes]
-        needed_s = seconds_for(setup, self.options, dilated, factor, settings.relay.slo_ms)
+        needed_s = seconds_for(setup, self.options, dilated, factor, ground.slo_ms)
         if needed_s > self.left_s:
             self.left_out.append(f"{words}: no time was left")
             return
         self.progress.say(f"{self.wall_s:5.0f} s  {number} of {of}: {words}; time dilated {factor} times")
+        blanks = [self._blank(setup, mode, "fleet", repeat) for mode in modes]
         # A search that the run's end breaks off is left to the next run; one that takes too long would not end there.
         breaks = self.left_s < GENEROUS * needed_s
         for attempt in range(1, STARTS + 1):
             prefix = f"{kafka.prefix}{repeat}.{number}.{attempt}."
-            own = msgspec.structs.replace(kafka, prefix=prefix, partitions=0)
+            own = replace(kafka, prefix=prefix, partitions=0)
             try:
                 outcomes = await measure(
-                    setup, modes, self.options, msgspec.structs.replace(settings, kafka=own), costs, factor,
-                    {mode.name: rates[mode.name] for mode in modes}, repeat,
-                    min(self.left_s, GENEROUS * needed_s), self.progress, whole=breaks,
+                    blanks, modes, self.options, ground._replace(settings=replace(ground.settings, kafka=own)),
+                    {mode.name: rates[mode.name] for mode in modes}, min(self.left_s, GENEROUS * needed_s),
+                    self.progress, whole=breaks,
                 )  # fmt: skip
                 break
             except RelayError as error:
@@ -256,7 +248,7 @@ class Paper:
             if outcome is None:
                 self.left_out.append(f"{setup.words}: {mode.name}: no time for the whole search, or late devices")
             else:
-                self.record.add(msgspec.structs.replace(outcome, oracle=self.oracle(setup, mode)))
+                self.record.add(outcome)
 
     def _start(self, setup: Setup, mode: Mode) -> float:
         """The rate, undilated, of the first probe: as given, or somewhat below what was simulated; 0: none will do."""
@@ -267,8 +259,8 @@ class Paper:
             return simulated.rate / math.sqrt(self.options.tolerance)
         return self.oracle(setup, mode) / self.options.tolerance
 
-    def _nothing(self, setup: Setup, mode: Mode, where: Where, repeat: int) -> Outcome:
-        """The outcome of a mode that serves next to no rate within the SLO, by the oracle: nothing is searched."""
+    def _blank(self, setup: Setup, mode: Mode, where: Where, repeat: int) -> Outcome:
+        """An outcome in which nothing is found; as it is, that of a mode that by the oracle serves next to no rate."""
         return Outcome(
             setup=setup,
             mode=mode.name,

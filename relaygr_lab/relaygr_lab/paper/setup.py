@@ -8,11 +8,13 @@ from typing import Any, Final, NamedTuple, Self
 import msgspec
 
 from relaygr_lab.bench.lengths import grid_length
-from relaygr_lab.bench.options import TIMEOUT_SLOS
+from relaygr_lab.bench.options import DELAY_SIGMA, TIMEOUT_SLOS
 from relaygr_lab.bench.oracle import Shape
 from relaygr_lab.simulate.costs import DeviceCosts
 from relaygr_stream.settings.schema import Settings
-from relaygr_stream.workload.traffic import Mix
+from relaygr_stream.workload.arrivals import ArrivalLog
+from relaygr_stream.workload.items import StageDelay
+from relaygr_stream.workload.traffic import Mix, Tide, Traffic
 
 #: The headline is the geometric mean over the first four.
 HEADLINE: Final = (0.25, 0.5, 0.75, 1.0)
@@ -98,6 +100,24 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         sizes = {"hbm_bytes": self.hbm_gib * GIB, "dram_bytes": self.dram_gib * GIB}
         return msgspec.structs.replace(settings, worker=msgspec.structs.replace(settings.worker, **sizes))
 
+    def traffic(self, ground: Ground, factor: float, rate: float, log: ArrivalLog | None) -> Traffic:
+        """Its traffic in time dilated by this factor. rate: dilated. log: that of the run."""
+        return Traffic(
+            rate=rate,
+            users=USERS,
+            zipf=self.zipf,
+            revisit=self.revisit,
+            length=self.length(ground.costs, ground.slo_ms),
+            mix=self.mix(ground.costs, ground.slo_ms),
+            growth=GROWTH,
+            tide=Tide(self.swing, TIDE_REQUESTS / rate) if self.swing else None,
+            arrivals=log if self.arrivals else None,
+            max_prefix=ground.settings.relay.max_prefix_tokens,
+            suffix=SUFFIX,
+            candidates=self.candidates,
+            delay=StageDelay(factor * self.delay_ms, DELAY_SIGMA),
+        )
+
     def shape(self, costs: DeviceCosts, slo_ms: float) -> Shape:
         """The same for the oracle, which knows neither lanes nor tides nor tiers."""
         mix = self.mix(costs, slo_ms)
@@ -140,11 +160,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             if getattr(self, name) != getattr(usual, name)
         ]
         return ", ".join(parts)
-
-
-def tide_s(rate: float) -> float:
-    """The period of a tide at this rate, both dilated."""
-    return TIDE_REQUESTS / rate
 
 
 def factor_for(oracle: float, load: float = 0.0) -> int:

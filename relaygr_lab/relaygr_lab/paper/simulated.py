@@ -6,7 +6,7 @@ A value is the median of several seeds: traffic, bus and random choices are draw
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -14,14 +14,12 @@ import msgspec
 from relaygr_lab.averages import stretched
 from relaygr_lab.bench.dilation import dilated
 from relaygr_lab.bench.modes import Mode, apply_mode
-from relaygr_lab.bench.options import DELAY_SIGMA
 from relaygr_lab.bench.populations import known_users
 from relaygr_lab.bench.run import LANES_PER_WORKER
 from relaygr_lab.bench.search import Search
 from relaygr_lab.paper.results import SIGNALS, Outcome
-from relaygr_lab.paper.setup import GIB, GROWTH, SUFFIX, TIDE_REQUESTS, USERS, Setup, tide_s
+from relaygr_lab.paper.setup import GIB, TIDE_REQUESTS, Ground
 from relaygr_lab.simulate.bus import BusLatency
-from relaygr_lab.simulate.costs import DeviceCosts
 from relaygr_lab.simulate.run import TooLateError, run_group
 from relaygr_lab.simulate.scenario import Scenario
 from relaygr_lab.simulate.story import (
@@ -34,11 +32,8 @@ from relaygr_lab.simulate.story import (
     latencies,
     percentile,
 )
-from relaygr_stream.settings.schema import Settings
 from relaygr_stream.trigger.decision import REASONS
 from relaygr_stream.workload.arrivals import ArrivalLog
-from relaygr_stream.workload.items import StageDelay
-from relaygr_stream.workload.traffic import Tide, Traffic
 
 #: One way of the bus, in real milliseconds: about what a quiet fleet of this bench shows (`bus` in the report).
 BUS: Final = BusLatency(p50_ms=2.0, p99_ms=6.0)
@@ -59,33 +54,30 @@ LEAST_RATE: Final = 1.0
 
 @dataclass(frozen=True)
 class Simulation:
-    """One value to simulate; can be sent to another process. costs, settings: undilated, of the whole run.
+    """One value to simulate; can be sent to another process. blank: its outcome, in which nothing is found yet.
 
-    oracle: the largest rate in this mode; most: that of the relay, of which the setup's load is a share; other: what
-    another seed found. A log is played once, from its beginning, so that its mean rate is the probe's.
+    most: the oracle's largest rate for the relay, of which the setup's load is a share; other: what another seed found.
+    A log is played once, from its beginning, so that its mean rate is the probe's.
     """
 
-    setup: Setup
+    blank: Outcome
     mode: Mode
-    repeat: int
+    ground: Ground
     seed: int
-    costs: DeviceCosts
-    settings: Settings
-    factor: int
-    oracle: float
     most: float
     other: float | None = None
     log: ArrivalLog | None = None  # of the setup's arrivals
 
     def run(self) -> Outcome:
         """Search the largest rate, or look at the given one."""
-        if self.setup.load:
-            rate = self.setup.load * self.most
+        setup = self.blank.setup
+        if setup.load:
+            rate = setup.load * self.most
             story = self._simulate(rate)
             return self._outcome(story, rate, rate if self._holds(story) else None, None, settled=True)
         start, step = self.other, TOLERANCE
         if start is None:
-            start, step = (self.oracle or self.most / 4) / (1 + self.setup.swing), TOLERANCE**2
+            start, step = (self.blank.oracle or self.most / 4) / (1 + setup.swing), TOLERANCE**2
         highest = max(2 * LEAST_RATE, 4 * self.most)
         search = Search(start, LEAST_RATE, highest, step, TOLERANCE, widening=WIDENING)
         best: Story | None = None
@@ -112,44 +104,30 @@ class Simulation:
     @property
     def _slo_ms(self) -> float:
         """Dilated."""
-        return self.factor * self.settings.relay.slo_ms
+        return self.blank.factor * self.ground.slo_ms
 
     def _simulate(self, rate: float, within_ms: float = math.inf) -> Story:
-        setup, factor = self.setup, self.factor
-        slo_ms, dilated_rate = self.settings.relay.slo_ms, rate / factor
-        length = setup.length(self.costs, slo_ms)
-        known, judged = known_users(setup.known, length, setup.revisit), float(REQUESTS)
+        setup, factor, ground = self.blank.setup, self.blank.factor, self.ground
+        dilated_rate = rate / factor
+        known, judged = known_users(setup.known, self.blank.length, setup.revisit), float(REQUESTS)
         warm = WARM_UP + ROUNDS * known / max(setup.revisit, 0.1)
         if self.log is not None:
             warm = LOG_WARM_UP * len(self.log.times)
             judged = len(self.log.times) - warm
-        seconds = judged / dilated_rate
-        traffic = Traffic(
-            rate=dilated_rate,
-            users=USERS,
-            zipf=setup.zipf,
-            revisit=setup.revisit,
-            return_s=known / setup.revisit / dilated_rate if known else 1.0,
-            length=length,
-            mix=setup.mix(self.costs, slo_ms),
-            growth=GROWTH,
-            tide=Tide(setup.swing, tide_s(dilated_rate)) if setup.swing else None,
-            arrivals=self.log,
-            max_prefix=self.settings.relay.max_prefix_tokens,
-            suffix=SUFFIX,
-            candidates=setup.candidates,
-            delay=StageDelay(factor * setup.delay_ms, DELAY_SIGMA),
-        )
-        mode, asked = self.mode, setup.settings(self.settings)
-        client = msgspec.structs.replace(asked.client, timeout_ms=setup.timeout * slo_ms)  # as a probe's rankings
+        traffic = setup.traffic(ground, factor, dilated_rate, self.log)
+        traffic = replace(traffic, return_s=known / setup.revisit / dilated_rate if known else 1.0)
+        mode, asked = self.mode, setup.settings(ground.settings)
+        client = msgspec.structs.replace(
+            asked.client, timeout_ms=setup.timeout * ground.slo_ms
+        )  # as a probe's rankings
         scenario = Scenario(
             settings=dilated(apply_mode(mode, msgspec.structs.replace(asked, client=client)), factor),
-            costs=setup.costs(self.costs).dilated(factor),
+            costs=setup.costs(ground.costs).dilated(factor),
             traffic=traffic,
             workers=setup.workers,
             sample=setup.workers,
             lanes_per_worker=LANES_PER_WORKER,
-            seconds=seconds,
+            seconds=judged / dilated_rate,
             warm_s=warm / dilated_rate,
             mode="full" if mode.request == "full" else "relay" if mode.announce else "cache",
             bus=BUS,
@@ -166,22 +144,11 @@ class Simulation:
         self, story: Story | None, at: float | None, rate: float | None, failed: float | None, *, settled: bool
     ) -> Outcome:
         """story: at the given rate, or the largest; None: none passed."""
-        outcome = Outcome(
-            setup=self.setup,
-            mode=self.mode.name,
-            where="simulated",
-            repeat=self.repeat,
-            length=self.setup.length(self.costs, self.settings.relay.slo_ms),
-            factor=self.factor,
-            rate=rate,
-            failed=failed,
-            settled=settled,
-            oracle=self.oracle,
-            given=at if self.setup.load else None,
-        )
+        setup, given = self.blank.setup, at if self.blank.setup.load else None
+        outcome = msgspec.structs.replace(self.blank, rate=rate, failed=failed, settled=settled, given=given)
         if story is None:
             return outcome
-        every, short = latencies(story), self.setup.long < 1
+        every, short = latencies(story), setup.long < 1
         reasons = counts(story.reason[story.reason >= 0], REASONS)
         return msgspec.structs.replace(
             outcome,
@@ -200,5 +167,5 @@ class Simulation:
 
     def _p99(self, latencies_ms: Floats) -> float | None:
         """Undilated; a request without scores counts as its timeout, as in a probe. None: no request."""
-        most = self.setup.timeout * self.settings.relay.slo_ms
-        return min(most, percentile(latencies_ms, 0.99) / self.factor) if len(latencies_ms) else None
+        most = self.blank.setup.timeout * self.ground.slo_ms
+        return min(most, percentile(latencies_ms, 0.99) / self.blank.factor) if len(latencies_ms) else None

@@ -13,8 +13,18 @@ from relaygr_lab.paper.plan import ANCHORS_WORDS, AT_LOADS, HIGH, IN_TIME, REGIM
 from relaygr_lab.paper.results import TIERS, PaperReport, Point
 from relaygr_lab.report.blocks import Block, Charts, Facts, Lines, Result, Rows, verdict_rows
 from relaygr_lab.report.paper_charts import charts
-from relaygr_lab.report.readings import PLACES, find, in_both
+from relaygr_lab.report.readings import PLACES, find
 from relaygr_stream.workload.report import HIT_WORDS
+
+#: Curves with tables of their own.
+OWN_TABLES: Final = ("anchors", "parts", "modes")
+#: What the cells of a curve's table are.
+CELLS: Final[dict[Shown, str]] = {
+    "rate": "",
+    "p99": "In the table: P99 in milliseconds, and the share within the SLO.",
+    "goodput": "In the table: scores within the SLO a second, of what the oracle could serve.",
+    "hits": "In the table: the share of returns that found prefix KV.",
+}
 
 
 def blocks(report: PaperReport, planned: Sequence[Curve]) -> list[Block]:
@@ -33,9 +43,7 @@ def blocks(report: PaperReport, planned: Sequence[Curve]) -> list[Block]:
         Rows(
             "Each mode at and beyond saturation (load: of the oracle's largest rate)", MODES_COLUMNS, modes_rows(report)
         ),
-        Rows("Fleet and simulation at given loads", LOADS_COLUMNS, loads_rows(report)),
         Rows("Short and long users at the largest rate", KINDS_COLUMNS, kinds_rows(report)),
-        Rows("Arrivals of a log", ARRIVALS_COLUMNS, arrivals_rows(report)),
         *_curves(report, planned),
         verdict_rows(report.verdicts),
         Lines("Remarks", report.remarks),
@@ -44,10 +52,12 @@ def blocks(report: PaperReport, planned: Sequence[Curve]) -> list[Block]:
 
 
 def _curves(report: PaperReport, planned: Sequence[Curve]) -> Iterator[Block]:
+    """A chart and its table; a table alone where the axis has no order."""
     for curve in planned:
-        if curve.drawn and report.curves[curve.name]:
-            yield Charts(curve.words, partial(charts, curve, report.curves[curve.name]))
-            yield Rows("", *curve_rows(curve, report.points), terminal=False)
+        if curve.name not in OWN_TABLES and report.curves[curve.name]:
+            if curve.drawn:
+                yield Charts(curve.words, partial(charts, curve, report.curves[curve.name]), CELLS[curve.shown])
+            yield Rows("" if curve.drawn else curve.words, *curve_rows(curve, report.points), terminal=not curve.drawn)
 
 
 COLUMNS: Final = (
@@ -196,39 +206,6 @@ def kinds_rows(report: PaperReport) -> list[tuple[str, ...]]:
     ]
 
 
-ARRIVALS_COLUMNS: Final = ("mode", "setup", "", "requests/s", "Poisson", "log ÷ Poisson", "oracle/s", "its Poisson")
-
-
-def arrivals_rows(report: PaperReport) -> list[tuple[str, ...]]:
-    """One row for each largest rate with a log's arrivals, beside that with Poisson ones."""
-    known = {(one.setup, one.mode, one.where): one for one in report.points}
-    rows = []
-    for one in report.points:
-        poisson = known.get((one.setup.at(arrivals=""), one.mode, one.where))
-        if one.setup.arrivals and poisson is not None:
-            ratio = f"{one.value / poisson.value:.2f}" if one.value and poisson.value else ""
-            bounds = (f"{each.oracle:,.0f}" for each in (one, poisson))
-            rows.append((one.mode, one.setup.words, one.where, rate_text(one), rate_text(poisson), ratio, *bounds))
-    return rows
-
-
-LOADS_COLUMNS: Final = ("mode", "setup", "P99 fleet, ms", "simulated", "within the SLO, fleet", "simulated")
-
-
-def loads_rows(report: PaperReport) -> list[tuple[str, ...]]:
-    """One row for each given load that was measured and simulated, as in LOADS_COLUMNS."""
-    return [
-        (
-            one.mode,
-            one.setup.words,
-            *(f"{median(each.p99_ms):,.1f}" if each.p99_ms else "" for each in (one, other)),
-            *(f"{median(each.within):.1%}" if each.within else "" for each in (one, other)),
-        )
-        for one, other in in_both(report.points)
-        if one.given
-    ]
-
-
 def rate_text(one: Point) -> str:
     """Its largest rate; where none passed, the least that failed."""
     if one.value is None:
@@ -253,7 +230,7 @@ def _shown_text(what: Shown, one: Point) -> str:
     if what == "rate":
         return rate_text(one)
     if what == "p99":
-        return f"{median(one.p99_ms):,.1f}" if one.p99_ms else ""
+        return f"{median(one.p99_ms):,.1f}{f' ({median(one.within):.0%})' if one.within else ''}" if one.p99_ms else ""
     if what == "goodput":
         good = one.shown(what)
         return f"{good[0]:,.0f} of {one.ideal:,.0f}" if good else ""

@@ -78,7 +78,6 @@ def time(report: SloReport) -> list[Chart]:
             "% of one device, at the largest value found",
             bar_chart(work, WORK_COLOURS, " %"),
         ),
-        _ratios(report),
     ]
 
 
@@ -121,20 +120,6 @@ def given_text(one: Found, unit: str) -> str:
     digits = 0 if one.kind == "rate" else 1
     spread = f" ({min(one.given):,.{digits}f}…{max(one.given):,.{digits}f})" if len(set(one.given)) > 1 else ""
     return f"{one.at:,.{digits}f}{unit}{spread}"
-
-
-def _ratios(report: SloReport) -> Chart:
-    bars = [
-        Bar(
-            f"{one.mode} {one.kind} {one.revisit:.0%}",
-            [(one.mode, one.value or 0.0)],
-            f"{one.mark}{one.value or 0:.2f}× of {one.bound:.1f}×",
-            mark=one.bound,
-        )
-        for one in report.ratios
-    ]
-    words = "the bar: measured; the line across: what the capacity arithmetic allows"
-    return "Against full inference", words, bar_chart(bars, MODES, "×")
 
 
 def _stages(one: Found, ms: Mapping[str, float]) -> Bar:

@@ -14,7 +14,7 @@ from relaygr_lab.bench.oracle import Floats, Shape, by_lane, first_come, largest
 from relaygr_lab.simulate.costs import KV, DeviceCosts
 
 BATCHES = 20
-FEW = 4000  # requests of an oracle: enough for what differs by a tenth
+FEW = 2500  # requests of an oracle: enough for what differs by a tenth
 COSTS = DeviceCosts(
     source="made up",
     kv=KV(2, 4, 64, 64, "float32"),

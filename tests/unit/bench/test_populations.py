@@ -39,7 +39,7 @@ def options(length: float, revisit: float, **given: object) -> GeneratorOptions:
 
 
 def test_requests_come_at_poisson_times_of_the_asked_rate() -> None:
-    items = Population("p", options(64, 0.0)).take(50.0, count=1200)
+    items = Population("p", options(64, 0.0)).take(50.0, count=600)
     gaps = np.diff([0.0, *(item.at for item in items)])
     assert abs(gaps.mean() * 50 - 1) < 0.1
     assert abs(gaps.std() / gaps.mean() - 1) < 0.1  # exponential: as wide as it is long
@@ -147,7 +147,7 @@ def test_short_and_long_users_are_told_apart() -> None:
 
 
 def test_a_share_of_the_users_is_on_the_hot_lane_from_visit_to_visit() -> None:
-    items = Population("p", options(64, 0.5), Hot(0.3, 8)).take(50.0, count=1500)
+    items = Population("p", options(64, 0.5), Hot(0.3, 8)).take(50.0, count=600)
     assert all(item.event.user_id == item.request.user_id for item in items)
     users = {item.event.user_id for item in items}
     assert len(users) < 0.7 * len(items), "who returns has the same name"

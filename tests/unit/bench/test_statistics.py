@@ -66,7 +66,7 @@ def test_bounds_cover_the_truth_as_often_as_they_say(requests: int, share: float
 
 
 @settings(max_examples=examples(10))
-@given(st.integers(20, 40), st.integers(20, 40), st.floats(0.02, 0.5), st.floats(0.02, 0.5))
+@given(st.integers(10, 25), st.integers(10, 25), st.floats(0.02, 0.5), st.floats(0.02, 0.5))
 def test_bounds_of_a_ratio_cover_the_truth_as_often_as_they_say(ours: int, theirs: int, p: float, q: float) -> None:
     covered, left = 0.0, 1.0
     for bad in range(ours + 1):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -25,6 +26,7 @@ from relaygr_stream.cli.main import main
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.telemetry.printable import SafeConsole
 from relaygr_stream.workload.arrivals import read_arrivals
+from tests.unit.report.test_judge import outcome
 
 FILE = Path(__file__).parent / "bursts.csv"  # 20 bursts of 12 arrivals
 LOG = read_arrivals(FILE)
@@ -76,14 +78,15 @@ def test_without_a_head_start_bursts_carry_less_than_poisson_arrivals() -> None:
 def test_simulations_and_oracle_of_that_setup_have_the_log_and_others_have_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(oracle, "REQUESTS", 4000)
+    monkeypatch.setattr(oracle, "REQUESTS", 1000)
     run = paper(tmp_path)
     logged, poisson = (run._simulation(0, setup, RELAY) for setup in (LOGGED, POISSON))
     assert logged is not None
     assert poisson is not None
     assert (logged.log, poisson.log) == (LOG, None)
-    assert logged.oracle == largest_rate(RELAY, COSTS, LOGGED.shape(COSTS, 50.0), log=LOG) != poisson.oracle
-    story = logged._simulate(0.5 * logged.oracle)
+    oracle_rate = logged.blank.oracle
+    assert oracle_rate == largest_rate(RELAY, COSTS, LOGGED.shape(COSTS, 50.0), log=LOG) != poisson.blank.oracle
+    story = logged._simulate(0.5 * oracle_rate)
     # Played once, a fifth of it before the judged time: the judged arrivals are the log's, in its own gaps.
     assert len(story.at) == pytest.approx(0.8 * len(LOG.times), abs=24)  # a burst or two straddle the beginning
     gaps = np.diff(np.sort(story.at))
@@ -101,9 +104,10 @@ async def test_a_fleet_plays_the_log_and_searches_no_lengths(tmp_path: Path, mon
     monkeypatch.setattr(measured, "Bench", Bench)
     run = paper(tmp_path)
     for setup in (LOGGED, POISSON.at(timeout=1.0)):
+        blank, ground = msgspec.structs.replace(outcome("relay", None), setup=setup), Ground(COSTS, SETTINGS)
         with pytest.raises(InterruptedError):
             await measured.measure(
-                setup, [RELAY], run.options, SETTINGS, COSTS, 6, {"relay": 100.0}, 0, 60.0, run.progress, whole=False
+                [blank], [RELAY], run.options, ground, {"relay": 100.0}, 60.0, run.progress, whole=False
             )
     assert [options.arrivals for options in asked] == [LOG, None]
     assert [options.timeout_slos for options in asked] == [8.0, 1.0]

@@ -17,7 +17,7 @@ from relaygr_lab.paper import simulated
 from relaygr_lab.paper.measured import ended
 from relaygr_lab.paper.plan import REGIMES, curves, steps
 from relaygr_lab.paper.results import COMPLETE_FILES, RUN_FILES, Outcome, Record, points
-from relaygr_lab.paper.setup import GRID, HEADLINE, MOST_RATE, Setup, factor_for
+from relaygr_lab.paper.setup import GRID, HEADLINE, MOST_RATE, Ground, Setup, factor_for
 from relaygr_lab.simulate.scenario import Group, Scenario
 
 from relaygr_stream.bus.loads import LaneLoads, level_of
@@ -82,8 +82,9 @@ def test_a_simulated_ranking_has_the_timeout_of_its_setup(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(simulated, "run_group", run_group)
     settings, costs = load_settings(["fleet"], {}).settings, costs_named("npu")
+    blank = msgspec.structs.replace(outcome("relay", None), setup=Setup(load=0.5, timeout=timeout))
     with pytest.raises(InterruptedError):
-        simulated.Simulation(Setup(load=0.5, timeout=timeout), RELAY, 0, 7, costs, settings, 6, 340.0, 340.0).run()
+        simulated.Simulation(blank, RELAY, Ground(costs, settings), 7, 340.0).run()
     assert seen[0].settings.client.timeout_ms == timeout * 6 * settings.relay.slo_ms
 
 

@@ -44,8 +44,12 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 def simulation(mode: Mode, **setup: float) -> Simulation:
     made = Setup().at(**setup)
     oracle, most = (largest_rate(one, made.costs(COSTS), made.shape(COSTS, SLO_MS)) for one in (mode, RELAY))
-    settings = load_settings(["fleet"], {}).settings
-    return Simulation(made, mode, 0, 7, COSTS, settings, factor_for(most), oracle, most)
+    ground, factor = Ground(COSTS, load_settings(["fleet"], {}).settings), factor_for(most)
+    blank = msgspec.structs.replace(
+        outcome(mode.name, None, oracle, "simulated", **setup), length=made.length(COSTS, SLO_MS), factor=factor,
+        setup=made, probes=[], bus_ms=[],
+    )  # fmt: skip
+    return Simulation(blank, mode, ground, 7, most)
 
 
 def run(mode: Mode, **setup: float) -> Outcome:
@@ -71,9 +75,9 @@ def test_a_simulation_ends_early_if_and_only_if_its_rate_does_not_pass(mode: Mod
     """Below, near and beyond the largest rate."""
     made, ended = simulation(mode), set()
     for share in (0.5, 0.8, 0.9, 1.0, 1.3, 2.0):
-        whole = made._simulate(share * made.oracle)
+        whole = made._simulate(share * made.blank.oracle)
         try:
-            same = made._simulate(share * made.oracle, within_ms=made._slo_ms)
+            same = made._simulate(share * made.blank.oracle, within_ms=made._slo_ms)
         except TooLateError:
             ended.add(True)
             assert not made._holds(whole)

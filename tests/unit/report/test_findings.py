@@ -7,10 +7,10 @@ import pytest
 from relaygr_lab.bench.cells import Cell
 from relaygr_lab.bench.modes import FULL, RELAY, Mode
 from relaygr_lab.bench.results import DEVICE_WORK, STAGES, SloReport, Spread
-from relaygr_lab.report import findings
+from relaygr_lab.report import findings, slo_charts
 from relaygr_lab.report.judge import below, judge_slo
 from relaygr_lab.report.slo import ratio_text, value_text
-from relaygr_lab.report.slo_charts import given_text, p99
+from relaygr_lab.report.slo_charts import given_text
 
 from tests.unit.bench.reports import BUS, WORLD, cell, length_cell, probe, repeated, report
 
@@ -73,7 +73,10 @@ def test_a_machine_that_stood_still_is_named() -> None:
     assert not [line for line in findings.explain(probe(RELAY, 3.0, passed=False, stalled_ms=9.0)) if "still" in line]
 
 
-def test_each_repeat_searches_lengths_at_the_rate_that_full_inference_carries_in_it() -> None:
+def test_each_repeat_searches_lengths_at_the_rate_that_full_inference_carries_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slo_charts, "line_chart", lambda *_: "")
     full = Cell("rate", FULL, 0.0, 512, 1.2)
     longer = Cell("length", RELAY, 0.5, None, 1.2)
     for rate, length in ((20.0, 640), (8.0, 2048), (10.0, 1536)):
@@ -88,7 +91,7 @@ def test_each_repeat_searches_lengths_at_the_rate_that_full_inference_carries_in
     one = findings.found(longer, [WORLD])
     assert given_text(one, "/s") == "10.0/s (8.0…20.0)"
     assert one.requests == 300
-    charts = {title: words for title, words, _ in p99(report([full, longer]))}
+    charts = {title: words for title, words, _ in slo_charts.p99(report([full, longer]))}
     assert charts["Against length"] == "10.0 requests/s (8.0…20.0), 50% returning users"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import pytest
 from relaygr_lab.bench.modes import FLEET_MODES
 from relaygr_lab.bench.results import Memory
@@ -15,11 +16,9 @@ from relaygr_lab.paper.results import Outcome, PaperReport
 from relaygr_lab.report.blocks import page, render
 from relaygr_lab.report.make import paper_report
 from relaygr_lab.report.paper import (
-    arrivals_rows,
     blocks,
     curve_rows,
     kinds_rows,
-    loads_rows,
     modes_rows,
     parts_rows,
     table_rows,
@@ -27,6 +26,7 @@ from relaygr_lab.report.paper import (
 from relaygr_lab.report.paper_charts import drawings
 
 from relaygr_stream.telemetry.printable import render_plain
+from relaygr_stream.workload.arrivals import ArrivalLog
 from tests.unit.report.test_judge import PROBE, at_load, grid, outcome
 
 #: Where, P99 in ms, and the share within the SLO.
@@ -161,20 +161,30 @@ def test_p99s_of_short_and_long_users_are_told_apart() -> None:
     assert [row[3:] for row in kinds_rows(report)] == [("100", "12.0", "48.0")]
 
 
-def test_a_logs_arrivals_stand_beside_poisson_ones() -> None:
-    both = [outcome("relay", 80.0, 300.0, arrivals="log.csv"), outcome("relay", 100.0)]
-    report = paper_report(both, curves(quick=True), {"words": {}}, [], 1.0)
-    assert [row[3:] for row in arrivals_rows(report)] == [("80", "100", "0.80", "300", "400")]
-    assert "arrivals of log.csv" in arrivals_rows(report)[0][1]
+def test_a_logs_arrivals_stand_beside_poisson_ones_in_a_table_alone() -> None:
+    (curve,) = [
+        one
+        for one in curves(quick=True, arrivals=ArrivalLog("log.csv", np.arange(9.0), None))
+        if one.name == "arrivals"
+    ]
+    both = [outcome("relay", 80.0, arrivals="log.csv"), outcome("relay", 100.0)]
+    report = paper_report(both, (curve,), {"words": {}}, [], 1.0)
+    heads, rows = curve_rows(curve, report.points)
+    assert [(row[0].endswith("arrivals of log.csv"), row[heads.index("relay, measured")]) for row in rows] == [
+        (False, "100"), (True, "80")
+    ]  # fmt: skip
+    assert "Arrivals of a log" in render_plain(render(blocks(report, (curve,))), 200)
 
 
 def test_what_fleet_and_simulation_show_at_a_given_load_stands_in_one_row() -> None:
+    (curve,) = [one for one in curves(quick=False) if one.name == "load"]
     both = [
         msgspec.structs.replace(outcome("relay", 10.0, where=where, load=0.8), given=10.0, p99_ms=ms, within=within)
         for where, ms, within in PLACES_AT_80
     ]
-    report = paper_report([*both, outcome("relay", 110.0)], curves(quick=True), {"words": {}}, [], 1.0)
-    assert [row[2:] for row in loads_rows(report)] == [("18.6", "7.4", "98.5%", "100.0%")]
+    report = paper_report([*both, outcome("relay", 110.0)], (curve,), {"words": {}}, [], 1.0)
+    heads, (row,) = curve_rows(curve, report.points)
+    assert [row[heads.index(head)] for head in ("relay, measured", "relay")] == ["18.6 (98%)", "7.4 (100%)"]
 
 
 def test_a_curve_has_a_table_of_what_it_shows_simulated_and_measured() -> None:

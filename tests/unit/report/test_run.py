@@ -13,7 +13,7 @@ from relaygr_lab.bench.options import SloOptions
 from relaygr_lab.bench.probe import Measured
 from relaygr_lab.bench.results import Probe, SloReport
 from relaygr_lab.bench.run import Bench
-from relaygr_lab.report import run
+from relaygr_lab.report import run, slo_charts
 from rich.console import Console
 
 from relaygr_stream.errors import RelayError
@@ -21,6 +21,13 @@ from relaygr_stream.settings.schema import Settings
 from tests.unit.bench.reports import WORLD, probe
 
 QUIET = Console(quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts take most of the time, and say nothing here."""
+    for name in ("line_chart", "bar_chart"):
+        monkeypatch.setattr(slo_charts, name, lambda *_: "")
 
 
 @pytest.fixture
