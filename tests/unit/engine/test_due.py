@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION
 from relaygr_stream.engine.scheduler import Limits
 from tests.unit.engine.test_overload import BATCH_MS, CAPACITY_PER_S, RANKING_MS, TOKENS, USERS, Simulation, waiting
 from tests.unit.engine.test_queue import job, ranking
-from tests.unit.engine.worlds import LIMITS
+from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS
 
 #: An answer that leaves REPLY_S before the SLO ends is with its caller within it.
 SLO_S, REPLY_S, TIMEOUT_S = 0.03, 0.002, 1.0
@@ -34,8 +35,8 @@ class Served(Simulation):
 
     timeout_s = TIMEOUT_S
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        super().__init__(limits)
+    def __init__(self, limits: Limits = LIMITS, **options: Any) -> None:
+        super().__init__(limits, **options)
         self.ends: dict[RankTask, tuple[str, float]] = {}  # status, seconds since its arrival
         self._seen = 0
 
@@ -105,6 +106,35 @@ def test_goodput_stays_when_more_comes_than_the_device_can_carry(load: float) ->
     later = [served.ends[task] for task in tasks if task.arrived > begun + 2 * IDLE_S]  # the share of idle time follows
     refused = sorted(took for status, took in later if status != "ok")
     assert refused and refused[int(0.99 * len(refused))] <= SLO_S, "refused, but late"
+
+
+@pytest.mark.parametrize("load", [1.5, 3.0])
+@pytest.mark.parametrize("head_start_s", [0.3 * SLO_S, 2 * SLO_S])
+def test_under_overload_the_prefixes_of_rankings_that_are_refused_are_not_computed(
+    load: float, head_start_s: float
+) -> None:
+    """They wait behind rankings in time, and a ranking that would not be is refused before its prefix is begun."""
+    served = Served(dataclasses.replace(ROOMY, pinned_bytes=400 * GRANULE_BYTES), hbm=500)
+    world, device = served.world, served.device
+    device.token_ms = 0.15
+    needs_s = (TOKENS * device.token_ms + BATCH_MS + RANKING_MS) / 1e3
+    came = np.cumsum(np.random.default_rng(4).exponential(needs_s / load, 300)) + device.now
+    comes = [(at, True, user) for user, at in enumerate(came.tolist(), USERS)]
+    comes += [(at + head_start_s, False, user) for at, _, user in comes]
+    tasks: list[RankTask] = []
+    for at, announced, user in sorted(comes):
+        served.until(at)
+        if announced:
+            world.now = device.now
+            world.signal(f"r{user - USERS + 1}", user, TOKENS, due_s=head_start_s, life=TIMEOUT_S)
+        else:
+            tasks.append(served.ask(user=user))
+    served.until(device.now + 2 * TIMEOUT_S)
+    refused = {task.request_key for task in tasks if served.ends[task][0] != "ok"}
+    vain_ms = sum(each.device_ms for each in world.placed if each.task.request_key in refused)
+    time = world.scheduler.time
+    assert len(refused) > 0.2 * len(tasks), "the device had time for all: no test"
+    assert vain_ms <= 0.02 * (time.pre_infer_ms + time.full_ms)
 
 
 class Starved(Served):

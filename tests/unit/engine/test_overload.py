@@ -79,8 +79,8 @@ def idle(model: RankingModel) -> Any:
 class Simulation:
     """A world on the clock of its device."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        self.world = World(wrap=idle, clock=lambda: self.device.now, limits=limits)
+    def __init__(self, limits: Limits = LIMITS, **options: Any) -> None:
+        self.world = World(wrap=idle, clock=lambda: self.device.now, limits=limits, **options)
         self.device: Timed = self.world.model  # type: ignore[assignment]
         for user in range(USERS):
             self.world.signal(f"s{user}", user, TOKENS, life=1e6)
