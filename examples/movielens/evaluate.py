@@ -120,11 +120,17 @@ def evaluate(
     return ranks
 
 
-def popularity_ranks(data: Histories, users: Sequence[History], held_out: int) -> Ints:
-    """As `evaluate`, by how often an item is in all behaviours before the held out ones; equals in the items' order."""
+def popularity(data: Histories, held_out: int) -> npt.NDArray[np.float32]:
+    """A score (items,) by how often an item is in all behaviours before the held out ones; ties by the items' order."""
     counts = np.bincount(np.concatenate([user.items[:-held_out] for user in data.users]), minlength=len(data.names))
     scores = np.empty(len(counts), np.float32)
     scores[np.argsort(-counts, kind="stable")] = -np.arange(len(counts))
+    return scores
+
+
+def popularity_ranks(data: Histories, users: Sequence[History], held_out: int) -> Ints:
+    """As `evaluate`, by `popularity`."""
+    scores = popularity(data, held_out)
     ranks = np.zeros(len(users), np.int64)
     for index, user in enumerate(users):
         _, target, seen = split(user, held_out, len(user))

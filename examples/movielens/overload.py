@@ -5,7 +5,7 @@
 The same requests arrive at the same random times, more than one worker can infer in full, three times: with all the
 time there is, with a deadline, and with a deadline and `worker.truncate_to`. Nothing is announced, as after a
 lost cache. NDCG@10 is that of the test item among the request's candidates: `answered` over all answers, late ones too;
-`of all` over all requests, 0 without an answer in time.
+`of all` over all requests: one without an answer in time is ranked by popularity, as its caller may do.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from examples.movielens.data import DataError, History, Ints, check_same_rows, exit_code, read_histories
-from examples.movielens.evaluate import TEST, behaviours_of, ndcg, rank_of, split
+from examples.movielens.data import DataError, Histories, History, Ints, check_same_rows, exit_code, read_histories
+from examples.movielens.evaluate import TEST, behaviours_of, ndcg, popularity, rank_of, split
 from examples.movielens.serve import TIMEOUT_S, running, settings_for
 from relaygr_stream.client import RelayClient, Request
 from relaygr_stream.errors import RelayError
 from relaygr_stream.models.loading import load_checkpoint
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Worker
 
 #: Candidates of a request: the test item and others drawn from the catalogue.
 CANDIDATES: Final = 200
@@ -38,8 +39,8 @@ CANDIDATES: Final = 200
 ALONE: Final = 30
 #: The deadline, in times of a request that is alone.
 DEADLINE: Final = 3.0
-#: worker.truncate_to of the third way.
-NEWEST: Final = 50
+#: worker.truncate_to of the third way: the default.
+NEWEST: Final = Worker().truncate_to
 WAYS: Final = ("full, late or not", "deadline, refused", f"deadline, newest {NEWEST}")
 
 
@@ -53,16 +54,17 @@ class Outcome:
     counts: Counter[str] = field(default_factory=Counter)
     lengths: list[int] = field(default_factory=list)  # behaviours that truncated rankings had
 
-    def line(self, name: str) -> str:
-        """The line of the table."""
+    def line(self, name: str, popular: Ints) -> str:
+        """The line of the table. popular (requests,): ranks by popularity."""
         total, came = len(self.ranks), self.ranks >= 0
+        of_all = ndcg(np.where(self.in_time, self.ranks, popular))
         found = ndcg(np.maximum(self.ranks, 0))
         p50, p99 = np.percentile(self.seconds, [50, 99]) * 1000 if self.seconds else (np.nan, np.nan)
         behaviours = f"{np.mean(self.lengths):.0f}" if self.lengths else "–"
         answered = f"{found[came].mean():.4f}" if came.any() else "–"
         return (
             f"{name:24} {self.in_time.mean():8.1%} {self.counts['truncated'] / total:10.1%} {behaviours:>11} "
-            f"{answered:>9} {(found * self.in_time).mean():9.4f} {p50:9.0f} {p99:8.0f}"
+            f"{answered:>9} {of_all.mean():9.4f} {p50:9.0f} {p99:8.0f}"
         )
 
 
@@ -78,6 +80,13 @@ def candidates_of(user: History, number: int, items: int) -> tuple[Ints, int]:
     others = np.setdiff1d(np.arange(items), np.append(seen, target))
     drawn = np.random.default_rng(number).permutation(others)[: CANDIDATES - 1]
     return np.append(target, drawn), 0
+
+
+def popular_ranks(data: Histories, users: Sequence[History]) -> Ints:
+    """The rank (users,) of each request's test item among its candidates by popularity."""
+    scores, none = popularity(data, TEST), np.zeros(0, np.int64)
+    asked = (candidates_of(user, number, len(data.names)) for number, user in enumerate(users))
+    return np.array([rank_of(scores[candidates], place, none) for candidates, place in asked])
 
 
 def request_of(client: RelayClient, name: str, user: History, longest: int) -> Request:
@@ -138,6 +147,7 @@ async def compare(options: argparse.Namespace) -> list[str]:
     users = [data.users[index] for index in order if len(data.users[index]) >= options.least][: options.requests]
     if not users:
         raise DataError(f"{options.data} has no user with {options.least} behaviours; name another --least")
+    popular = popular_ranks(data, users)
     settings = settings_for(options.checkpoint, items, longest, threads=1)
     settings = replace(settings, worker=replace(settings.worker, truncate_to=0))
     cutting = replace(settings, worker=replace(settings.worker, truncate_to=NEWEST))
@@ -148,6 +158,7 @@ async def compare(options: argparse.Namespace) -> list[str]:
         lines = [
             f"{len(users)} requests, {CANDIDATES} candidates, {behaviours:.0f} behaviours on average; "
             f"alone {taken * 1000:.1f} ms, deadline {deadline * 1000:.1f} ms, {rate:.1f} requests/s",
+            f"by popularity alone: NDCG@10 {ndcg(popular).mean():.4f}",
             HEADER,
         ]
         ways = zip(WAYS, (settings, settings, cutting), (TIMEOUT_S, deadline, deadline), strict=True)
@@ -157,7 +168,7 @@ async def compare(options: argparse.Namespace) -> list[str]:
                     request = request_of(pipeline.client, f"warm-{number}", user, longest)
                     await request.rank(candidates_of(user, number, items)[0])
                 found = await offer(pipeline.client, users, items, longest, rate, deadline, wait)
-            lines.append(found.line(name))
+            lines.append(found.line(name, popular))
     return lines
 
 
