@@ -8,6 +8,7 @@ as memory.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 import random
@@ -30,6 +31,9 @@ from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.engine.commands import Prefill, Rank, RankTask
 from relaygr_stream.errors import BrokerUnavailable, ConfigError, DecodeError, RelayError, UnknownScenario
 from relaygr_stream.fleet import OwnerDirectory
+from relaygr_stream.gateway.bodies import decoded
+from relaygr_stream.gateway.messages import JSON, MSGPACK, Announce
+from relaygr_stream.gateway.messages import Rank as RankBody
 from relaygr_stream.ops.dead_letters.letter import letters_of
 from relaygr_stream.ops.dead_letters.replay import verdict_before
 from relaygr_stream.ops.dead_letters.table import as_json, line_of
@@ -46,11 +50,20 @@ from relaygr_stream.trigger.statement import stated_policy
 from relaygr_stream.wire.assignments import KEY as ASSIGNMENTS_KEY
 from relaygr_stream.wire.assignments import KIND as ASSIGNMENTS
 from relaygr_stream.wire.assignments import Assignments, newer_assignments
-from relaygr_stream.wire.codec import Message, decode, encode
+from relaygr_stream.wire.behaviours import Behaviours
+from relaygr_stream.wire.codec import Message, decode, encode, validated
 from relaygr_stream.wire.erase import KIND as ERASE
 from relaygr_stream.wire.erase import read_erase
 from relaygr_stream.wire.features import NO_FEATURES, FeatureSchema
-from relaygr_stream.wire.messages import Cancel, PreInferSignal, RankingRequest, RequestEvent, ScoreReply, WorkerStatus
+from relaygr_stream.wire.messages import (
+    Cancel,
+    PreInferSignal,
+    RankingRequest,
+    RequestEvent,
+    ScoreReply,
+    WorkerStatus,
+    with_version,
+)
 from relaygr_stream.wire.planner_status import KIND as PLANNER
 from relaygr_stream.wire.planner_status import read_planner
 from relaygr_stream.wire.records import HEADER_CORRELATION, HEADER_KIND, MAX_CORRELATION_BYTES, Record
@@ -59,6 +72,7 @@ from relaygr_stream.wire.routes import KIND as SCENARIO
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import Topic, load_topics
 from relaygr_stream.wire.trigger_status import KEY_PREFIX, KIND
+from relaygr_stream.wire.versions import NOT_DECODED
 from relaygr_stream.wire.worker_status import StatusReader, worker_statuses
 from relaygr_stream.worker.intake import Intake, IntakeLimits, Origin, TooMuch
 from relaygr_stream.worker.moves import ScenarioMoves
@@ -110,6 +124,7 @@ def targets(stack: ExitStack) -> dict[str, Target]:
         "status and explain": _Viewer(),
         "client": _Client(stack),
         "routes": _Routing(stack),
+        "gateway": _Gateway(),
         "dead letters": _dead_letters,
         "hand-over": Handover(stack, holds),
     }
@@ -342,10 +357,54 @@ class _Client:
             if call.reply.done():
                 ranking = ranking_of(call.reply.result(), np.arange(rng.randrange(5)), 1.0)
                 holds(ranking.scores.ndim == 2, f"scores of shape {ranking.scores.shape}")
+                holds(np.isfinite(ranking.scores).all(), f"scores {ranking.scores}")
         except RelayError:
             pass
         finally:
             self._answers.release(call)
+
+
+class _Gateway:
+    """Bodies of requests: what a gateway takes, a worker takes, and a trigger."""
+
+    #: A body at a time with all that the API knows.
+    BODY: Final[dict[str, Any]] = {
+        "user_id": "u",
+        "history": {"items": [5, 6, 7], "actions": [1, 0, 1], "times": [100, 200, 300]},
+        "item_bytes": 4,
+        "request_id": "r",
+        "columns": {"user": {}, "candidate": {}},
+    }
+
+    def __init__(self) -> None:
+        self._intake = Intake(IntakeLimits(RELAY, 1000.0, REPLIES, MAX_BYTES))
+
+    def __call__(self, rng: random.Random) -> None:
+        rank = rng.random() < 0.7
+        fields: dict[str, Any] = {name: copy.deepcopy(value) for name, value in self.BODY.items() if rng.random() < 0.8}
+        if rank:
+            suffix = {"items": [8], "actions": [2], "times": [400]}
+            fields |= {"candidates": [11, 30], "suffix": suffix, "mode": rng.choice(("auto", "full", "whole"))}
+        else:
+            fields |= {"candidates": 3, "rank_in_ms": 5.0}
+        raw, form = Mutator(rng).value(fields), MSGPACK
+        if rng.random() < 0.5:
+            with suppress(TypeError, ValueError, RecursionError):
+                raw, form = json.dumps(fields).encode(), JSON
+        try:
+            body: Any = decoded(raw, form, RankBody, RELAY) if rank else decoded(raw, form, Announce, RELAY)
+            prefix = Behaviours() if body.history is msgspec.UNSET else body.history.behaviours("history")
+            stated = {"prefix": prefix, **with_version(body.reference, prefix)}
+            message = validated(body.request("r", "t", stated) if rank else body.event("r", "t", stated))
+        except (RelayError, *NOT_DECODED, ValueError):
+            return
+        encoded, key = encode(message), message.user_id.encode()
+        holds(_decoded(type(message), encoded) == message, f"{message} does not survive the wire")
+        if rank and isinstance(message, RankingRequest):
+            headers: Any = tuple(route(rng, REPLIES))
+            record = Record(TOPICS.ranking.name, 0, 0, 0, key, encoded, headers)
+            with suppress(TooMuch):
+                self._intake.ranking(record, self._intake.route(record), time.monotonic())
 
 
 class _Routing:
