@@ -196,9 +196,13 @@ class Sender:
         number: int,
     ) -> None:
         try:
-            await self._producer.send_together(
-                topic, messages, partition=partition, settled=lambda _, outcome: settle(outcome)
-            )
+            for message in messages:
+                try:
+                    await self._producer.send_together(
+                        topic, [message], partition=partition, settled=lambda _, outcome: settle(outcome)
+                    )
+                except Exception as error:  # a defect, too, ends a call with its cause, not with its deadline
+                    settle(BrokerError(repr(error)))
         except BaseException:
             self._due[topic, partition].pop(number, None)
             raise

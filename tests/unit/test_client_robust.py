@@ -18,7 +18,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import TopicAuthorizationFailedError
 
-from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Settle
+from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Producer, Settle
 from relaygr_stream.bus.renewed import background_tasks
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.client import RelayClient
@@ -214,6 +214,11 @@ async def test_a_defect_in_sending_is_told_at_once(embedded_settings: Kafka, mon
     async with responder_on(embedded_settings), client_on(embedded_settings, timeout_ms=30_000.0) as relay:
         with monkeypatch.context() as broken:
             broken.setattr(Sender, "check", lambda *_: 1 / 0)
+            with pytest.raises(BrokerError, match="ZeroDivisionError"):
+                await relay.rank(request(0))
+        with monkeypatch.context() as broken:  # where the buffer is full
+            broken.setattr(Producer, "send_now", lambda *_: False)
+            broken.setattr(Producer, "_send_later", lambda *_: 1 / 0)
             with pytest.raises(BrokerError, match="ZeroDivisionError"):
                 await relay.rank(request(0))
         assert (await relay.rank(request(1))).outcome == "hbm"
