@@ -12,9 +12,11 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import Counter
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.away import Away
+from relaygr_stream.bus.erasures import Erasures
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import write_routes
 from relaygr_stream.bus.tail import TopicTail
@@ -27,9 +29,11 @@ from relaygr_stream.ops.dead_letters.replay import read_letters
 from relaygr_stream.ops.erase import erase_from_fleet, names_user
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.settings.worker import Handover
+from relaygr_stream.telemetry.background import Background
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.erase import (
+    CLOCK_MS,
     HOUR_MS,
     KEPT_MS,
     KEY_PREFIX,
@@ -38,6 +42,7 @@ from relaygr_stream.wire.erase import (
     Erase,
     ErasedUsers,
     encode_erase,
+    filter_named_users,
     read_erase,
     user_mark,
 )
@@ -313,6 +318,42 @@ def test_a_user_is_looked_up_with_one_hash_for_an_hours_requests(monkeypatch: py
 def test_a_request_with_a_part_of_its_hours_mark_names_its_user_all_the_same() -> None:
     request = Erase.request("1" * 16, "u", 0, StatusReader())
     assert "u" in ErasedUsers([msgspec.structs.replace(request, hour_mark=request.hour_mark[:8])])
+
+
+class Drops:
+    """An Eraser: the users whom each request drops, of three."""
+
+    def __init__(self) -> None:
+        self.dropped: list[set[str]] = []
+
+    async def erase(self, erase: Erase) -> None:
+        self.dropped.append(await filter_named_users(["ann", "bob", "eve"], erase))
+
+    async def on_erased(self, ids: tuple[str, ...]) -> None:
+        """Nobody is told."""
+
+
+async def test_who_was_without_a_broker_for_longer_than_requests_are_believed_drops_every_user() -> None:
+    drops, background, now = Drops(), Background(), [50.0]
+    refused = Counter("refused", "of the test", registry=None)
+    reader = StatusReader(signer=Signer(SECRET))
+    erasures = Erasures(reader, background, drops, refused, clock=lambda: now[0])
+    try:
+        for away_s in (1.0, KEPT_MS / 1e3 - CLOCK_MS / 1e3, 1.0):
+            now[0] += away_s
+            erasures.on_records([keyed(SECRET)])
+        await until(lambda: not erasures.under_way)
+        assert drops.dropped == [{"ann"}] * 3, "each was there to be read"
+        now[0] += KEPT_MS / 1e3
+        erasures.on_records([])
+        assert erasures.under_way
+        await until(lambda: not erasures.under_way)
+        assert drops.dropped[3:] == [{"ann", "bob", "eve"}]
+        now[0] += 1.0
+        erasures.on_records([])
+        assert not erasures.under_way, "once"
+    finally:
+        await background.end()
 
 
 def test_who_cannot_know_the_user_refuses_instead_of_confirming(monkeypatch: pytest.MonkeyPatch) -> None:
