@@ -30,6 +30,7 @@ from relaygr_stream.engine.commands import Restore
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.erase import AWAY_MS, CLOCK_MS, KEPT_MS, Erase, read_erase
+from relaygr_stream.wire.records import HEADER_UNREADABLE, header
 from relaygr_stream.wire.topic_files import TopicSet, lane_of_key
 from relaygr_stream.wire.worker_status import StatusReader
 from relaygr_stream.worker.device import Device
@@ -109,6 +110,8 @@ async def erased_since(kafka: Kafka, topic: str, until: Until, reader: StatusRea
             if first is None:
                 first = Until(record.offset, record.timestamp_ms)
             try:
+                if why := header(record.headers, HEADER_UNREADABLE):  # it may have been one
+                    raise DecodeError("malformed", why.decode(errors="replace"))
                 erase = read_erase(record, reader, fresh=False)
             except DecodeError as error:
                 return [], f"users may have been erased unseen: {topic}, offset {record.offset}, a request: {error}"

@@ -17,7 +17,7 @@ from relaygr_stream.cache.tier_file import Until
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.erase import AWAY_MS, CLOCK_MS, KEPT_MS, KEY_PREFIX, KIND, Erase, encode_erase
 from relaygr_stream.wire.messages import tenant_key
-from relaygr_stream.wire.records import HEADER_KIND
+from relaygr_stream.wire.records import HEADER_KIND, HEADER_UNREADABLE
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import lane_of, load_topics
 from relaygr_stream.wire.worker_status import StatusReader
@@ -107,6 +107,20 @@ async def test_a_request_that_is_not_believed_may_name_anybody(embedded_settings
     found, why = await erased_since(embedded_settings, name, until, reader)
     assert not found
     assert f"offset {until.offset + 1}" in why and "erased unseen" in why
+
+
+async def test_what_cannot_be_read_may_have_been_a_request(embedded_settings: Kafka) -> None:
+    await apply_topics(embedded_settings)
+    name = load_topics(embedded_settings).worker_status.name
+    async with Producer(embedded_settings, client_id="test") as producer:
+        await producer.send_and_wait(name, b"a status", key=b"w1")
+        last = (await read_all(embedded_settings, name, [0]))[-1]
+        stand_in = [(HEADER_UNREADABLE, b"the checksum is wrong")]
+        await producer.send_and_wait(name, b"", key=None, headers=stand_in)
+    until = Until(last.offset, last.timestamp_ms)
+    found, why = await erased_since(embedded_settings, name, until, StatusReader())
+    assert not found
+    assert f"offset {until.offset + 1}" in why and "the checksum is wrong" in why
 
 
 @pytest.mark.parametrize("tenant", ["", "shop"])
