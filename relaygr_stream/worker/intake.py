@@ -77,8 +77,8 @@ class TooMuch(Exception):
 class IntakeLimits:
     """What a worker takes. max_bytes: of a message. reply_ms: an answer's way to its client.
 
-    max_timeout_ms: the longest timeout granted. slos_ms: of the scenarios that its group serves, its own first; empty:
-    it serves one at most.
+    max_timeout_ms: the longest timeout granted. scenario: of its group; "": none. slos_ms: of those that its group
+    serves; empty: it serves one at most.
     """
 
     relay: Relay
@@ -87,6 +87,7 @@ class IntakeLimits:
     max_bytes: int
     reply_ms: float = 0.0
     max_timeout_ms: float = math.inf
+    scenario: str = ""
     slos_ms: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -99,33 +100,30 @@ class IntakeLimits:
             topics.ranking.max_message_bytes,
             settings.worker.reply_ms,
             settings.worker.max_timeout_ms,
+            settings.scenario,
             {name: each.slo_ms for name, each in settings.sharing.items()},
         )
-
-    def scenario_of(self, message: PreInferSignal | RankingRequest) -> str:
-        """What it is charged to: the scenario that it names, or the group's own for a name that the group does not
-        serve; "" where it serves one at most."""
-        named = message.scenario or ""
-        return named if named in self.slos_ms else next(iter(self.slos_ms), "")
 
 
 class Intake:
     """Decodes records; their times become seconds of the monotonic clock by which `now` comes in.
 
-    clamped: counts requests whose sender's clock cannot be right. score_columns, features: of the model.
+    clamped: counts requests whose sender's clock cannot be right. misnamed: those that name a scenario which its group
+    does not serve. score_columns, features: of the model.
     """
 
     def __init__(
         self,
         limits: IntakeLimits,
         clamped: Counter | None = None,
+        misnamed: Counter | None = None,
         score_columns: int = 1,
         features: FeatureSchema = NO_FEATURES,
     ) -> None:
         self._limits = limits
         self._relay = limits.relay
         self._reply_partitions = limits.reply_partitions
-        self._clamped = clamped
+        self._clamped, self._misnamed = clamped, misnamed
         self._features = features
         self._token_bytes = 8 * (ROWS + features.words)
         self._score_columns = score_columns
@@ -172,7 +170,7 @@ class Intake:
             arrived=now,
             nbytes=OBJECT_BYTES + self._token_bytes * (self._features.context_tokens + length),
             origin=origin,
-            scenario=self._limits.scenario_of(signal),
+            scenario=self._scenario_of(signal),
         )
         return Prefill(task, Referred(signal.history, user, Behaviours()) if signal.history else None)
 
@@ -212,7 +210,7 @@ class Intake:
     def ranking(self, record: Record, origin: Origin, now: float) -> Rank:
         """A ranking record as a command. Raises DecodeError or TooMuch."""
         request = decode(RankingRequest, record.value, self._limits.max_bytes, record.headers)
-        prefix, suffix, scenario = prefix_length(request), len(request.suffix), self._limits.scenario_of(request)
+        prefix, suffix, scenario = prefix_length(request), len(request.suffix), self._scenario_of(request)
         item_dtype = request.candidate_dtype
         candidates = len(request.candidates) // item_dtype.itemsize
         if beyond := self._relay.beyond(prefix=prefix, suffix=suffix, candidates=candidates):
@@ -250,6 +248,16 @@ class Intake:
         )
         referred = Referred(request.history, columns.user, request.suffix) if request.history else None
         return Rank(task, referred=referred, whole=request.mode != "auto")
+
+    def _scenario_of(self, message: PreInferSignal | RankingRequest) -> str:
+        """What it is charged to: the scenario that it names, or the group's own for a name that the group does not
+        serve; "" where the group serves one at most."""
+        named, own, several = message.scenario or "", self._limits.scenario, self._limits.slos_ms
+        if named in several:
+            return named
+        if named and named != own and self._misnamed is not None:
+            self._misnamed.inc()
+        return own if several else ""
 
     def cancelled(self, record: Record) -> str:
         """The request (tenant_key) that a cancel record names. Raises DecodeError."""

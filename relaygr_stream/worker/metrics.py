@@ -59,8 +59,10 @@ class WorkerMetrics:
         slos_ms = slos_ms or {}
         self._slo_s = {"": slo_ms / 1e3} | {name: each / 1e3 for name, each in slos_ms.items()}
         of = ("scenario",) if scenario else ()
-        self._labels: dict[str, tuple[str, ...]] = {"": (scenario,) if scenario else ()}
-        self._labels |= {name: (name,) for name in slos_ms}
+        self._labels: dict[str, tuple[str, ...]] = {
+            "": (scenario,) if scenario else (),
+            **{name: (name,) for name in slos_ms},
+        }
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
@@ -140,6 +142,10 @@ class WorkerMetrics:
         self.dead_letters = counter("relaygr_dead_letters", "Messages that could not be read, by reason", "reason")
         self.dead_letters_waiting = gauge("relaygr_dead_letters_waiting", "Dead letters that their topic has not taken")
         self.clock_clamped = counter("relaygr_clock_clamped", "Requests whose sender's clock cannot be right")
+        self.misnamed = counter(
+            "relaygr_scenario_unknown",
+            "Messages that name a scenario which this group does not serve: served as its own",
+        )
         self.statuses_unreadable = counter(
             "relaygr_statuses_unreadable", "Other workers' statuses that could not be read or were out of bounds"
         )

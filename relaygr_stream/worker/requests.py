@@ -87,7 +87,7 @@ class Requests:
         self._all_answered: asyncio.Event | None = None  # while somebody waits for it
         self._limiter = LogLimiter()
         limits = IntakeLimits.from_settings(settings, topics)
-        self.intake: Final = Intake(limits, metrics.clock_clamped, len(model.tasks), schema_of(model))
+        self.intake: Final = Intake(limits, metrics.clock_clamped, metrics.misnamed, len(model.tasks), schema_of(model))
         history_metrics, store = HistoryMetrics(context.registry), connections.store
         histories = None if store is None else Histories(store, settings.history, history_metrics)
         self.resolver: Final = Resolver(histories, self.intake, history_metrics)

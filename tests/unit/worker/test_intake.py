@@ -108,6 +108,29 @@ def test_scores_leave_so_early_that_they_are_there_in_time(timeout_ms: float, du
     assert (task.deadline - task.arrived) * 1e3 == pytest.approx(due_ms)
 
 
+@pytest.mark.parametrize("served", [[], ["feed"], ["feed", "search"]], ids=["none", "one", "two"])
+@given(
+    named=st.just(UNSET)
+    | st.sampled_from(["feed", "search", "video"])
+    | st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=100)
+)
+def test_what_names_a_scenario_that_its_group_does_not_serve_counts_as_the_groups_own(
+    served: list[str], named: Any
+) -> None:
+    misnamed, several = Counter("misnamed", "", registry=None), len(served) > 1
+    slos_ms = dict(zip(served, (50.0, 20.0), strict=False)) if several else {}
+    limits = IntakeLimits(LIMITS, 1000.0, 4, max_bytes=10_000, scenario="".join(served[:1]), slos_ms=slos_ms)
+    intake = Intake(limits, misnamed=misnamed)
+    asked = record(encode(request(scenario=named)))
+    rank = intake.ranking(asked, intake.route(asked), time.monotonic()).task
+    prefill = intake.signal(record(encode(signal(scenario=named))), time.monotonic()).task
+    known = named in served
+    assert rank.scenario == prefill.scenario == ((named if known else served[0]) if several else "")
+    if several:
+        assert rank.times.due - rank.arrived == pytest.approx(slos_ms[rank.scenario] / 1e3)
+    assert next(iter(misnamed.collect())).samples[0].value == (2 if named and not known else 0)
+
+
 def test_a_signal_becomes_a_task_with_its_window_capped() -> None:
     before = time.monotonic()
     task = Desk().signal(record(encode(signal()), topic="pre-infer"), time.monotonic()).task

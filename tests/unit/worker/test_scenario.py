@@ -32,6 +32,7 @@ async def test_a_workers_status_metrics_and_dead_letters_have_its_scenario(embed
         await peer.send_ranking(b"\x00")
         answer = await peer.rank("r", "u", 20, scenario="another")  # its group says who serves it, not the message
         assert (await peer.reply(answer)).status == "ok"
+        assert worker.total("scenario_unknown") == 1
         await until(lambda: peer.dead, "the dead letter")
         assert dict(peer.dead[0].headers)[HEADER_SCENARIO] == b"feed"
 
@@ -46,7 +47,9 @@ async def test_a_group_of_two_tells_of_each_by_its_own_slo(embedded_settings: Ka
     settings = msgspec.structs.replace(plain, scenarios=(feed, search)).serving("search")
     async with Peer(settings.kafka) as peer, worker_on(settings) as worker:
         for number, scenario in enumerate(("feed", "search", "search", "video")):
-            await peer.reply(await peer.rank(f"r{number}", "u", 20, scenario=scenario))
+            answer = await peer.reply(await peer.rank(f"r{number}", "u", 20, scenario=scenario))
+            assert answer.status == "ok"
+        assert worker.total("scenario_unknown") == 1, "video is served as the group's own"
         await peer.send_ranking(encode(msgspec.structs.replace(event(25), scenario="search")))
         await until(lambda: peer.dead, "the dead letter")
         assert dict(peer.dead[0].headers)[HEADER_SCENARIO] == b"search", "the message says so, whatever lacks in it"
@@ -79,9 +82,10 @@ async def test_a_triggers_signals_and_status_have_the_scenario(embedded_settings
     ):
         await peer.publish(event(25, "r1", "u", scenario="feed"))
         await peer.publish(event(25, "r2", "v"))
-        await until(lambda: len(peer.signals) == 2, "the signals")
+        await peer.publish(event(25, "r3", "w", scenario="video"))  # its group says who serves it
+        await until(lambda: len(peer.signals) == 3, "the signals")
         found = [decode(PreInferSignal, record.value) for record in peer.signals]
-        assert {each.request_id: each.scenario or "" for each in found} == {"r1": "feed", "r2": ""}
+        assert {each.request_id: each.scenario or "" for each in found} == {"r1": "feed", "r2": "", "r3": "video"}
         await until(lambda: any(kind_of(record.headers) == KIND for record in statuses), "the trigger's status")
     stated = [read_trigger(record, StatusReader()) for record in statuses if kind_of(record.headers) == KIND]
     assert {status.scenario for status in stated if status is not None} == {"feed"}
