@@ -114,18 +114,37 @@ class _Need:
             wanted -= 1
         return wanted
 
+    @property
+    def why(self) -> str:
+        """What decides how many are wanted, of WHYS."""
+        if not self.workers:
+            return "unserved"
+        if self._is_least:
+            return "min_workers"
+        return self._correction or "demand"
+
     def reason(self) -> str:
+        """The same, in words and numbers."""
         seen = self.seen
         per_request = f"{seen.prefix_ms:.1f} ms a prefix and {seen.score_ms:.1f} ms a score"
         found = f"{seen.per_second:.1f} rankings/s, {per_request}, need {self.demand:.2f} workers"
         if not self.workers:
             found = "no worker serves it"
-        if abs(self.factor - 1) > LACK:
-            why = "all its workers were late with fewer" if self.factor > 1 else "as few kept the SLO"
-            found += f", corrected by {self.factor:.2f}, because {why}"
-        if self.floor == self.scenario.min_workers > self.demand:
+        if self._correction:
+            because = "all its workers were late with fewer" if self._correction == "late" else "as few kept the SLO"
+            found += f", corrected by {self.factor:.2f}, because {because}"
+        if self._is_least:
             found += f"; min_workers is {self.scenario.min_workers}"
         return found
+
+    @property
+    def _correction(self) -> str:
+        """Which way what its workers showed corrects the demand; "": hardly."""
+        return ("late" if self.factor > 1 else "kept") if abs(self.factor - 1) > LACK else ""
+
+    @property
+    def _is_least(self) -> bool:
+        return self.floor == self.scenario.min_workers > self.demand
 
 
 def decide(
@@ -173,6 +192,7 @@ def decide(
             demand=need.demand,
             headroom_ms=None if need.seen.p99_ms is None else need.scenario.slo_ms - need.seen.p99_ms,
             reason=need.reason(),
+            why=need.why,
         )
         for name, need in needs.items()
     }
