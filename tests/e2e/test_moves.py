@@ -17,6 +17,7 @@ from relaygr_lab.processes import servable
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.assignments import write_assignments
 from relaygr_stream.bus.contents import read_all
+from relaygr_stream.bus.embedded import EMBEDDED_SESSION_MS
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.client import RelayClient
@@ -35,6 +36,31 @@ from tests.e2e.fleet import TEST_SETTINGS
 from tests.waiting import until
 
 SLO_MS = 60_000.0
+
+
+class Ownerless:
+    """Lanes that one worker no longer states, and another one not yet. longest_s: without an owner, by the statuses.
+
+    pause_s: the longest time between two statuses of a worker, which is as late in a rebalance.
+    """
+
+    def __init__(self) -> None:
+        self.longest_s = self.pause_s = 0.0
+        self._owners: dict[tuple[str, int], str] = {}
+        self._since_s: dict[tuple[str, int], float] = {}
+        self._stated_s: dict[str, float] = {}
+
+    def see(self, status: WorkerStatus) -> None:
+        now, scenario = status.sent_ms / 1e3, status.scenario or ""
+        self.pause_s = max(self.pause_s, now - self._stated_s.get(status.name, now))
+        self._stated_s[status.name] = now
+        stated = {(scenario, each.lane) for each in status.lanes}
+        for lane in [each for each, owner in self._owners.items() if owner == status.name and each not in stated]:
+            del self._owners[lane]
+            self._since_s[lane] = now
+        for lane in stated:
+            self.longest_s = max(self.longest_s, now - self._since_s.pop(lane, now))
+            self._owners[lane] = status.name
 
 
 class Scene:
@@ -57,6 +83,7 @@ class Scene:
         self.children: dict[str, Child] = {}
         self.statuses: dict[str, WorkerStatus] = {}  # the newest of each worker, of whatever group
         self.on_status: Callable[[WorkerStatus], None] = lambda _: None
+        self.ownerless = Ownerless()
         self.answers: list[tuple[str, str, str, float]] = []  # scenario, worker, model version, seconds
         self._folder = folder
         self._epoch = now_ms()
@@ -91,6 +118,7 @@ class Scene:
     def on_statuses(self, records: list[Record]) -> None:
         for status in worker_statuses(records):
             self.statuses[status.name] = status
+            self.ownerless.see(status)
             self.on_status(status)
 
     async def ask(self, relay: RelayClient, scenario: str, timeout_s: float | None = None) -> None:
@@ -157,6 +185,9 @@ async def test_a_worker_moves_there_and_back_under_load_and_stays_where_the_othe
         assert os.getpgid(mover.pid) and scene.statuses["mover"].pid == pid, "one process"
         versions = {(scenario, version) for scenario, _, version, _ in scene.answers}
         assert len(versions) == 2, "each scenario is scored by its own model alone"
+        # A rebalance takes half a session here (bus/embedded.py), and a whole one more where a member leaves unsaid.
+        lanes = scene.ownerless
+        assert 0 < lanes.longest_s < EMBEDDED_SESSION_MS / 1e3 + lanes.pause_s, (lanes.longest_s, lanes.pause_s)
 
 
 @pytest.mark.stack
