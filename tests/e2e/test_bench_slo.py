@@ -9,7 +9,7 @@ import pytest
 from relaygr_lab.bench.modes import CACHE, FULL, RELAY
 from relaygr_lab.bench.options import SloOptions
 from relaygr_lab.bench.results import SloReport
-from relaygr_lab.report.run import run_slo
+from relaygr_lab.report.commands import run_slo
 from rich.console import Console
 
 from relaygr_stream.settings.schema import Kafka, Settings

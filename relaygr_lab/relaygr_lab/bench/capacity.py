@@ -34,7 +34,7 @@ class Traffic:
     length: float
     revisit: float
     growth: float
-    candidates: int
+    candidates: int  # and suffix behaviours
     delay_ms: float  # between announcement and ranking, median
     spread: Spread | None = None  # of lengths whose median `length` is; None: all the same
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from relaygr_lab.bench.capacity import (
@@ -22,7 +22,6 @@ from relaygr_lab.bench.modes import Mode
 from relaygr_lab.bench.results import Probe
 from relaygr_lab.bench.search import Search
 from relaygr_stream.wire.messages import CostModel
-from relaygr_stream.workload.traffic import Spread
 
 #: First step of a search, a factor: estimates from fitted costs and a simulated queue are off by some tens of percent.
 FIRST_STEP: Final = 1.4
@@ -45,16 +44,13 @@ class World:
 
     costs: CostModel
     slo_ms: float
-    delay_ms: float
-    candidates: int
-    growth: float
     workers: int
     longest: int  # tokens
-    spread: Spread | None = None  # of lengths
+    common: Traffic  # what requests of all lengths and revisit ratios have in common
 
     def traffic(self, length: float, revisit: float) -> Traffic:
         """Requests of this length."""
-        return Traffic(length, revisit, self.growth, self.candidates, self.delay_ms, self.spread)
+        return replace(self.common, length=length, revisit=revisit)
 
     def cost(self, length: float, revisit: float) -> RequestCost:
         """Device milliseconds of such a request."""

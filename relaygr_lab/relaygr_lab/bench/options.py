@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from relaygr_lab.bench import capacity
 from relaygr_lab.bench.modes import CACHE, FULL, MODES, RELAY, Mode
 from relaygr_lab.bench.statistics import STAGES_AT_MOST
 from relaygr_stream.errors import ConfigError
@@ -94,9 +95,11 @@ class SloOptions:
         names = (one.name for one in fields(Traffic) if one.name != "rate")
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
-    def spread(self, most: int) -> Spread | None:
-        """How lengths of at most `most` tokens vary; None: not at all."""
-        return Spread(self.sigma, self.mix, most) if self.sigma or self.mix else None
+    def requests(self, most: int) -> capacity.Traffic:
+        """Its requests, of at most `most` prefix tokens, for bounds and estimates."""
+        spread = Spread(self.sigma, self.mix, most) if self.sigma or self.mix else None
+        rows = self.candidates + self.suffix
+        return capacity.Traffic(self.length, self.revisits[0], self.growth, rows, self.delay.median_ms, spread)
 
     def rate_cells(self) -> list[tuple[Mode, float]]:
         """Modes and revisit ratios for which the largest rate is searched."""

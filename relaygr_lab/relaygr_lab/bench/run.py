@@ -292,12 +292,9 @@ class Bench:
         return World(
             costs=pipeline.costs,
             slo_ms=relay.slo_ms,
-            delay_ms=options.delay.median_ms,
-            candidates=options.candidates + options.suffix,
-            growth=options.growth,
             workers=options.workers,
             longest=relay.max_prefix_tokens - LENGTH_STEP,
-            spread=options.spread(relay.max_prefix_tokens),
+            common=options.requests(relay.max_prefix_tokens),
         )
 
     def _alike(self, cell: Cell) -> float | None:

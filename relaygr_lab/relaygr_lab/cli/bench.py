@@ -123,7 +123,7 @@ def slo_command(
     options = build_options(preset, private=bootstrap is None, flags=flags)
     for name in ("report.json", "report.html"):
         check_writable(options.out / name, "--out")
-    from relaygr_lab.report.run import run_slo
+    from relaygr_lab.report.commands import run_slo
 
     _run(run_slo(options, settings, f"relaygr {shlex.join(sys.argv[1:])}"))
 
@@ -187,7 +187,7 @@ def paper_command(
     for name in ("report.json", "report.html"):
         check_writable(out / name, "--out")
     from relaygr_lab.paper.plan import LOGGED_ARRIVALS, PaperOptions
-    from relaygr_lab.report.run import run_paper
+    from relaygr_lab.report.commands import run_paper
     from relaygr_stream.ops.brokers.local import broker_at_hand
 
     options = PaperOptions(

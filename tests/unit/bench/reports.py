@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from relaygr_lab.bench.capacity import Traffic
 from relaygr_lab.bench.cells import Cell, World
 from relaygr_lab.bench.modes import FULL, RELAY, Mode
 from relaygr_lab.bench.results import DEVICE_WORK, STAGES, Memory, Probe, SloReport, Spread
@@ -16,11 +17,9 @@ from relaygr_stream.wire.messages import CostModel
 WORLD = World(
     costs=CostModel(c0=4.0, c1=0.018, c2=4e-6, c3=5e-5),
     slo_ms=50.0,
-    delay_ms=150.0,
-    candidates=40,
-    growth=3.0,
     workers=1,
     longest=8000,
+    common=Traffic(512, 0.5, growth=3.0, candidates=40, delay_ms=150.0),
 )
 BUS = {"in": Spread(2.0, 5.0), "out": Spread(2.0, 4.0), "both": Spread(5.0, 9.0), "wakes": Spread(0.6, 3.0)}
 

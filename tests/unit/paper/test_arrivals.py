@@ -20,7 +20,7 @@ from relaygr_lab.paper.plan import PaperOptions, curves, logged_setups, steps
 from relaygr_lab.paper.results import Record
 from relaygr_lab.paper.run import Paper
 from relaygr_lab.paper.setup import Ground
-from relaygr_lab.report import run as runs
+from relaygr_lab.report import commands
 
 from relaygr_stream.cli.main import main
 from relaygr_stream.settings.load import load_settings
@@ -122,7 +122,7 @@ def test_the_command_takes_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         seen.append(options)
         return []
 
-    monkeypatch.setattr(runs, "run_paper", run_paper)
+    monkeypatch.setattr(commands, "run_paper", run_paper)
     arguments = ["bench", "paper", "--quick", "--out", str(tmp_path), "--arrivals", str(FILE)]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output

@@ -13,7 +13,7 @@ from relaygr_lab.drawing import can_draw
 from relaygr_lab.paper.measured import tiers_during
 from relaygr_lab.paper.plan import Curve, Where, curves
 from relaygr_lab.paper.results import Outcome, PaperReport
-from relaygr_lab.report.blocks import page, render
+from relaygr_lab.report.blocks import Rows, page, render
 from relaygr_lab.report.make import paper_report
 from relaygr_lab.report.paper import (
     blocks,
@@ -85,7 +85,7 @@ def test_the_real_engine_has_a_table_of_its_own() -> None:
     assert [row[0] for row in table_rows(report)] == ["cache"]
     ((mode, words, *_, differs, _, _, _),) = table_rows(report, real=True)
     assert (mode, words, differs) == ("relay", "1 × length, revisit 50%, the real engine", "+20%")
-    assert "The real engine of this machine" in page_of(report, curves(quick=False))
+    assert "The real engine of this machine" in page_of(report, ())
 
 
 def test_a_simulated_lower_bound_is_marked_and_compared_with_nothing() -> None:
@@ -142,7 +142,7 @@ def test_each_mode_tells_its_hits_decisions_and_use_of_devices_and_memory() -> N
         "32", "120",
     )  # fmt: skip
     assert next(row for row in rows if row[0] == "full-any")[5:7] == ("", "")
-    for text in (page_of(report, curves(quick=False)), render_plain(render(blocks(report, curves(quick=False))), 300)):
+    for text in (page_of(report, ()), render_plain(render(blocks(report, ())), 300)):
         assert "75% ready" in text
     again = msgspec.json.decode(msgspec.json.encode(report), type=PaperReport)
     assert again.points[0].tiers == {"hbm": 31.5, "dram": 120.0}
@@ -195,7 +195,7 @@ def test_a_curve_has_a_table_of_what_it_shows_simulated_and_measured() -> None:
     heads, rows = curve_rows(curve, report.points)
     assert heads == ("", "full-any", "relay", "relay, measured")
     assert [row[1:] for row in rows] == [("", "70", "71"), ("none", "", "")]
-    assert "<td>71</td>" in page_of(report, (curve,))
+    assert any("<td>71</td>" in block.html() for block in blocks(report, (curve,)) if isinstance(block, Rows))
 
 
 def test_goodput_is_drawn_beside_what_the_oracle_could_serve_of_the_load() -> None:

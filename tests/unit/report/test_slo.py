@@ -25,7 +25,14 @@ from relaygr_stream.telemetry.printable import render_plain
 from tests.browser import browser
 from tests.unit.bench.reports import cell, repeated, report
 
-pytestmark = pytest.mark.stack  # each draws a report's charts
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts take most of a page's time: tests of the stack alone draw them."""
+    if not request.node.get_closest_marker("stack"):
+        for name in ("line_chart", "bar_chart"):
+            monkeypatch.setattr(slo_charts, name, lambda *_: "")
+
 
 #: The ground behind a chart, and its words.
 COLOURS = """const style = (each) => getComputedStyle(document.querySelector(each));
@@ -72,6 +79,7 @@ def well_formed(text: str) -> Balance:
     return balance
 
 
+@pytest.mark.stack
 def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
     page = page_of(report())
     balance = well_formed(page)
@@ -100,6 +108,7 @@ def test_the_result_is_the_first_sentence_of_page_and_terminal() -> None:
     assert "not probed" in shown(unprobed)
 
 
+@pytest.mark.stack
 def test_a_probe_without_answers_has_no_hits_and_no_time() -> None:
     none = dict.fromkeys(STAGES, 0.0)
     relay = cell(RELAY, 30.0, 34.0)
@@ -109,6 +118,7 @@ def test_a_probe_without_answers_has_no_hits_and_no_time() -> None:
     assert "% hit" not in page and page.count("no answers") >= 3
 
 
+@pytest.mark.stack
 def test_charts_stand_before_reasons() -> None:
     page = page_of(report(remarks=["a reason"]))
     places = [
@@ -130,6 +140,7 @@ def test_a_bars_colour_is_by_what_is_possible_and_not_by_an_aim(queue: float, to
     assert (float(bar), float(possible)) == pytest.approx((100 * 3.0 / top, 100 * queue / top), abs=0.1)
 
 
+@pytest.mark.stack
 async def test_the_page_fits_a_telephone_and_the_dark(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(page_of(report()), encoding="utf-8")
     async with browser(tmp_path) as shown:
@@ -219,6 +230,7 @@ def drawn(draw: Callable[[Axes], None]) -> Any:
     return axes
 
 
+@pytest.mark.stack
 def test_points_lie_within_the_drawing_and_hollow_ones_are_hollow() -> None:
     points = [Point(0.5, 3.0), Point(900.0, 8000.0, hollow=True)]
     series, x, y = [Series("a < b", "#000000", points)], Axis("x", log=True), Axis("y", log=True)
@@ -234,6 +246,7 @@ def test_points_lie_within_the_drawing_and_hollow_ones_are_hollow() -> None:
     assert "a &lt; b" in drawing and "SLO" in drawing
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("value", [0.0, 1e-9, 7.0])
 def test_a_single_value_can_be_drawn(value: float) -> None:
     for log in (False, True):
@@ -247,12 +260,14 @@ def test_charts_without_values_say_so() -> None:
 
 
 def test_without_matplotlib_the_page_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     page = page_of(report())
     well_formed(page)
     assert "extra `plot`" in page and "<svg" not in page
 
 
+@pytest.mark.stack
 def test_bars_are_as_long_as_their_amounts_and_stand_behind_each_other() -> None:
     bars = [Bar("one", [("p", 10.0), ("q", 1.0)]), Bar("two", [("p", 5.0)], mark=7.0)]
     axes = drawn(lambda axes: draw_bars(axes, bars, {"p": "#000000", "q": "#ffffff"}))
