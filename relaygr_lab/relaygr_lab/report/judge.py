@@ -17,7 +17,7 @@ from relaygr_lab.bench.search import ROUNDING
 from relaygr_lab.paper.plan import GOODPUT_LOADS, NO_GAIN, PATIENT, REGIMES, REVISITS, UNDELEGATED, Where
 from relaygr_lab.paper.results import Outcome, Point
 from relaygr_lab.paper.setup import GRID, HEADLINE, MOST_RATE, Setup
-from relaygr_lab.report.readings import (
+from relaygr_lab.report.paper_readings import (
     ALIKE,
     PLACES,
     differences,
@@ -82,7 +82,7 @@ def judge_slo(
 
 def judge_paper(points: Sequence[Point], outcomes: Sequence[Outcome]) -> list[Verdict]:
     """Of `bench paper`."""
-    outcomes = [one for one in outcomes if not one.setup.real]  # all but the first two are about fleets
+    outcomes = [one for one in outcomes if not one.setup.real]  # nothing is asked of the real engine
     return [
         *(_throughput(points, revisit) for revisit in REVISITS),
         *(_length(points, revisit) for revisit in REVISITS),

@@ -15,9 +15,9 @@ from relaygr_lab.bench.wakes import chain
 from relaygr_lab.paper.plan import Curve
 from relaygr_lab.paper.results import Outcome, PaperReport, Point, points
 from relaygr_lab.paper.setup import Setup
-from relaygr_lab.report import conditions, findings
+from relaygr_lab.report import conditions, slo_readings
 from relaygr_lab.report.judge import judge_paper, judge_slo
-from relaygr_lab.report.readings import differences, find, headline
+from relaygr_lab.report.paper_readings import differences, find, headline
 from relaygr_stream.errors import RelayError
 from relaygr_stream.workload.report import HIT_WORDS
 
@@ -31,9 +31,9 @@ def slo_report(bench: Bench, command: str, ended: str = "") -> SloReport:
     if bench.world is None or not bench.measured:
         raise RelayError(f"no probe fitted into {bench.options.budget_s:g} s; give --budget more seconds")
     reached = [cell for cell in bench.cells if cell.given]
-    founds = [findings.found(cell, bench.worlds) for cell in reached]
-    ratios = findings.ratios(reached, bench.worlds)
-    within = {id(probe) for cell in reached for probe in findings.up_to_found(cell)}
+    founds = [slo_readings.found(cell, bench.worlds) for cell in reached]
+    ratios = slo_readings.ratios(reached, bench.worlds)
+    within = {id(probe) for cell in reached for probe in slo_readings.up_to_found(cell)}
     counted = [one for one in bench.measured if one.probe.mode == RELAY.name and not one.probe.set_aside]
     relayed = [one for one in counted if id(one.probe) in within]
     bus = _bus(relayed) | {"wakes": chain([late for one in relayed for late in bench.wakes_in(one.probe)])}

@@ -13,7 +13,7 @@ from relaygr_lab.paper.plan import ANCHORS_WORDS, AT_LOADS, HIGH, IN_TIME, REGIM
 from relaygr_lab.paper.results import TIERS, PaperReport, Point
 from relaygr_lab.report.blocks import Block, Charts, Facts, Lines, Result, Rows, verdict_rows
 from relaygr_lab.report.paper_charts import charts
-from relaygr_lab.report.readings import PLACES, find
+from relaygr_lab.report.paper_readings import PLACES, find
 from relaygr_stream.workload.report import HIT_WORDS
 
 #: Curves with tables of their own.

@@ -9,7 +9,7 @@ from relaygr_lab.bench.cells import Cell, World
 from relaygr_lab.bench.modes import FULL, RELAY, Mode
 from relaygr_lab.bench.results import DEVICE_WORK, STAGES, Memory, Probe, SloReport, Spread
 from relaygr_lab.bench.search import Search
-from relaygr_lab.report import findings
+from relaygr_lab.report import slo_readings
 from relaygr_lab.report.judge import judge_slo
 
 from relaygr_stream.wire.messages import CostModel
@@ -86,7 +86,7 @@ def length_cell(rate: float, passing: int, failing: int) -> Cell:
 
 def report(cells: list[Cell] | None = None, **changes: Any) -> SloReport:
     cells = cells or [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0), length_cell(10.0, 1536, 1760)]
-    founds, ratios = [findings.found(one, [WORLD]) for one in cells], findings.ratios(cells, [WORLD])
+    founds, ratios = [slo_readings.found(one, [WORLD]) for one in cells], slo_readings.ratios(cells, [WORLD])
     values: dict[str, Any] = {
         "conditions": {"words": {"model": "HSTU"}, "slo_ms": 50.0, "preset": "quick", "length": 512},
         "probes": [probe for one in cells for probe in one.probes],

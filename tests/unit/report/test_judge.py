@@ -13,7 +13,7 @@ from relaygr_lab.paper.setup import GRID, HEADLINE, Setup, factor_for
 from relaygr_lab.report.judge import judge_paper
 from relaygr_lab.report.make import paper_report
 from relaygr_lab.report.paper import headline_rows
-from relaygr_lab.report.readings import differences, headline, length_at
+from relaygr_lab.report.paper_readings import differences, headline, length_at
 
 PROBE = Probe(
     mode="relay",
@@ -250,6 +250,11 @@ def test_hits_and_bus_are_judged() -> None:
     bad = [msgspec.structs.replace(one, probes=[worse], bus_ms=[3.0, 12.0]) for one in outcomes]
     for words in ("hits over all announced", "hits over all admitted", "the bus"):
         assert verdict(bad, words).state == "below"
+    unready = [
+        msgspec.structs.replace(one, probes=[msgspec.structs.replace(PROBE, admitted_hits=90)]) for one in outcomes
+    ]
+    states = [verdict(unready, f"hits over all {of}").state for of in ("announced", "admitted")]
+    assert states == ["reached", "below"], "each of its own"
     failing = msgspec.structs.replace(PROBE, rate=80.0, bad=50, outcomes={"hbm": 50, "full": 50}, admitted_hits=50)
     more = [msgspec.structs.replace(one, probes=[*one.probes, failing]) for one in outcomes]
     told = verdict(more, "hits over all announced")

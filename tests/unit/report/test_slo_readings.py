@@ -7,7 +7,7 @@ import pytest
 from relaygr_lab.bench.cells import Cell
 from relaygr_lab.bench.modes import FULL, RELAY, Mode
 from relaygr_lab.bench.results import DEVICE_WORK, STAGES, SloReport, Spread
-from relaygr_lab.report import findings, slo_charts
+from relaygr_lab.report import slo_charts, slo_readings
 from relaygr_lab.report.judge import below, judge_slo
 from relaygr_lab.report.slo import ratio_text, value_text
 from relaygr_lab.report.slo_charts import given_text
@@ -18,7 +18,7 @@ SLOW_BUS = BUS | {"both": Spread(5.0, 12.0), "in": Spread(2.0, 8.0)}
 
 
 def test_ratios_are_to_what_full_inference_reached() -> None:
-    rate, length = findings.ratios(
+    rate, length = slo_readings.ratios(
         [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0), length_cell(10.0, 1536, 1760)], [WORLD]
     )
     assert (rate.value, length.value) == (3.0, 3.0)
@@ -29,15 +29,17 @@ def test_ratios_are_to_what_full_inference_reached() -> None:
 def test_the_bound_is_the_device_at_its_best() -> None:
     slow = replace(WORLD, costs=msgspec.structs.replace(WORLD.costs, c1=3 * WORLD.costs.c1))
     cells = [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0)]
-    (alone,), (beside,) = findings.ratios(cells, [WORLD]), findings.ratios(cells, [WORLD, slow])
-    assert beside.bound == alone.bound > findings.ratios(cells, [slow])[0].bound
+    (alone,), (beside,) = slo_readings.ratios(cells, [WORLD]), slo_readings.ratios(cells, [WORLD, slow])
+    assert beside.bound == alone.bound > slo_readings.ratios(cells, [slow])[0].bound
 
 
 def test_the_queue_is_one_that_a_bit_more_would_overflow_by_middling_costs() -> None:
     slow = replace(WORLD, costs=msgspec.structs.replace(WORLD.costs, c1=3 * WORLD.costs.c1))
     quick = replace(WORLD, costs=msgspec.structs.replace(WORLD.costs, c1=WORLD.costs.c1 / 3))
     cells = [cell(FULL, 10.0, 11.5), cell(RELAY, 30.0, 34.0, revisit=0.5), length_cell(10.0, 1536, 1760)]
-    for one, mixed in zip(findings.ratios(cells, [WORLD]), findings.ratios(cells, [quick, WORLD, slow]), strict=True):
+    for one, mixed in zip(
+        slo_readings.ratios(cells, [WORLD]), slo_readings.ratios(cells, [quick, WORLD, slow]), strict=True
+    ):
         assert mixed.queue == one.queue
         assert 1.0 < one.queue < one.bound
 
@@ -46,13 +48,13 @@ def test_the_queue_is_one_that_a_bit_more_would_overflow_by_middling_costs() -> 
 def test_an_idle_device_is_no_excuse_for_its_queue(slowest: str, said: str) -> None:
     stages = {name: 5.0 + 30 * (name == slowest) for name in STAGES}
     idle = probe(RELAY, 3.0, passed=False, slow_stages=stages, device_ms_per_s=dict.fromkeys(DEVICE_WORK, 100.0))
-    [line] = [line for line in findings.explain(idle) if "busy only 30%" in line]
+    [line] = [line for line in slo_readings.explain(idle) if "busy only 30%" in line]
     assert said in line
 
 
 def test_without_a_baseline_there_is_no_ratio_and_that_is_said() -> None:
     nothing = Cell("rate", FULL, 0.0, 512, 1.2)
-    assert findings.ratios([nothing, cell(RELAY, 30.0, 34.0)], [WORLD]) == []
+    assert slo_readings.ratios([nothing, cell(RELAY, 30.0, 34.0)], [WORLD]) == []
     [line] = below(report([nothing, cell(RELAY, 30.0, 34.0)]).verdicts)
     assert "no rate kept the SLO" in line
 
@@ -68,9 +70,13 @@ def test_what_is_reached_is_told_beside_what_is_possible_with_stage_and_bounds()
 
 
 def test_a_machine_that_stood_still_is_named() -> None:
-    [why] = [line for line in findings.explain(probe(RELAY, 3.0, passed=False, stalled_ms=180.0)) if "still" in line]
+    [why] = [
+        line for line in slo_readings.explain(probe(RELAY, 3.0, passed=False, stalled_ms=180.0)) if "still" in line
+    ]
     assert why == "the machine stood still: a process that only slept woke 180 ms late"
-    assert not [line for line in findings.explain(probe(RELAY, 3.0, passed=False, stalled_ms=9.0)) if "still" in line]
+    assert not [
+        line for line in slo_readings.explain(probe(RELAY, 3.0, passed=False, stalled_ms=9.0)) if "still" in line
+    ]
 
 
 def test_each_repeat_searches_lengths_at_the_rate_that_full_inference_carries_in_it(
@@ -85,10 +91,10 @@ def test_each_repeat_searches_lengths_at_the_rate_that_full_inference_carries_in
         longer.at = rate
         longer.begin_search([WORLD])
         longer.record(probe(RELAY, rate, passed=True, length=length, revisit=0.5))
-    ratio = findings.ratios([full, longer], [WORLD])[0]
+    ratio = slo_readings.ratios([full, longer], [WORLD])[0]
     assert (ratio.low, ratio.value, ratio.high) == (640 / 512, 1536 / 512, 2048 / 512)
     assert ratio.bound == longer.bound(WORLD, 10.0) / 512
-    one = findings.found(longer, [WORLD])
+    one = slo_readings.found(longer, [WORLD])
     assert given_text(one, "/s") == "10.0/s (8.0…20.0)"
     assert one.requests == 300
     charts = {title: words for title, words, _ in slo_charts.p99(report([full, longer]))}
@@ -120,7 +126,7 @@ def test_bus_and_hits_are_judged(bus: dict[str, Spread], hits: tuple[int, int], 
 
 @pytest.mark.parametrize(("busy", "said"), [(0.9, True), (0.3, False), (None, False)])
 def test_cores_that_everyone_waits_for_are_named(busy: float | None, said: bool) -> None:
-    lines = list(findings.explain(probe(RELAY, 3.0, passed=False, cores_busy=busy)))
+    lines = list(slo_readings.explain(probe(RELAY, 3.0, passed=False, cores_busy=busy)))
     assert any("cores were busy 90%" in line for line in lines) is said
 
 
@@ -143,7 +149,7 @@ def test_a_repeat_in_which_nothing_passed_counts_as_zero() -> None:
     made = report([repeated(FULL, 20.0, None, None), relay])
     assert made.ratios == []
     assert any("no rate kept the SLO" in line for line in below(made.verdicts))
-    [ratio] = findings.ratios([repeated(FULL, 20.0, 20.0, None), repeated(RELAY, 40.0, 40.0, 40.0)], [WORLD])
+    [ratio] = slo_readings.ratios([repeated(FULL, 20.0, 20.0, None), repeated(RELAY, 40.0, 40.0, 40.0)], [WORLD])
     assert ratio_text(ratio) == "2.00 (2.00…)", "a repeat of full inference carried nothing"
 
 
@@ -183,19 +189,19 @@ def test_a_bound_is_judged_only_where_it_tells(relay: float, unsettled: list[Mod
 def test_a_length_found_at_full_inferences_rate_is_bounded_by_it() -> None:
     full = cell(FULL, 10.0, 11.5)
     full.searches[0].failed = None
-    [ratio] = findings.ratios([full, length_cell(10.0, 1536, 1760)], [WORLD])
+    [ratio] = slo_readings.ratios([full, length_cell(10.0, 1536, 1760)], [WORLD])
     assert ratio.mark == "≤ "
 
 
 def test_what_failed_at_the_value_found_or_below_it_in_another_repeat_counts() -> None:
     one = repeated(RELAY, 10.0, 8.0, 12.0)
     one.record(probe(RELAY, 10.0, passed=False, bad=40, repeat=2))
-    found = findings.found(one, [WORLD])
+    found = slo_readings.found(one, [WORLD])
     assert (found.value, found.requests, found.bad) == (10.0, 400, 40)
-    assert [(each.rate, each.passed) for each in findings.up_to_found(one)] == [
+    assert [(each.rate, each.passed) for each in slo_readings.up_to_found(one)] == [
         (10.0, True), (8.0, True), (1.1 * 8.0, False), (10.0, False)
     ]  # fmt: skip
-    assert findings.up_to_found(repeated(RELAY, None)) == []
+    assert slo_readings.up_to_found(repeated(RELAY, None)) == []
 
 
 def test_the_report_survives_its_json() -> None:
@@ -204,7 +210,7 @@ def test_the_report_survives_its_json() -> None:
 
 
 def test_pooled_requests_give_the_interval() -> None:
-    one = findings.found(cell(FULL, 10.0, 11.5), [WORLD])
+    one = slo_readings.found(cell(FULL, 10.0, 11.5), [WORLD])
     assert (one.requests, one.bad) == (100, 0)
     assert one.bad_share[1] == pytest.approx(0.0362, abs=1e-3)
     assert one.settled
