@@ -17,7 +17,7 @@ from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.worker_status import StatusReader
 
 
-async def read_all_routes(kafka: Kafka, topics: TopicSet, reader: StatusReader) -> Mapping[str, Routes]:
+async def read_routes(kafka: Kafka, topics: TopicSet, reader: StatusReader) -> Mapping[str, Routes]:
     """The newest routes on the cluster, by scenario; "": of the requests that are of none. Raises BrokerError."""
     topic, newest = routes_topic(topics), dict[str, Routes]()
     if await topic_exists(kafka, topic):
@@ -25,11 +25,6 @@ async def read_all_routes(kafka: Kafka, topics: TopicSet, reader: StatusReader) 
             with suppress(DecodeError):
                 newest = dict(with_newer(record, reader, newest))
     return newest
-
-
-async def read_routes(kafka: Kafka, topics: TopicSet, reader: StatusReader) -> Routes | None:
-    """Those of the requests that are of no scenario; None: there are none. Raises BrokerError."""
-    return (await read_all_routes(kafka, topics, reader)).get("")
 
 
 async def write_routes(

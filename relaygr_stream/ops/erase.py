@@ -20,7 +20,7 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.away import Away
 from relaygr_stream.bus.contents import read_all
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import read_all_routes
+from relaygr_stream.bus.routes import read_routes
 from relaygr_stream.bus.tail import TopicTail
 from relaygr_stream.bus.topic_check import TopicRow
 from relaygr_stream.bus.topics import delete_before, topic_exists, verify_topics
@@ -75,7 +75,7 @@ async def erase_from_fleet(settings: Settings, user_id: str, tenant: str, wait_s
     topics = load_topics(settings.kafka)
     reader = StatusReader.from_settings(settings, topics)
     await reader.prepare()
-    routes = {"": Routes.of_one(OWN, topics.lanes), **await read_all_routes(settings.kafka, topics, reader)}
+    routes = {"": Routes.of_one(OWN, topics.lanes), **await read_routes(settings.kafka, topics, reader)}
     # Those without users, too: they may keep something of them.
     parts = {part.group: part for each in routes.values() for part in each.parts}
     for part in parts.values():

@@ -6,7 +6,7 @@ import msgspec
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import read_all_routes, write_routes
+from relaygr_stream.bus.routes import read_routes, write_routes
 from relaygr_stream.bus.topic_check import topics_with
 from relaygr_stream.bus.topics import apply_topics, topic_exists
 from relaygr_stream.settings.schema import Settings
@@ -28,7 +28,7 @@ async def make_groups(settings: Settings, say: Say, *, alter: bool = False) -> N
     await topic_exists(settings.kafka, routes_topic(topics), create=True)
     reader = StatusReader.from_settings(settings, topics)
     await reader.prepare()
-    known = await read_all_routes(settings.kafka, topics, reader)
+    known = await read_routes(settings.kafka, topics, reader)
     async with Producer(settings.kafka, client_id="relaygr-up") as producer:
         lanes = {}
         for name in (each.name for each in settings.scenarios if not each.served_by):

@@ -187,7 +187,7 @@ def changed_model(folder: Path, name: str, factor: float, *, items_shuffled: boo
 
 
 async def share(fleet: Fleet) -> int:
-    routes = await read_routes(fleet.settings.kafka, fleet.topics, StatusReader())
+    routes = (await read_routes(fleet.settings.kafka, fleet.topics, StatusReader())).get("")
     return 0 if routes is None else routes.share_of("next")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.bus.assignments import AssignmentsTail, write_assignments
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import read_all_routes
+from relaygr_stream.bus.routes import read_routes
 from relaygr_stream.bus.topics import topic_exists
 from relaygr_stream.errors import DecodeError
 from relaygr_stream.ops.scenarios import make_groups
@@ -148,4 +148,4 @@ async def test_what_is_written_is_read_and_followed_and_routes_stay(embedded_set
     await tail.stop()
     assert seen == [assignments(7), assignments(9, w2="ads")]
     assert await read_assignments(embedded_settings, topics, reader) == assignments(9, w2="ads")
-    assert (await read_all_routes(embedded_settings, topics, reader))["feed"].groups == ("feed",)
+    assert (await read_routes(embedded_settings, topics, reader))["feed"].groups == ("feed",)

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import read_all_routes, write_routes
+from relaygr_stream.bus.routes import read_routes, write_routes
 from relaygr_stream.bus.topics import verify_topics
 from relaygr_stream.cli.config_table import render_settings_table
 from relaygr_stream.cli.explain_table import as_json, as_table
@@ -363,13 +363,13 @@ async def test_the_groups_topics_and_routes_are_made_once_and_moved_users_stay(e
     await make_groups(settings, said.append)
     for name in ("ads", "feed"):
         await verify_topics(settings.serving(name).kafka, strict=True)
-    known = await read_all_routes(embedded_settings, topics, reader)
+    known = await read_routes(embedded_settings, topics, reader)
     assert {name: routes.groups for name, routes in known.items()} == {"ads": ("ads",), "feed": ("feed",)}
     moved = known["feed"].moved("next", topics.lanes, 2500)
     async with Producer(embedded_settings, client_id="test") as producer:
         await write_routes(producer, topics, reader, moved, "feed")
     await make_groups(settings, said.append)
-    assert await read_all_routes(embedded_settings, topics, reader) == {**known, "feed": moved}
+    assert await read_routes(embedded_settings, topics, reader) == {**known, "feed": moved}
     assert said == [f"made {3 * len(topics.all) + 1} topics for scenarios ads, feed"]
 
 
@@ -378,10 +378,10 @@ async def test_routes_follow_a_scenario_to_the_group_that_the_file_names(embedde
     topics, reader = load_topics(embedded_settings), StatusReader()
     for search, group in ((own, "search"), (shared, "feed"), (shared, "feed"), (own, "search")):
         await make_groups(Settings(kafka=embedded_settings, scenarios=(feed, search)), lambda _: None)
-        known = await read_all_routes(embedded_settings, topics, reader)
+        known = await read_routes(embedded_settings, topics, reader)
         assert {name: routes.groups for name, routes in known.items()} == {"feed": ("feed",), "search": (group,)}
     moved = known["search"].moved("next", topics.lanes, 2500)
     async with Producer(embedded_settings, client_id="test") as producer:
         await write_routes(producer, topics, reader, moved, "search")
     await make_groups(Settings(kafka=embedded_settings, scenarios=(feed, shared)), lambda _: None)
-    assert (await read_all_routes(embedded_settings, topics, reader))["search"] == moved, "an operator's stay"
+    assert (await read_routes(embedded_settings, topics, reader))["search"] == moved, "an operator's stay"

@@ -9,7 +9,7 @@ import msgspec
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.routes import read_all_routes, write_routes
+from relaygr_stream.bus.routes import read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists, verified_topics
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.settings.schema import Settings
@@ -70,7 +70,7 @@ class Bus:
         Raises BrokerError; RoutesChanged where another command has written some since they were read.
         """
         known = self._epochs.get(scenario, 0)
-        found = (await read_all_routes(self.settings.kafka, self.topics, self._reader)).get(scenario)
+        found = (await read_routes(self.settings.kafka, self.topics, self._reader)).get(scenario)
         if found is not None and found.epoch not in (known, routes.epoch):  # the latter: written, though it seemed not
             raise RoutesChanged(found)
         routes = msgspec.structs.replace(routes, sent_ms=now_ms())
@@ -79,7 +79,7 @@ class Bus:
 
     async def _newest(self) -> Mapping[str, Routes]:
         """Those of all scenarios, which the next ones that are written change."""
-        found = await read_all_routes(self.settings.kafka, self.topics, self._reader)
+        found = await read_routes(self.settings.kafka, self.topics, self._reader)
         self._epochs.update((scenario, routes.epoch) for scenario, routes in found.items())
         return found
 

@@ -35,7 +35,7 @@ async def test_users_come_back_and_the_reason_stays(world: World, changes: dict[
         with pytest.raises(RelayError, match=why):
             await world.roll_out(hold_s=3600)
     assert await world.share() == 0
-    routes = await read_routes(world.settings.kafka, load_topics(world.settings.kafka), StatusReader())
+    routes = (await read_routes(world.settings.kafka, load_topics(world.settings.kafka), StatusReader())).get("")
     assert routes is not None
     assert routes.rollout
     assert routes.rollout.state == "back"

@@ -69,7 +69,7 @@ class World:
         self.new = Group(self.new_settings, "m2")
 
     async def share(self, group: str = "next") -> int:
-        routes = await read_routes(self.settings.kafka, load_topics(self.settings.kafka), StatusReader())
+        routes = (await read_routes(self.settings.kafka, load_topics(self.settings.kafka), StatusReader())).get("")
         return 0 if routes is None else routes.share_of(group)
 
     def say(self, line: str) -> None:
