@@ -14,7 +14,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -170,9 +169,7 @@ class LogEnds(ClientUser):
         await self._renewed.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._silent.values():
             task.cancel()
         await self._renewed.stop()

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Final, Protocol, Self
 
 import structlog
@@ -195,9 +194,7 @@ class LaneConsumer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def _measure(self) -> None:

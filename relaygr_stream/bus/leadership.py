@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Final, Self
 
 from relaygr_stream.bus.membership import Membership
@@ -56,9 +55,7 @@ class Leadership:
         self._background.start(self._membership.look())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Leave it: another process leads at once."""
         self._owned = False
         await self._background.end()

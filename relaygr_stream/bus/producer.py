@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self
 
 from aiokafka import AIOKafkaProducer, TopicPartition
@@ -115,9 +114,7 @@ class Producer(ClientUser):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     def broker_of(self, topic: str, partition: int) -> int | None:

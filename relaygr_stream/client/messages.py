@@ -8,7 +8,6 @@ import time
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from copy import copy
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
@@ -160,9 +159,7 @@ class MessageClient:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -81,9 +81,7 @@ class SyncRelayClient:
         opened.result()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None and self._thread is not None:

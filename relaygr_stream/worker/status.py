@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 import msgspec
@@ -131,9 +130,7 @@ class StatusReporter:
         self._publishing.start(periodically(pause_s, self._publish, "publish the status", skips), "worker-status")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._publishing.end()
         await end("the tail of worker-status", self._tail.stop, ANNOUNCE_S)
 

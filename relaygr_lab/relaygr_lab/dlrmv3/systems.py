@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -62,9 +61,7 @@ class Engine:
         self._schema = schema_of(self._runtime.model)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._thread.stop(10.0)
 
     @property

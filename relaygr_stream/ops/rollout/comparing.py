@@ -5,7 +5,6 @@ The copies' answers come on a partition of the new group's `scores`, where clien
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Final, Self
 
 import structlog
@@ -53,9 +52,7 @@ class Comparison:
             view.pairs = self._pairs
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for view in self._views:
             view.pairs = None
         await self._rankings.stop()
