@@ -210,14 +210,15 @@ async def test_a_message_that_cannot_be_encoded_leaves_nothing_unacknowledged(ka
     async with Producer(kafka_settings, client_id="test") as producer:
         sender = Sender(producer, kafka_settings.bootstrap, clock)
         sent: asyncio.Future[BrokerError | None] = asyncio.get_running_loop().create_future()
+        settled: list[BrokerError | None] = []
 
         async def buffered(*messages: Outgoing) -> None:
             # Before the producer knows the topic, and where its buffer is full, the rest waits.
-            if rest := sender.buffer(topic, 0, messages, settled=lambda _: None):
+            if rest := sender.buffer(topic, 0, messages, settled=settled.append):
                 await rest
 
-        with pytest.raises(TypeError):
-            await buffered(wrong)
+        await buffered(wrong)
+        assert isinstance(settled.pop(), BrokerError)  # what waited fails as its message, not as its caller
         assert await producer.send_and_wait(topic, b"known", partition=0) == 0
         with pytest.raises(TypeError):
             await buffered(Outgoing(None, b"first"), wrong)
