@@ -16,7 +16,7 @@ import msgspec
 
 from relaygr_stream.ops.planner.demand import busy_devices, demand_of
 from relaygr_stream.ops.planner.seen import GroupSeen, Observation
-from relaygr_stream.ops.planner.shared import Group, averaged_ahead, shared_group, with_members
+from relaygr_stream.ops.planner.shared import Gains, Group, averaged_gains, shared_group, with_members
 from relaygr_stream.ops.planner.utilisation import ALLOWED_LATE, MOST_USE
 from relaygr_stream.settings.scenarios import RESERVE, Scenario, groups_of, served_together
 from relaygr_stream.wire.planner_status import FleetPlan, Move, ScenarioPlan
@@ -63,7 +63,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     kept_s: dict[str, float] = {}  # its SLO kept since
     workers: dict[str, int] = {}
     changed_s: float = 0.0
-    ahead: dict[tuple[str, str], float] = {}  # of two groups, were they one: more rankings in time, over a day
+    gains: dict[tuple[str, str], Gains] = {}  # of two groups, were they one
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,9 @@ def decide(
         kept_s=kept_s,
         workers=workers,
         changed_s=changed_s,
-        ahead=averaged_ahead(compared, memory.ahead, _kept(memory, at_s, FADE_S)),
+        gains=averaged_gains(compared, memory.gains, _kept(memory, at_s, FADE_S)),
     )
-    shared = shared_group(remembered.ahead) if at_s - began_s >= damping.floor_s else None
+    shared = shared_group(remembered.gains) if at_s - began_s >= damping.floor_s else None
     return remembered, FleetPlan(at_s=at_s, scenarios=with_members(plans, groups, every), move=move, shared=shared)
 
 

@@ -93,6 +93,38 @@ def test_a_day_counts_not_a_moment() -> None:
     assert not any(proposals)
 
 
+def test_each_ranking_counts_not_each_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of a day with a tide is late at its flood, where most of its rankings come."""
+    monkeypatch.setattr(module, "late", lambda *kinds, use: (0.0,) * len(kinds))
+    memory = Memory()
+    for minute in range(600):
+        flood = minute % 2
+        groups = {"feed": seen(2, 9.0 if flood else 1.0, 0.2 * flood), "search": seen(2, 5.0, 0.0)}
+        memory, _ = decide(memory, Observation(at_s=60.0 * minute, groups=groups), [FEED, SEARCH])
+    assert module.ahead(memory.gains["feed", "search"]) == pytest.approx(0.2 * 0.9 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("silent", [["feed"], ["feed", "search"]], ids=["one", "both"])
+def test_what_groups_without_traffic_would_gain_fades_within_days(silent: list[str]) -> None:
+    hour_s, memory, proposed_h = 3600.0, Memory(), []
+    for hour in range(24 * 6):
+        groups = bench(7.0, 1.0, 0.3) | ({} if hour < 24 else dict.fromkeys(silent, seen(2, 0.0, 0.0)))
+        memory, plan = decide(memory, Observation(at_s=hour * hour_s, groups=groups), [FEED, SEARCH])
+        proposed_h += [hour] if plan.shared is not None else []
+    assert proposed_h[:24] == list(range(1, 25)), "not forgotten at once"
+    assert 24 < proposed_h[-1] < 24 * 6 - 1
+
+
+def test_of_a_group_that_is_gone_nothing_is_remembered() -> None:
+    memory = Memory()
+    for minute in range(5):
+        now = Observation(at_s=60.0 * minute, groups=bench(7.0, 1.0, 0.3))
+        memory, plan = decide(memory, now, [FEED, SEARCH])
+    assert plan.shared is not None
+    memory, plan = decide(memory, now, [FEED, msgspec.structs.replace(SEARCH, served_by="feed")])
+    assert (memory.gains, plan.shared) == ({}, None)
+
+
 def test_nothing_is_proposed_before_minutes_were_seen() -> None:
     assert proposed([FEED, SEARCH], bench(7.0, 1.0, 0.3), minutes=2) is None
 
