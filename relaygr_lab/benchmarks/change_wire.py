@@ -26,6 +26,8 @@ import numpy as np
 import torch
 import uvloop
 from prometheus_client import CollectorRegistry, Counter
+from relaygr_lab.bench.results import STALL_MS
+from relaygr_lab.bench.wakes import Wakes
 from relaygr_lab.verdicts import NotValid, some
 
 from relaygr_stream.cache.transit import Fill, Reservation, Reserve
@@ -314,20 +316,33 @@ async def _cpu_s(pipe: Connection) -> float:
 
 
 async def _felt(taker: LoneWorker, pipe: Connection, address: str, seconds: float) -> list[str]:
-    """While the giver ranks, it gives for a while and pauses for as long, in turns."""
+    """While the giver ranks, it gives for a while and pauses for as long, in turns. Those in which the machine stood
+    still, which a process that only sleeps tells, do not count: one such second has the P99 of a thousand rankings."""
     pipe.send(seconds)
     await asyncio.to_thread(pipe.recv)
-    until, turns = time.monotonic() + seconds, list[tuple[float, float, float]]()
-    await asyncio.sleep(1)
-    while (start := time.monotonic()) < until:
-        await _take(taker, address)
-        given = time.monotonic()
-        await _drop(taker)
-        await asyncio.sleep(given - start)
-        turns.append((start, given, time.monotonic()))
-    ranked: list[tuple[float, float]] = await asyncio.to_thread(pipe.recv)
-    during = [[each for at, each in ranked if start <= at <= given] for start, given, _ in turns]
-    apart = [[each for at, each in ranked if given < at - each and at <= end] for _, given, end in turns]
+    until, every = time.monotonic() + seconds, list[tuple[float, float, float]]()
+    async with Wakes() as wakes:
+        await asyncio.sleep(1)
+        while (start := time.monotonic()) < until:
+            await _take(taker, address)
+            given = time.monotonic()
+            await _drop(taker)
+            await asyncio.sleep(given - start)
+            every.append((start, given, time.monotonic()))
+        ranked: list[tuple[float, float]] = await asyncio.to_thread(pipe.recv)
+    turns = [turn for turn in every if max(wakes.late_ms(turn[0], turn[2]), default=0.0) < STALL_MS]
+    if 2 * len(turns) < len(every):
+        raise NotValid(
+            f"the machine stood still for {STALL_MS:g} ms in {len(every) - len(turns)} of {len(every)} turns"
+        )
+    pairs = [
+        (
+            [each for at, each in ranked if start <= at <= given],
+            [each for at, each in ranked if given < at - each and at <= end],
+        )
+        for start, given, end in turns
+    ]
+    during, apart = ([pair[side] for pair in pairs if all(pair)] for side in (0, 1))
     print(f"\n{'the giver ranks':<24} {'rankings':>9} {'P50 ms':>8} {'P99 ms':>8}")
     for name, parts in (("and gives", during), ("only", apart)):
         each = some(list(chain(*parts)), f"rankings where the giver ranks {name}")
@@ -335,7 +350,8 @@ async def _felt(taker: LoneWorker, pipe: Connection, address: str, seconds: floa
     given_s = sum(given - start for start, given, _ in turns)
     print(f"given meanwhile: {len(turns) * USERS * COPY_MIB / given_s:.0f} MiB/s")
     slower, (least, most) = _slower(during, apart), _interval(during, apart)
-    print(f"P99 while giving: {slower:.2f} × that without; {len(turns)} turns, 95 %: {least:.2f} to {most:.2f}")
+    counted = f"{len(turns)} of {len(every)} turns"
+    print(f"P99 while giving: {slower:.2f} × that without; {counted}, 95 %: {least:.2f} to {most:.2f}")
     return [f"P99 while giving: {slower:.2f} × that without"] if slower > MOST_SLOWER else []
 
 
