@@ -13,6 +13,8 @@ from click.testing import CliRunner, Result
 
 from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.away import Away
+from relaygr_stream.cache.arena import Arena
+from relaygr_stream.cache.memory import ALIGNMENT
 from relaygr_stream.cli.explain_table import as_json, summary
 from relaygr_stream.cli.main import main
 from relaygr_stream.fleet import OwnerDirectory
@@ -83,7 +85,7 @@ def test_prefix_kv_of_one_size_for_any_history_have_their_bytes(log: Path, tmp_p
     found = rows(
         run("--events", str(log), "--requests", "20", "--set", f"model.checkpoint={tmp_path / 'model'}", "--json")
     )
-    assert {row["nbytes"] for row in found} == {model.layout.nbytes(1)}
+    assert {row["nbytes"] for row in found} == {Arena(ALIGNMENT, ALIGNMENT).round_up(model.layout.nbytes(1))}
 
 
 def test_the_table_shows_what_was_compared_and_sums_up(log: Path) -> None:
