@@ -229,6 +229,35 @@ async def test_a_message_that_cannot_be_encoded_leaves_nothing_unacknowledged(ka
         assert sender.waits_s(topic, [0]) == {0: 0.0}
 
 
+async def test_a_send_that_is_cancelled_while_it_waits_for_room_counts_no_more() -> None:
+    class Full:
+        """A producer without room."""
+
+        def broker_of(self, topic: str, partition: int) -> int:
+            del topic, partition
+            return 1
+
+        def throttled_s(self, *_: object) -> float:
+            return 0.0
+
+        def send_now(self, *_: object) -> bool:
+            return False
+
+        async def send_together(self, *_: object, **__: object) -> None:
+            await asyncio.Event().wait()
+
+    sender = Sender(Full(), "", iter(range(100)).__next__)  # type: ignore[arg-type]
+    rest = sender.buffer("t", 0, [Outgoing(None, b"")], settled=lambda _: None)
+    assert rest is not None
+    waiting = asyncio.create_task(rest)
+    await asyncio.sleep(0)
+    assert sender.waits_s("t", [0])[0] > 0
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert sender.waits_s("t", [0]) == {0: 0.0}
+
+
 async def test_no_broker_is_said_at_once(kafka_settings: Kafka) -> None:
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1"):
         await Producer(msgspec.structs.replace(kafka_settings, bootstrap="127.0.0.1:1"), client_id="test").start()
