@@ -51,6 +51,30 @@ class Calibration:
             self.factor = self._measured / self._predicted if self._predicted > 0 else 1.0
 
 
+#: Of so many answers one takes longer than AnswerWay.ms.
+LONGER_OF: Final = 20
+#: Eight answers in a row that take longer double it, 139 that do not halve it.
+LONGER: Final = math.exp(0.1 * (1 - 1 / LONGER_OF))
+SHORTER: Final = math.exp(-0.1 / LONGER_OF)
+#: The least: a batch of the producer and a fetch. The most: what a timeout of a second leaves for it (REPLY_SHARE).
+LEAST_WAY_MS: Final = 5.0
+MOST_WAY_MS: Final = 200.0
+
+
+class AnswerWay:
+    """How long an answer takes, once the device is done with it, to the broker: what few of the last answers exceeded.
+
+    ms: rankings are due so much earlier. The way on, from the broker to the client, is not known here.
+    """
+
+    def __init__(self) -> None:
+        self.ms = LEAST_WAY_MS
+
+    def add(self, ms: float) -> None:
+        """An answer took so long."""
+        self.ms = min(MOST_WAY_MS, max(LEAST_WAY_MS, self.ms * (LONGER if ms > self.ms else SHORTER)))
+
+
 @dataclass(frozen=True, slots=True)
 class Full:
     """What is too scarce for a ranking, and why, in words.

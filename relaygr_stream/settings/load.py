@@ -69,6 +69,7 @@ REMOVED: Final[Mapping[str, str]] = {
     "worker.dram_int8_deviation": "copies in DRAM are exact",
     "worker.dram_storage": "copies in DRAM are exact",
     "worker.pre_infer_share": "pre-inference takes what device time rankings leave",
+    "worker.reply_ms": "workers learn how long their answers take to the broker",
     "worker.truncate_min_tokens": "worker.truncate_to says to how many behaviours a ranking that would be late is cut",
 }
 

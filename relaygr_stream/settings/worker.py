@@ -84,8 +84,6 @@ class Worker(Section, frozen=True, kw_only=True):
     audit_share: Annotated[
         Share, doc("share of rankings answered from prefix KV that are scored again in full, in idle time")
     ] = 0.01
-    # Time before a ranking's deadline for the answer's way to its client: a batch of the producer and a fetch.
-    reply_ms: Annotated[float, Meta(ge=0, le=1e4)] = 5.0
     # Most waiting ranking requests; a further one is forwarded, takes the place of one of the client that has the most,
     # or is answered `overloaded`. 20 s of work for a device that takes 10 ms each: deadlines end a queue before.
     max_queue: Positive = 2048

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from relaygr_stream.engine.commands import DELEGATED_LANE, Answer, Cancel, LanesLost, Placed, Prefill, Rank, RankTask
+from relaygr_stream.engine.forecast import AnswerWay
 from relaygr_stream.errors import CRASHED, DecodeError
 from relaygr_stream.fleet import OwnerDirectory
 from relaygr_stream.settings.schema import Settings
@@ -82,6 +83,7 @@ class WorkerCore:
         self._decisions = Decisions(policy.life_ms)
         self._lanes: frozenset[int] = frozenset()
         self.held: Final = HeldBytes(policy.held_bytes)
+        self.way: Final = AnswerWay()
         self.in_flight: Final[dict[Any, Rank]] = {}  # rankings without an answer, by origin
         self._fetching: defaultdict[int, list[int]] = defaultdict(list)  # tokens of signals that wait for it, by lane
         self._erased: list[tuple[float, Erase]] = []  # users lately erased, for rankings that come back to be ranked
@@ -221,8 +223,9 @@ class WorkerCore:
     def _reply(self, answer: Answer, *, declined: bool = False) -> Reply:
         return Reply(answer, self._decisions.admission(answer.task.request_key), declined)
 
-    def on_replied(self, origin: Any) -> Effects:
-        """The answer has left, or is given up."""
+    def on_replied(self, origin: Any, way_ms: float) -> Effects:
+        """A broker has the answer, or it is given up, so long after the device was done with it."""
+        self.way.add(way_ms)
         self.held.release(origin)
         return [Done(origin.record)]
 

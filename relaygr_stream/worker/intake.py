@@ -75,7 +75,7 @@ class TooMuch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class IntakeLimits:
-    """What a worker takes. max_bytes: of a message. reply_ms: an answer's way to its client.
+    """What a worker takes. max_bytes: of a message.
 
     max_timeout_ms: the longest timeout granted. scenario: of its group; "": none. slos_ms: of those that its group
     serves; empty: it serves one at most.
@@ -85,7 +85,6 @@ class IntakeLimits:
     default_timeout_ms: float
     reply_partitions: int
     max_bytes: int
-    reply_ms: float = 0.0
     max_timeout_ms: float = math.inf
     scenario: str = ""
     slos_ms: Mapping[str, float] = field(default_factory=dict)
@@ -98,7 +97,6 @@ class IntakeLimits:
             settings.client.timeout_ms,
             topics.scores.partitions,
             topics.ranking.max_message_bytes,
-            settings.worker.reply_ms,
             settings.worker.max_timeout_ms,
             settings.scenario,
             {name: each.slo_ms for name, each in settings.sharing.items()},
@@ -207,8 +205,8 @@ class Intake:
             )
         return Origin(record, partition, correlation)
 
-    def ranking(self, record: Record, origin: Origin, now: float) -> Rank:
-        """A ranking record as a command. Raises DecodeError or TooMuch."""
+    def ranking(self, record: Record, origin: Origin, now: float, reply_ms: float = 0.0) -> Rank:
+        """A ranking record as a command. Raises DecodeError or TooMuch. reply_ms: an answer's way to its client."""
         request = decode(RankingRequest, record.value, self._limits.max_bytes, record.headers)
         prefix, suffix, scenario = prefix_length(request), len(request.suffix), self._scenario_of(request)
         item_dtype = request.candidate_dtype
@@ -235,9 +233,7 @@ class Intake:
             tokens=Tokens.from_behaviours(request.prefix, None, self._features, columns.user),
             suffix=Tokens.from_behaviours(request.suffix, last, self._features),
             candidates=np.frombuffer(request.candidates, item_dtype).astype(np.int64),
-            times=Times.from_timeout(
-                now, timeout, slo_ms, self._limits.reply_ms, age_ms=age.sure_ms, inbound_ms=age.stated_ms
-            ),
+            times=Times.from_timeout(now, timeout, slo_ms, reply_ms, age_ms=age.sure_ms, inbound_ms=age.stated_ms),
             full=request.mode == "full",
             client=request.client_id or f"on reply partition {origin.reply_partition}",
             nbytes=OBJECT_BYTES + held_bytes(record) + decoded,

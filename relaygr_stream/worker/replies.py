@@ -45,11 +45,12 @@ REST_BYTES: Final = 2048
 
 
 class Sending(NamedTuple):
-    """An answer on its way. within_s: it is given up after this long."""
+    """An answer on its way. within_s: it is given up after this long. since: when the device was done with it."""
 
     origin: Origin
     reply: ScoreReply
     within_s: float
+    since: float
 
 
 class Outbox:
@@ -110,7 +111,7 @@ class Outbox:
             origin.trace.describe(ranking_attributes(answer, self._worker))
         if effect.declined:
             origin = _without_request(origin)
-        return Sending(origin, reply, _within_s(answer, now))
+        return Sending(origin, reply, _within_s(answer, now), measured.finished or now)
 
     def reject(self, effect: Reject) -> Sending:
         """The answer to a record that became no task; counts it."""
@@ -122,11 +123,11 @@ class Outbox:
             model_version=self._model.version,
             worker=self._worker,
         )
-        return Sending(_without_request(effect.origin), reply, ANSWER_S)
+        return Sending(_without_request(effect.origin), reply, ANSWER_S, time.monotonic())
 
     async def send(self, sending: Sending) -> None:
         """Send an answer until a broker has it, or its time is over."""
-        origin, reply, within_s = sending
+        origin, reply, within_s, _ = sending
         error = "" if reply.status == "ok" else reply.detail or reply.status
         try:
             async with asyncio.timeout(within_s):

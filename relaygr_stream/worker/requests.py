@@ -161,7 +161,7 @@ class Requests:
                 trace = self._context.tracing.receive("relaygr.ranking", record)
                 origin = msgspec.structs.replace(origin, trace=trace)
             now = time.monotonic()  # within the span
-            rank = self.intake.ranking(record, origin, now)
+            rank = self.intake.ranking(record, origin, now, self._core.way.ms)
         except TooMuch as error:
             self._limiter.limited(log.warning, "rejected")(
                 "refused",
@@ -259,7 +259,7 @@ class Requests:
     async def _send_and_report(self, sending: Sending, done: bool) -> None:
         await self.outbox.send(sending)
         if done:
-            self._carry(self._core.on_replied(sending.origin))
+            self._carry(self._core.on_replied(sending.origin, (time.monotonic() - sending.since) * 1e3))
 
     async def _forward(self, effect: Forward) -> None:
         started = time.monotonic()

@@ -17,7 +17,7 @@ from relaygr_lab.simulate.costs import DeviceCosts
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.wire.messages import CostModel
 
-#: Section → what are times of serving. Left out are times of the bus: worker.reply_ms (an answer's way),
+#: Section → what are times of serving. Left out are times of the bus:
 #: client.silence_ms and trigger.max_status_age_ms (statuses), client.announce_linger_ms (batches), kafka.*.
 DILATED: Final = {
     "relay": ("slo_ms", "life_window_ms"),

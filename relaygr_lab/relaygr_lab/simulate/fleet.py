@@ -289,7 +289,7 @@ class Fleet:
             self._tokens(request.prefix),
             self._suffix,
             asked.candidates,
-            Times.from_timeout(now, sent.timeout_ms, asked.slo_ms, self._settings.worker.reply_ms, age_ms),
+            Times.from_timeout(now, sent.timeout_ms, asked.slo_ms, worker.core.way.ms, age_ms),
             full=self._scenario.mode == "full",
             hops=sent.hops,
             origin=sent,
@@ -322,8 +322,8 @@ class Fleet:
             if isinstance(effect, Submit):
                 worker.submit(effect.command)
             elif isinstance(effect, Reply):
-                self._reply(effect.answer, now)
-                self._carry(worker, worker.core.on_replied(effect.answer.task.origin), now)
+                way_ms = self._reply(effect.answer, now) * 1e3
+                self._carry(worker, worker.core.on_replied(effect.answer.task.origin, way_ms), now)
             elif isinstance(effect, Forward):
                 task, sent = effect.answer.task, effect.answer.task.origin
                 self._send(Sent(sent.request, effect.lane, now, time_left_ms(task, now), sent.hops + 1), now)
@@ -335,18 +335,20 @@ class Fleet:
             elif isinstance(effect, CountForward):
                 self.forwards[effect.result] += 1
 
-    def _reply(self, answer: Answer, now: float) -> None:
-        """An answer leaves for its client."""
+    def _reply(self, answer: Answer, now: float) -> float:
+        """An answer leaves for its client; returns the seconds that it takes."""
         sent: Sent = answer.task.origin
         request = sent.request
         request.answers += 1
         self._routes.answered(request)
-        latency_s = self.lanes[sent.lane].paths.to_client.arrival(now) - request.rank_at
+        comes = self.lanes[sent.lane].paths.to_client.arrival(now)
+        latency_s = comes - request.rank_at
         if request.status is None and latency_s <= self._settings.client.timeout_ms / 1e3:
             request.status = answer.status
             request.outcome = answer.measured.outcome if answer.status == "ok" else None
             request.latency_s = latency_s
             request.hops = sent.hops
+        return comes - now
 
     def _done(self, worker: SimulatedWorker, record: Sent | None) -> None:
         """A record's offset may be committed; only rankings are read again."""

@@ -102,8 +102,8 @@ class GroupFleet(Fleet):
     def _asked(self, request: Request) -> Asked:
         return self._by_surface[request.user // USERS]
 
-    def _reply(self, answer: Answer, now: float) -> None:
-        super()._reply(answer, now)
+    def _reply(self, answer: Answer, now: float) -> float:
+        takes_s = super()._reply(answer, now)
         sent: Sent = answer.task.origin
         owner = self.lanes[sent.lane].owner
         counts = self.counts.setdefault("" if owner is None else owner.name, Counter())
@@ -114,6 +114,7 @@ class GroupFleet(Fleet):
             self.waits.append(waited_ms)
             counts["full"] += answer.measured.outcome == "full"
         counts["late"] += answer.status != "ok" or waited_ms > self._asked(sent.request).slo_ms
+        return takes_s
 
     def leave(self, now: float) -> SimulatedWorker:
         """The newest worker gives up its lanes."""

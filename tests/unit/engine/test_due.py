@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.clients import Clients
-from relaygr_stream.engine.commands import Rank, RankTask, Times
-from relaygr_stream.engine.forecast import IDLE_S, Forecast, IdleShare
+from relaygr_stream.engine.commands import REPLY_SHARE, Rank, RankTask, Times
+from relaygr_stream.engine.forecast import IDLE_S, AnswerWay, Forecast, IdleShare
 from relaygr_stream.engine.queue import WorkQueue
 from relaygr_stream.engine.ranking import QUEUED_DEADLINE_FRACTION
 from relaygr_stream.engine.scheduler import Limits
@@ -285,6 +285,20 @@ def test_a_caller_who_waits_for_less_than_the_slo_is_due_then() -> None:
     assert (times.deadline, times.due) == pytest.approx((10.0 + 0.013, 10.0 + 0.013))
     times = Times.from_timeout(10.0, 1000.0, slo_ms=50.0, reply_ms=5.0, age_ms=3.0)
     assert (times.deadline, times.due) == pytest.approx((10.0 + 0.992, 10.0 + 0.042))
+
+
+@given(st.floats(10.0, 30.0), st.integers(1, 100))
+def test_of_twenty_answers_about_one_takes_longer_than_what_is_kept_for_their_way(usual_ms: float, seed: int) -> None:
+    way, rng = AnswerWay(), np.random.default_rng(seed)
+    longer = 0
+    for number in range(4000):
+        ms = usual_ms * rng.lognormal(0.0, 0.7)
+        longer += number >= 1000 and ms > way.ms
+        way.add(ms)
+    assert 0.03 <= longer / 3000 <= 0.07
+    for _ in range(1000):
+        way.add(math.inf)  # no broker takes any
+    assert way.ms <= REPLY_SHARE * 1000.0
 
 
 def test_pre_inference_comes_after_rankings_in_time_and_before_late_ones() -> None:

@@ -130,7 +130,7 @@ def test_times_of_serving_are_dilated_and_times_of_the_bus_are_not(tmp_path: Pat
         for name in names:
             assert getattr(getattr(slower, section), name) == 6.0 * getattr(getattr(settings, section), name)
     assert slower.kafka == settings.kafka
-    assert slower.worker.reply_ms == settings.worker.reply_ms
+    assert slower.client.silence_ms == settings.client.silence_ms
     fleet = Fleet(costs_named("npu"), 6.0)
     made = fleet.settings(settings, tmp_path)
     assert made.model.factory == FACTORY

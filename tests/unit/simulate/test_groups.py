@@ -83,9 +83,9 @@ def test_in_a_pool_each_request_has_what_its_scenario_asks_for(monkeypatch: pyte
     asked = set()
 
     class Seen(groups.GroupFleet):
-        def _reply(self, answer: Answer, now: float) -> None:
+        def _reply(self, answer: Answer, now: float) -> float:
             asked.add((answer.task.scenario, len(answer.task.candidates)))
-            super()._reply(answer, now)
+            return super()._reply(answer, now)
 
     monkeypatch.setattr(groups, "GroupFleet", Seen)
     feed, search = day().surfaces

@@ -102,7 +102,7 @@ def test_a_ranking_goes_to_the_device_and_its_one_answer_to_its_client() -> None
     assert isinstance(reply, Reply) and reply.answer.status == "ok" and not reply.declined
     assert world.answer(rank) == [], "no second answer"
     assert world.core.held.nbytes == 10
-    assert world.core.on_replied(rank.task.origin) == [Done("record")]
+    assert world.core.on_replied(rank.task.origin, 1.0) == [Done("record")]
     assert world.core.held.nbytes == 0
 
 
@@ -326,7 +326,7 @@ def test_every_ranking_is_done_once_and_leaves_no_byte(story: list[str]) -> None
             elif isinstance(effect, Forward):
                 forwards.append(effect)
             elif isinstance(effect, Reply):
-                carry(world.core.on_replied(effect.answer.task.origin))
+                carry(world.core.on_replied(effect.answer.task.origin, 1.0))
             elif isinstance(effect, Done):
                 done += 1
 

@@ -33,9 +33,9 @@ HOUR_MS = 3_600_000
 class Desk(Intake):
     """An intake that counts clocks that are off."""
 
-    def __init__(self, reply_ms: float = 0.0) -> None:
+    def __init__(self) -> None:
         self._clocks = Counter("clocks", "", registry=None)
-        super().__init__(IntakeLimits(LIMITS, 1000.0, 4, max_bytes=10_000, reply_ms=reply_ms), self._clocks)
+        super().__init__(IntakeLimits(LIMITS, 1000.0, 4, max_bytes=10_000), self._clocks)
 
     @property
     def clamped(self) -> float:
@@ -104,7 +104,7 @@ def test_without_a_timeout_the_default_counts() -> None:
 def test_scores_leave_so_early_that_they_are_there_in_time(timeout_ms: float, due_ms: float) -> None:
     """Of a short timeout, only a part is left for the way."""
     whole = record(encode(request(timeout_ms=timeout_ms)))
-    task = Desk(reply_ms=7.0).ranking(whole, Origin(whole, 0, b"c"), time.monotonic()).task
+    task = Desk().ranking(whole, Origin(whole, 0, b"c"), time.monotonic(), reply_ms=7.0).task
     assert (task.deadline - task.arrived) * 1e3 == pytest.approx(due_ms)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from relaygr_stream.bus.ages import WAY_MS
 from relaygr_stream.engine.commands import Answer, Command, Measured, Rank
+from relaygr_stream.engine.forecast import LEAST_WAY_MS
 from relaygr_stream.errors import BrokerError
 from relaygr_stream.settings.schema import Client, Kafka, Relay, Settings
 from relaygr_stream.settings.worker import Worker
@@ -37,7 +38,6 @@ SETTINGS = Settings(
     client=Client(timeout_ms=DEFAULT_TIMEOUT_MS),
     worker=Worker(max_timeout_ms=3.6e6, truncate_to=0),
 )
-REPLY_MS = SETTINGS.worker.reply_ms  # every worker takes it off the time that the client has given, each for itself
 #: What a request spends here before it is refused.
 SPENT_S = 0.2
 
@@ -49,12 +49,15 @@ class Producer:
         self.sent: list[tuple[str, bytes, dict[str, Any]]] = []
         self.error: Exception | None = None
         self.hangs = False
+        self.takes_s = 0.0
 
     async def send_and_wait(self, topic: str, value: bytes, **more: Any) -> int:
         if self.error is not None:
             raise self.error
         if self.hangs:
             await asyncio.Event().wait()
+        if self.takes_s:
+            await asyncio.sleep(self.takes_s)
         self.sent.append((topic, value, more))
         return 0
 
@@ -156,7 +159,7 @@ async def test_a_forward_is_the_request_with_one_hop_more_and_the_time_left(
     assert world.forwards("sent") == 1
     ((user, prefix, candidates, hops, left_ms, _),) = world.asked
     assert (user, prefix, candidates, hops) == ("u", 2, 1, 1)
-    assert left_ms <= whole - REPLY_MS - SPENT_S * 1e3
+    assert left_ms <= whole - LEAST_WAY_MS - SPENT_S * 1e3
 
 
 async def test_a_forward_that_no_broker_takes_is_refused_within_its_time() -> None:
@@ -299,3 +302,20 @@ async def test_refusals_that_nobody_takes_stop_the_reading(what: str, monkeypatc
     hold.set()
     await world.requests.flush(5.0)
     assert not world.requests.full
+
+
+async def test_rankings_are_due_so_much_earlier_as_answers_take_to_the_broker() -> None:
+    world = World("nobody")
+    world.scores.takes_s = 2 * LEAST_WAY_MS / 1e3
+    left_s = []
+    for _ in range(3):
+        record = world.ask()
+        (rank,) = world.device
+        assert isinstance(rank, Rank)
+        left_s.append(rank.task.deadline - rank.task.arrived)
+        world.requests.on_answers([Answer(rank, "failed", measured=Measured(finished=time.monotonic()))])
+        await world.requests.flush(5.0)
+        world.device.clear()
+        assert world.done[-1] == record
+    assert left_s[0] == pytest.approx((DEFAULT_TIMEOUT_MS - LEAST_WAY_MS) / 1e3)
+    assert left_s[0] > left_s[1] > left_s[2]
