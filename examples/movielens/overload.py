@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -28,7 +29,7 @@ from examples.movielens.data import DataError, Histories, History, Ints, check_s
 from examples.movielens.evaluate import TEST, behaviours_of, ndcg, popularity, rank_of, split
 from examples.movielens.serve import TIMEOUT_S, running, settings_for
 from relaygr_stream.client import RelayClient, Request
-from relaygr_stream.errors import RelayError
+from relaygr_stream.errors import Overloaded, RelayError
 from relaygr_stream.models.loading import load_checkpoint
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.settings.worker import Worker
@@ -138,6 +139,14 @@ async def offer(
     return outcome
 
 
+def _within(settings: Settings, slo_s: float, newest: int) -> Settings:
+    return replace(
+        settings,
+        relay=replace(settings.relay, slo_ms=slo_s * 1e3),
+        worker=replace(settings.worker, truncate_to=newest),
+    )
+
+
 async def compare(options: argparse.Namespace) -> list[str]:
     """The table's lines. Raises DataError or RelayError."""
     data, model = read_histories(options.data), load_checkpoint(options.checkpoint)
@@ -149,10 +158,9 @@ async def compare(options: argparse.Namespace) -> list[str]:
         raise DataError(f"{options.data} has no user with {options.least} behaviours; name another --least")
     popular = popular_ranks(data, users)
     settings = settings_for(options.checkpoint, items, longest, threads=1)
-    settings = replace(settings, worker=replace(settings.worker, truncate_to=0))
-    cutting = replace(settings, worker=replace(settings.worker, truncate_to=NEWEST))
+    patient = _within(settings, TIMEOUT_S, newest=0)
     with tempfile.TemporaryDirectory() as folder:
-        taken = await alone(settings, users, items, longest, Path(folder))
+        taken = await alone(patient, users, items, longest, Path(folder))
         deadline, rate = DEADLINE * taken, options.load / taken
         behaviours = np.mean([min(longest, len(user) - TEST) for user in users])
         lines = [
@@ -161,12 +169,14 @@ async def compare(options: argparse.Namespace) -> list[str]:
             f"by popularity alone: NDCG@10 {ndcg(popular).mean():.4f}",
             HEADER,
         ]
-        ways = zip(WAYS, (settings, settings, cutting), (TIMEOUT_S, deadline, deadline), strict=True)
+        refusing, cutting = _within(settings, deadline, newest=0), _within(settings, deadline, newest=NEWEST)
+        ways = zip(WAYS, (patient, refusing, cutting), (TIMEOUT_S, deadline, deadline), strict=True)
         for name, its_settings, wait in ways:
             async with running(its_settings, Path(folder)) as pipeline:
                 for number, user in enumerate(users[:ALONE]):  # the worker's costs are known then
                     request = request_of(pipeline.client, f"warm-{number}", user, longest)
-                    await request.rank(candidates_of(user, number, items)[0])
+                    with suppress(Overloaded):
+                        await request.rank(candidates_of(user, number, items)[0])
                 found = await offer(pipeline.client, users, items, longest, rate, deadline, wait)
             lines.append(found.line(name, popular))
     return lines

@@ -305,7 +305,7 @@ async def test_refusals_that_nobody_takes_stop_the_reading(what: str, monkeypatc
 
 
 async def test_rankings_are_due_so_much_earlier_as_answers_take_to_the_broker() -> None:
-    world = World("nobody")
+    world = World("alone")
     world.scores.takes_s = 2 * LEAST_WAY_MS / 1e3
     left_s = []
     for _ in range(3):
