@@ -99,7 +99,7 @@ def test_a_foreign_request_gets_its_scores(testbed: Testbed) -> None:
     client = ForeignClient(testbed.bootstrap)
     outcomes = []
     try:
-        for attempt in range(5):  # the trigger may be over its budget for a moment: then the answer is inferred in full
+        for attempt in range(10):  # over its budget the trigger passes nothing on, and a busy machine refuses
             user, now = f"foreign-{attempt}", int(time.time() * 1000)
             name = {"v": 1, "request_id": f"request-{attempt}", "user_id": user}
             prefix = behaviours(range(1500), now - 3 * 86_400_000)
@@ -114,7 +114,10 @@ def test_a_foreign_request_gets_its_scores(testbed: Testbed) -> None:
                 "timeout_ms": 5000.0,
             }
             reply = client.rank(user, request, timeout=10)
-            assert (reply["status"], reply["request_id"]) == ("ok", name["request_id"]), reply
+            assert reply["request_id"] == name["request_id"], reply
+            if reply["status"] == "overloaded":
+                continue
+            assert reply["status"] == "ok", reply
             scores = struct.unpack(f"<{20 * len(reply['tasks'])}f", reply["scores"])
             assert len(set(scores)) > 1
             outcomes.append(reply["outcome"])
