@@ -102,9 +102,13 @@ class StackedModel(BuiltInModel):
     def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
         """Append the K/V of `tokens`, at positions from kv.length on. Raises as `HSTUStack.append`, and ModelError for
         tokens behind others if the model is not incremental."""
-        for _ in self.prefill_in_steps(kv, tokens):
+        for _ in self._steps(kv, tokens):
             pass
 
-    @abstractmethod
     def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
-        """As `prefill`, one layer per step."""
+        """As `prefill`, one layer per step; short ones that are recorded (kernels/recorded.py) in one step."""
+        return self._steps(kv, tokens)
+
+    @abstractmethod
+    def _steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
+        """What both ways do: a subclass may have either call the other."""

@@ -121,8 +121,7 @@ class HSTUModel(StackedModel):
             self._recorded = RecordedModel(self.embedding, self.stack, self.head, recorder)
 
     @torch.no_grad()
-    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
-        """As `prefill`, one layer per step; short ones that are recorded (recorded.py) in one step."""
+    def _steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         if self.item_ids is not None:
             tokens = self.item_ids.tokens(tokens)
         if self._recorded is not None:

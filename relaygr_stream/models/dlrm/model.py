@@ -55,8 +55,7 @@ class DlrmHSTU(StackedModel):
         return self
 
     @torch.no_grad()
-    def prefill_in_steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
-        """As `prefill`, one layer per step."""
+    def _steps(self, kv: KVRegion, tokens: Tokens) -> Iterator[None]:
         if kv.length and not self.incremental:
             raise ModelError(
                 f"prefix KV of this model serve one request ({self.config.breaks()[0]}), so a prefix is computed in "
