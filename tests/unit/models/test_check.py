@@ -128,6 +128,12 @@ BROKEN: list[tuple[Callable[[torch.dtype], RankingModel], list[str]]] = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def none_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test before this one has made a model of which there is one in a process."""
+    monkeypatch.setattr(MadeOnce, "made", False)
+
+
 @pytest.mark.parametrize(
     ("broken", "expected"),
     [each for each in BROKEN if len(each[1]) == 1],  # the others: below, with all that they break
