@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import io
 import random
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final, cast
 
@@ -37,6 +36,7 @@ from relaygr_stream.handover.wire import (
     max_offer_bytes,
 )
 from relaygr_stream.models.api import Tokens
+from tests.fuzz.checks import holds
 from tests.fuzz.mutate import NUMBERS, TEXTS, Mutator
 
 MAX_TOKENS: Final = 64
@@ -54,18 +54,15 @@ STATES: Final[list[tuple[Any, int]]] = [
 class Handover:
     """Feeds a few frames to one end's reader, in each of its states."""
 
-    def __init__(self, stack: ExitStack, holds: Callable[[object, str], None]) -> None:
+    def __init__(self, stack: ExitStack) -> None:
         self._loop = asyncio.new_event_loop()
         stack.callback(self._loop.close)
-        self._holds = holds
 
     def __call__(self, rng: random.Random) -> None:
         self._loop.run_until_complete(self._one(rng))
         names = (("URI", rng.choice(TEXTS)), ("DNS", rng.choice(TEXTS)), ("IP Address", rng.choice(TEXTS)))
-        self._holds(worker_name({"subjectAltName": names[: rng.randrange(4)]}) == "", "a name out of nothing")
-        self._holds(
-            identity_problem({"subjectAltName": names}, "w", rng.choice(TEXTS)), "somebody else is nobody strange"
-        )
+        holds(worker_name({"subjectAltName": names[: rng.randrange(4)]}) == "", "a name out of nothing")
+        holds(identity_problem({"subjectAltName": names}, "w", rng.choice(TEXTS)), "somebody else is nobody strange")
 
     async def _one(self, rng: random.Random) -> None:
         channel = Channel(cast(TlsSocket, Fed(b"".join(_frame(rng) for _ in range(rng.randrange(1, 4))))))
@@ -73,12 +70,12 @@ class Handover:
             while True:
                 kind, most = rng.choice(STATES)
                 message = await channel.receive(kind, most)
-                self._holds(len(encode(message)) <= 2 * most, "a message larger than allowed")
+                holds(len(encode(message)) <= 2 * most, "a message larger than allowed")
                 if isinstance(message, Offer):
                     tokens = message.sequence(MAX_TOKENS)
-                    self._holds(1 <= len(tokens) <= min(MAX_TOKENS, message.capacity), "an offer's tokens")
+                    holds(1 <= len(tokens) <= min(MAX_TOKENS, message.capacity), "an offer's tokens")
         except (PeerError, DecodeError) as error:
-            self._holds(len(str(error)) < 2000, f"an error of {len(str(error))} characters")
+            holds(len(str(error)) < 2000, f"an error of {len(str(error))} characters")
 
 
 class Fed:

@@ -15,7 +15,8 @@ from typing import Final
 import psutil
 import structlog
 
-from tests.fuzz.targets import Finding, Target, targets
+from tests.fuzz.checks import Finding
+from tests.fuzz.targets import Target, targets
 
 #: Progress is printed, and memory looked at, this often.
 REPORT_S: Final = 10.0

@@ -9,9 +9,10 @@ import pytest
 
 from relaygr_stream.settings.schema import Kafka
 from tests.fuzz import run as fuzz
+from tests.fuzz.checks import Finding, holds
 from tests.fuzz.on_the_bus import bus, flood
 from tests.fuzz.run import run
-from tests.fuzz.targets import Finding, holds, targets
+from tests.fuzz.targets import targets
 
 SHORT = 300
 with ExitStack() as _stack:
