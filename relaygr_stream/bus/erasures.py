@@ -25,7 +25,7 @@ limited: Final = LogLimiter().limited
 #: Erasures carried out that a status lists: the command that asked for one waits seconds for it.
 STATED: Final = 16
 #: Who has read nothing for longer may have missed requests: they are kept, and believed, for KEPT_MS.
-DEAF_S: Final = (KEPT_MS - CLOCK_MS) / 1e3
+DISCONNECTED_S: Final = (KEPT_MS - CLOCK_MS) / 1e3
 
 
 class Eraser(Protocol):
@@ -41,7 +41,7 @@ class Eraser(Protocol):
 class Erasures:
     """Has `eraser` carry out what the records ask for, in the background. refused: counts requests not believed.
 
-    A process that has been without a broker for DEAF_S drops every user: any may have been erased unseen.
+    A process that has been without a broker for DISCONNECTED_S drops every user: any may have been erased unseen.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Erasures:
     def on_records(self, records: Iterable[Record]) -> None:
         """Take the requests among these records, which were written since this process began."""
         heard_s, self._heard_s = self._heard_s, self._clock()
-        if (deaf_s := self._heard_s - heard_s) > DEAF_S:
-            log.warning("drops every user: without a broker for so long, erasures may have been missed", seconds=deaf_s)
+        if (away_s := self._heard_s - heard_s) > DISCONNECTED_S:
+            log.warning("drops every user: without a broker for so long, erasures may have been missed", seconds=away_s)
             self._begin(Everyone(id=f"{now_ms():016}", user=bytes(MARK_BYTES), sent_ms=now_ms()))
         for record in records:
             if kind_of(record.headers) != KIND:

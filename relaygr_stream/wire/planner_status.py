@@ -27,14 +27,14 @@ MOST_TEXT: Final = 500
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 #: What decides how many workers a scenario wants: its demand, that it stated no fewer, that all its workers were late
 #: with as many as the demand asks for, that fewer kept its SLO, or what is remembered of one that no worker serves.
-WHYS: Final = ("demand", "min_workers", "late", "kept", "unserved")
+REASON_KINDS: Final = ("demand", "min_workers", "late", "kept", "unserved")
 
 
 class ScenarioPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What a scenario has and wants. demand: in workers. headroom_ms: the SLO less the P99; None: no answers.
 
-    why: one of WHYS; "": an earlier release. served_by: the scenario whose workers serve it, and whose numbers have its
-    part; absent: it has workers of its own.
+    reason_kind: demand, min_workers, late, kept or unserved; "": of an earlier release. served_by: the scenario whose
+    workers serve it, and whose numbers have its part; absent: it has workers of its own.
     """
 
     workers: Count
@@ -42,7 +42,7 @@ class ScenarioPlan(msgspec.Struct, frozen=True, kw_only=True):
     demand: Finite
     headroom_ms: Finite | None = None
     reason: Text = ""
-    why: Label = ""
+    reason_kind: Label = ""
     served_by: Label | UnsetType = UNSET
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from relaygr_stream.wire.planner_status import WHYS, FleetPlan
+from relaygr_stream.wire.planner_status import REASON_KINDS, FleetPlan
 
 
 class PlannerMetrics:
@@ -15,7 +15,7 @@ class PlannerMetrics:
             return Gauge(f"relaygr_{name}", meaning, ["scenario", *labels], registry=registry)
 
         self._wanted = gauge("workers_wanted", "Workers that the scenario's traffic needs, min_workers at least.")
-        self._why = gauge("workers_wanted_reason", "1 at what decides how many are wanted, 0 at the rest.", "reason")
+        self._reason = gauge("workers_wanted_reason", "1 at what decides how many are wanted, 0 at the rest.", "reason")
         self._current = gauge("workers_current", "Workers that serve the scenario.")
         self._headroom = gauge(
             "slo_headroom_seconds", "The scenario's SLO less the P99 of its rankings, on the worker."
@@ -28,7 +28,7 @@ class PlannerMetrics:
             if not each.served_by:
                 self._wanted.labels(name).set(each.wanted)
                 self._current.labels(name).set(each.workers)
-                for why in WHYS:
-                    self._why.labels(name, why).set(each.why == why)
+                for kind in REASON_KINDS:
+                    self._reason.labels(name, kind).set(each.reason_kind == kind)
             headroom_ms = float("nan") if each.headroom_ms is None else each.headroom_ms
             self._headroom.labels(name).set(headroom_ms / 1e3)

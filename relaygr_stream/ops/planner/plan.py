@@ -115,8 +115,8 @@ class _Need:
         return wanted
 
     @property
-    def why(self) -> str:
-        """What decides how many are wanted, of WHYS."""
+    def reason_kind(self) -> str:
+        """What decides how many are wanted, of REASON_KINDS."""
         if not self.workers:
             return "unserved"
         if self._is_least:
@@ -192,7 +192,7 @@ def decide(
             demand=need.demand,
             headroom_ms=None if need.seen.p99_ms is None else need.scenario.slo_ms - need.seen.p99_ms,
             reason=need.reason(),
-            why=need.why,
+            reason_kind=need.reason_kind,
         )
         for name, need in needs.items()
     }

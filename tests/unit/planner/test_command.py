@@ -22,7 +22,7 @@ from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.codec import encode
-from relaygr_stream.wire.planner_status import WHYS, FleetPlan, ScenarioPlan
+from relaygr_stream.wire.planner_status import REASON_KINDS, FleetPlan, ScenarioPlan
 from relaygr_stream.wire.topic_files import load_topics
 from tests.unit.planner.test_observing import COUNTERS, status
 from tests.unit.planner.worlds import SEARCH, World, group
@@ -143,17 +143,18 @@ def test_without_scenarios_there_is_nothing_to_plan(command: list[str]) -> None:
 def test_gauges_are_those_of_the_newest_plan() -> None:
     registry = CollectorRegistry()
     metrics = PlannerMetrics(registry)
-    for wanted, headroom, why in ((3, None, "late"), (4, 12.5, "demand")):
-        each = ScenarioPlan(workers=2, wanted=wanted, demand=3.4, headroom_ms=headroom, why=why)
+    for wanted, headroom, kind in ((3, None, "late"), (4, 12.5, "demand")):
+        each = ScenarioPlan(workers=2, wanted=wanted, demand=3.4, headroom_ms=headroom, reason_kind=kind)
         metrics.show(FleetPlan(at_s=0.0, scenarios={"feed": each}))
     labels = {"scenario": "feed"}
     assert registry.get_sample_value("relaygr_workers_wanted", labels) == 4
     assert registry.get_sample_value("relaygr_workers_current", labels) == 2
     assert registry.get_sample_value("relaygr_slo_headroom_seconds", labels) == pytest.approx(0.0125)
     reasons = {
-        why: registry.get_sample_value("relaygr_workers_wanted_reason", labels | {"reason": why}) for why in WHYS
+        kind: registry.get_sample_value("relaygr_workers_wanted_reason", labels | {"reason": kind})
+        for kind in REASON_KINDS
     }
-    assert reasons == dict.fromkeys(WHYS, 0) | {"demand": 1}
+    assert reasons == dict.fromkeys(REASON_KINDS, 0) | {"demand": 1}
 
 
 async def test_a_planner_publishes_what_it_sees_and_takes_it_back_when_it_stops(

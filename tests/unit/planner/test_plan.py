@@ -15,7 +15,7 @@ from relaygr_stream.ops.planner.plan import DAY, Memory, decide
 from relaygr_stream.ops.planner.seen import VARIATION, Observation
 from relaygr_stream.ops.planner.utilisation import Kind, Work, utilisation
 from relaygr_stream.settings.scenarios import RESERVE, Scenario
-from relaygr_stream.wire.planner_status import WHYS
+from relaygr_stream.wire.planner_status import REASON_KINDS
 from tests.unit.planner.worlds import FEED, SEARCH, World, group, rate_for
 
 MINUTE = 60.0
@@ -121,7 +121,7 @@ def test_late_workers_whose_demand_fits_get_one_more_and_keep_it() -> None:
     world.run(3 * HOUR)
     assert world.workers == {"feed": 3}
     assert len(world.moves) == 1
-    assert world.step().scenarios["feed"].why == "late"
+    assert world.step().scenarios["feed"].reason_kind == "late"
 
 
 def test_who_keeps_the_slo_with_fewer_workers_asks_for_no_more() -> None:
@@ -132,14 +132,14 @@ def test_who_keeps_the_slo_with_fewer_workers_asks_for_no_more() -> None:
     plan = world.step()
     assert plan.scenarios["feed"].wanted == 2
     assert "as few kept the SLO" in plan.scenarios["feed"].reason
-    assert plan.scenarios["feed"].why == "kept"
+    assert plan.scenarios["feed"].reason_kind == "kept"
 
 
 @given(load=st.floats(0, 5), workers=st.integers(0, 5), least=st.integers(1, 5))
 def test_each_plan_has_one_kind_of_reason(load: float, workers: int, least: int) -> None:
     plan = World([scenario(min_workers=least)], {"feed": workers}, lambda at: {"feed": load}).step().scenarios["feed"]
-    assert plan.why in WHYS
-    assert plan.why == ("unserved" if not workers else "min_workers" if plan.demand < least else "demand")
+    assert plan.reason_kind in REASON_KINDS
+    assert plan.reason_kind == ("unserved" if not workers else "min_workers" if plan.demand < least else "demand")
 
 
 def test_what_was_learned_with_few_workers_does_not_stop_a_rising_demand() -> None:
@@ -220,7 +220,7 @@ def test_a_group_whose_workers_are_gone_keeps_its_demand() -> None:
     memory, _ = decide(Memory(), Observation(at_s=0, groups={"feed": group(3, rate_for(2.5))}), [FEED])
     _, plan = decide(memory, Observation(at_s=10, groups={}), [FEED])
     assert plan.scenarios["feed"].wanted == 3
-    assert (plan.scenarios["feed"].why, plan.scenarios["feed"].reason) == ("unserved", "no worker serves it")
+    assert (plan.scenarios["feed"].reason_kind, plan.scenarios["feed"].reason) == ("unserved", "no worker serves it")
 
 
 # ---- properties of any fleet ----
