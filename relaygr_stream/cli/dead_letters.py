@@ -103,6 +103,8 @@ def replay(
 
     if not (addresses or everything or reason or origin):
         raise click.UsageError("name dead letters by ADDRESS, select them with --reason or --from, or give --all")
+    if addresses and everything:
+        raise click.UsageError("--all means every dead letter; leave out --all, or the addresses")
     verdicts: list[Verdict] = []
     away = Away()
 

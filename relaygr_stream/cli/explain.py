@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from relaygr_stream.cli.options import check_pace, config_options, given, scenario_option
+from relaygr_stream.cli.options import SOURCES, check_pace, config_options, refuse_others, scenario_option
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.settings.load import Config
 from relaygr_stream.wire.messages import CostModel
@@ -54,9 +54,8 @@ def explain_command(config: Config, only: str | None, as_json_lines: bool, **fla
         raise click.UsageError(f"--only {only}: no such decision; write one of {', '.join(REASONS)}")
     seconds, away = flags.pop("seconds"), Away()
     if seconds is not None:
-        for name, flag in given().items():
-            if name in flags:
-                raise click.UsageError(f"{flag} goes with --events only")
+        takes = ("seconds", "only", "as_json_lines", "scenario")
+        refuse_others("--seconds observes a relay that runs, with its own requests and costs", *takes, *SOURCES)
         from relaygr_stream.ops.looking import look
         from relaygr_stream.ops.status.overview import LISTEN_S
         from relaygr_stream.trigger.explain import explain_live, running_policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from relaygr_stream.cli.options import settings_options
+from relaygr_stream.cli.options import SOURCES, refuse_others, settings_options
 from relaygr_stream.cli.rollout import group_name
 from relaygr_stream.ops.stopping import run_until_stopped
 from relaygr_stream.settings.schema import Settings
@@ -36,9 +36,11 @@ def lanes_command(settings: Settings, action: str | None, number: int | None, as
 
         if number is None:
             raise click.UsageError("write a number of lanes: relaygr lanes grow 64")
+        refuse_others("grow says in words what it does", "action", "number", "group", *SOURCES)
         kept = "stopped; lanes that were added stay, and clients go by the number announced last: run it again to go on"
         run_until_stopped(grow_lanes(settings, group, number, click.echo), line=kept)
         return
+    refuse_others("the load is of the group that kafka.prefix names", "as_json", *SOURCES)
     from relaygr_stream.ops.looking import look
     from relaygr_stream.ops.status.overview import LISTEN_S
 

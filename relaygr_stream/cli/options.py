@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from relaygr_stream.workload.traffic import Mix, Shift, Tide
 
 F = TypeVar("F", bound=Callable[..., Any])
+#: Parameters of a command by which its settings come.
+SOURCES: Final = ("files", "assignments", "bootstrap")
 
 
 class AddOptions(Protocol):
@@ -115,6 +117,15 @@ def given() -> dict[str, str]:
     return {
         name: flag for name, flag in named.items() if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
+
+
+def refuse_others(what: str, *takes: str) -> None:
+    """Raise click.UsageError if the command line has an option that the command would ignore then.
+
+    takes: the parameters that it does not ignore.
+    """
+    if others := ", ".join(flag for name, flag in given().items() if name not in takes):
+        raise click.UsageError(f"{what}; leave out {others}")
 
 
 def parse_share(text: str) -> float:

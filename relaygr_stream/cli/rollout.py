@@ -10,13 +10,13 @@ from typing import Final
 
 import click
 
-from relaygr_stream.cli.options import given, parse_flags, parse_share, source_options
+from relaygr_stream.cli.options import SOURCES, given, parse_flags, parse_share, refuse_others, source_options
 from relaygr_stream.ops.stopping import run_until_stopped
 
 #: Seconds in a unit of --hold.
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 #: Parameters that --back takes.
-ASKED_BACK: Final = ("back", "group", "files", "assignments", "bootstrap")
+ASKED_BACK: Final = ("back", "group", *SOURCES)
 _NAME = re.compile(r"(default|[a-z0-9][a-z0-9-]{0,23})")
 
 
@@ -101,8 +101,8 @@ def rollout_command(
       relaygr rollout --back
     """
     on_line = given()
-    if back and (others := ", ".join(flag for name, flag in on_line.items() if name not in ASKED_BACK)):
-        raise click.UsageError(f"--back moves all users back, and does nothing else; leave out {others}")
+    if back:
+        refuse_others("--back moves all users back, and does nothing else", *ASKED_BACK)
     if checkpoint is None and (flags := [flag for name, flag in on_line.items() if name in ("workers", "devices")]):
         raise click.UsageError(
             f"{' and '.join(flags)}: for workers that --checkpoint starts here; give it, or leave out these"

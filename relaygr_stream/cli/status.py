@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from relaygr_stream.cli.options import scenario_option, settings_options
+from relaygr_stream.cli.options import SOURCES, refuse_others, scenario_option, settings_options
 from relaygr_stream.ops.stopping import run_until_stopped
 from relaygr_stream.settings.schema import Settings
 
@@ -43,6 +43,7 @@ def status_command(settings: Settings, watch: bool, as_json_line: bool, forget: 
     from relaygr_stream.ops.status.overview import LISTEN_S
 
     if forget is not None:
+        refuse_others("--forget removes a record, and shows nothing", "forget", "scenario", *SOURCES)
         look(settings.kafka, _forget(settings, forget))
     elif watch:
         run_until_stopped(_show(settings, watch, as_json_line), line="stopped", exit_code=0)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from relaygr_stream.cli.options import given, parse_flags, source_options
+from relaygr_stream.cli.options import given, parse_flags, refuse_others, source_options
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.settings.scenarios import RESERVE
 from relaygr_stream.settings.section import MAX_PORT
@@ -106,14 +106,8 @@ def up_command(
 
     if rolling:
         _roll(name)
-    if fleet is not None:
-        files = (*files, fleet)
-        if "workers" not in given():
-            workers, trigger = 0, False
-    elif reserve:
-        raise click.UsageError("--reserve is for a fleet's scenarios: name its file by --fleet")
-    elif not (workers or trigger):
-        raise click.UsageError("nothing to run: --workers 0 and --no-trigger; leave out one of them")
+    workers, trigger = _of_no_scenario(workers, trigger, fleet, reserve)
+    files = files if fleet is None else (*files, fleet)
     # Loaded here so that a mistake is reported once, of each process's own settings, too, which it loads itself.
     config = load_settings(files, {"kafka.bootstrap": bootstrap, **parse_flags(assignments)})
     scenarios = groups_of(config.settings.scenarios) if fleet is not None else ()
@@ -222,15 +216,28 @@ def _listed(devices: str) -> list[str]:
     return [each.strip() for each in devices.split(",")] if devices else []
 
 
+def _of_no_scenario(workers: int, trigger: bool, fleet: str | None, reserve: int) -> tuple[int, bool]:
+    """How many workers of no scenario run, and whether their trigger. Raises click.UsageError for what clashes."""
+    if fleet is None and reserve:
+        raise click.UsageError("--reserve is for a fleet's scenarios: name its file by --fleet")
+    if fleet is None and not (workers or trigger):
+        raise click.UsageError("nothing to run: --workers 0 and --no-trigger; leave out one of them")
+    if fleet is None or "workers" in (on_line := given()):
+        return workers, trigger
+    if "trigger" in on_line:
+        raise click.UsageError(
+            "--no-trigger is of workers of no scenario, of which --fleet runs none; give --workers N"
+        )
+    return 0, False
+
+
 def _roll(name: str | None) -> NoReturn:
     """Have a running `up` restart its processes; the exit code says whether all came back."""
     from relaygr_stream.ops.door import ask_to_roll
 
-    if others := ", ".join(flag for option, flag in given().items() if option not in ("rolling", "name")):
-        raise click.UsageError(
-            f"--rolling restarts processes with the options of their own `up`, and their files read again; leave out "
-            f"{others}"
-        )
+    refuse_others(
+        "--rolling restarts processes with the options of their own `up`, and their files read again", "rolling", "name"
+    )
     failed = ask_to_roll(name, click.echo)
     if failed:
         raise RelayError(f"--rolling: {printable(failed)}; what was not restarted runs on as it was")

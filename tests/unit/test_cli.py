@@ -60,6 +60,32 @@ def test_a_private_broker_and_a_running_cluster_are_not_asked_for_together(comma
     assert "give one of them" in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "ignored"),
+    [
+        ("demo --rollout --seconds 5", "--seconds"),
+        ("demo --scenarios --checkpoint models/mine --rate 2", "--checkpoint"),
+        ("demo --rollout --scenarios", "--scenarios"),
+        ("demo --rollout --events log.csv", "--events"),
+        ("lanes --group next", "--group"),
+        ("lanes grow 128 --json", "--json"),
+        ("status --forget w1 --watch", "--watch"),
+        ("status --forget w1 --json", "--json"),
+        ("explain --seconds 1 --candidates 9", "--candidates"),
+        ("rollout --back --hold 1m", "--hold"),
+        ("up --rolling --workers 3", "--workers"),
+        ("up --fleet fleet.toml --no-trigger", "--no-trigger"),
+        ("dead-letters replay --all 0:17", "--all"),
+        ("simulate --hit-target 80%", "--hit-target"),
+        ("simulate --at 3", "--at"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused_and_named(command: str, ignored: str) -> None:
+    result = CliRunner().invoke(main, command.split())
+    assert result.exit_code == 2
+    assert ignored in result.output.splitlines()[-1]
+
+
 @pytest.mark.parametrize("command", [["bench", "slo"], ["bench", "paper"], ["demo"]])
 def test_a_seed_that_no_generator_takes_is_refused_at_once(command: list[str]) -> None:
     result = CliRunner().invoke(main, [*command, "--seed", "-1"])

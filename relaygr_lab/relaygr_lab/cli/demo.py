@@ -8,7 +8,7 @@ from typing import Literal
 
 import click
 
-from relaygr_stream.cli.options import check_cluster, parse_flags, source_options
+from relaygr_stream.cli.options import SOURCES, check_cluster, parse_flags, refuse_others, source_options
 from relaygr_stream.settings.files import check_writable
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.workload.packaged import is_packaged
@@ -86,6 +86,9 @@ def demo_command(
     from relaygr_stream.ops.stopping import run_until_stopped
 
     check_cluster(broker, bootstrap)
+    if rollout or scenarios:
+        which = "rollout" if rollout else "scenarios"
+        refuse_others(f"--{which} sends requests of its own to models of its own", which, "broker", "out", *SOURCES)
     check_writable(out, "--out")
     check_can_draw(out)
     flags = {"kafka.bootstrap": bootstrap, "model.checkpoint": checkpoint, **parse_flags(assignments)}
@@ -94,10 +97,6 @@ def demo_command(
         raise click.UsageError("--events goes with --checkpoint FOLDER: the packaged model knows generated items only")
     kind = None if bootstrap else broker or "embedded"
     if rollout or scenarios:
-        if events is not None or by_reference or (rollout and scenarios):
-            raise click.UsageError(
-                "--rollout and --scenarios each send requests of their own: give one option of these"
-            )
         instead = run_rollout_demo if rollout else run_scenarios_demo
         sys.exit(run_until_stopped(instead(kind, settings, out)))
     options = DemoOptions(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from relaygr_lab.simulate.bus import BusLatency
+from relaygr_stream.cli.options import given as flags_given
 from relaygr_stream.cli.options import head_start, parse_flags, share, source_options, taken, traffic_options
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.ops.stopping import interruptible
@@ -187,6 +188,11 @@ def _check(given: dict[str, Any]) -> None:
         raise click.UsageError(f"--pays compares the relay with full inference; leave out --mode {given['mode']}")
     if not (given["plan"] or given["pays"]) and (given["chart"] or given["headroom"]):
         raise click.UsageError("--chart and --headroom are for --plan and --pays")
+    on_line = flags_given()
+    if not (given["plan"] or given["pays"]) and "hit_target" in on_line:
+        raise click.UsageError("--hit-target is for --plan and --pays")
+    if given["fail_rack"] is None and "at" in on_line:
+        raise click.UsageError("--at says when --fail-rack happens; give both")
     if given["headroom"] == 1:
         raise click.UsageError("--headroom 100%: leaves nothing for the traffic; give less")
     if given["chart"]:

@@ -142,9 +142,9 @@ def test_a_gap_of_the_log_takes_no_time_and_changes_nothing(
         (("--events", "LOG", "--costs", "1,nan,0,0"), "not finite"),
         (("--events", "LOG", "--costs", "1e300,0,0,0"), "or this large"),
         (("--events", "LOG", "--rate", "1", "--speed", "1"), "give one of them"),
-        (("--seconds", "1", "--costs", "1,1,1,1"), "--costs goes with --events only"),
-        (("--seconds", "1", "--rate", "20"), "--rate goes with --events only"),
-        (("--seconds", "1", "--workers", "1"), "--workers goes with --events only"),
+        (("--seconds", "1", "--costs", "1,1,1,1"), "leave out --costs"),
+        (("--seconds", "1", "--rate", "20"), "leave out --rate"),
+        (("--seconds", "1", "--workers", "1"), "leave out --workers"),
     ],
 )
 def test_bad_input_is_said_in_words(arguments: tuple[str, ...], complaint: str, log: Path) -> None:
