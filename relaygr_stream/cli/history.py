@@ -118,7 +118,7 @@ def show(settings: Settings, user: str, tenant: str | None, last: int) -> None:
 
     reference, newest = asyncio.run(read())
     if reference is None:
-        click.echo("the store has no history of this user")
+        click.echo(f"the store has no history of this user of {f'tenant {whose}' if whose else 'no tenant'}")
         sys.exit(1)
     earlier = ", ".join(map(str, sorted(reference.stated())[-9:-1])) or "none"
     click.echo(f"{reference.length} behaviours, version {reference.version}, digest {reference.digest.hex()}")

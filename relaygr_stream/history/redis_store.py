@@ -131,4 +131,4 @@ async def _errors() -> AsyncIterator[None]:
         yield
     except (RedisError, OSError) as error:
         text = str(error).rpartition(" caused error: ")[2]
-        raise HistoryUnavailable(f"Redis: {type(error).__name__}: {text}") from error
+        raise HistoryUnavailable(f"history.store: Redis: {type(error).__name__}: {text}") from error

@@ -57,6 +57,9 @@ class SqliteStore(PackedStore):
         """
         key = tenant_key(tenant, user_id).encode()
 
+        if self._absent():
+            return False
+
         def work(db: sqlite3.Connection) -> bool:
             return db.execute("DELETE FROM histories WHERE user = ?", (key,)).rowcount > 0
 
@@ -75,7 +78,7 @@ class SqliteStore(PackedStore):
         self._thread.shutdown(wait=False)
 
     async def _head(self, user: str) -> Head | None:
-        return await self._run(lambda db: _head(db, user.encode()))
+        return None if self._absent() else await self._run(lambda db: _head(db, user.encode()))
 
     async def _rows(self, user: str, start: int, stop: int) -> tuple[Head | None, Behaviours]:
         return await self._run(lambda db: _rows(db, user.encode(), start, stop))
@@ -114,6 +117,10 @@ class SqliteStore(PackedStore):
                 raise HistoryUnavailable(f"{self._path}: {error}") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, on_thread)
+
+    def _absent(self) -> bool:
+        """Whether the file is not there yet, though it could be: what only reads makes none."""
+        return self._open is None and not self._path.exists() and self._path.parent.is_dir()
 
     def _connection(self) -> sqlite3.Connection:
         if self._open is None:

@@ -149,9 +149,10 @@ def open_store(settings: History) -> HistoryStore:
 
 def _of_factory(settings: History) -> HistoryStore:
     module, _, attribute = settings.store.partition(":")
-    if not attribute:
+    if not attribute.isidentifier():
         raise ConfigError(
-            "history.store names no store: set it to redis://HOST:PORT/DB, rediss://…, sqlite:FILE, or MODULE:FACTORY"
+            f"history.store = {settings.store!r} names no store: set it to redis://HOST:PORT/DB, rediss://…, "
+            f"sqlite:FILE, or MODULE:FACTORY"
         )
     try:
         factory = getattr(import_module(module), attribute)

@@ -251,8 +251,10 @@ def profile_path(name: str | Path) -> Path:
         return path
     packaged = {file.stem: file for file in packaged_dir("workers").glob("*.toml")}
     # `workers/cpu.toml`, as in the documentation, must work from any folder, not only from the clone.
-    if str(path.parent) in (".", "workers") and (stem := path.name.removesuffix(".toml")) in packaged:
+    if (is_bare or str(path.parent) == "workers") and (stem := path.name.removesuffix(".toml")) in packaged:
         return packaged[stem]
+    if path.is_dir():
+        raise ConfigError(f"{name}: is a folder; name the file in it")
     there = ", ".join(sorted(packaged))
     here = f"; for the file of this folder, write ./{name}" if is_bare and exists else ""
     raise ConfigError(f"{name}: no such file, and no packaged profile of that name; the profiles are {there}{here}")

@@ -98,6 +98,8 @@ def print_plain_tracebacks() -> None:
         logger_factory=_StderrLogger,
         cache_logger_on_first_use=False,
     )
+    # What it reports is raised, too; without any handler logging would print it beside the error.
+    logging.getLogger("aiokafka").addHandler(logging.NullHandler())
 
 
 def writes_json(telemetry: Telemetry) -> bool:

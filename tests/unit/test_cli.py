@@ -103,3 +103,22 @@ def test_without_the_laboratory_its_commands_say_how_to_install_it(monkeypatch: 
     assert "pip install ./relaygr_lab" in result.output
     assert "demo" not in CliRunner().invoke(main, ["--help"]).output.split("Commands:")[1]
     assert "No such command" in CliRunner().invoke(main, ["demon"]).output
+
+
+def test_without_a_broker_each_command_that_looks_prints_one_line_and_no_library_adds_its_own() -> None:
+    """In a program of its own: pytest has a handler for all lines of libraries."""
+    commands = (
+        *("status", "status --watch", "lanes", "lanes grow 128", "explain --seconds 1", "plan show", "rollout --back"),
+        *("topics apply", "topics verify", "topics show", "dead-letters list", "dead-letters show 0:1", "dashboard"),
+        "history erase ann",
+    )
+    program = (
+        "import sys\nfrom click.testing import CliRunner\nfrom relaygr_stream.cli.main import main\n"
+        f"for command in {commands}:\n"
+        "    done = CliRunner().invoke(main, [*command.split(), '--bootstrap', '127.0.0.1:1'])\n"
+        "    lines = done.stderr.splitlines()\n"
+        "    if done.exit_code != 1 or len(lines) != 1 or 'no Kafka broker answers at 127.0.0.1:1' not in lines[0]:\n"
+        "        print(command, done.exit_code, lines)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=WITHIN_S)
+    assert done.stdout + done.stderr == ""

@@ -175,13 +175,22 @@ def test_variables_for_tests_and_other_programs_are_left_alone() -> None:
     assert load_settings(environ={"RELAYGR_TEST_BOOTSTRAP": "x", "KAFKA_HOME": "y"}).settings == Settings()
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "npu", "trigger", "workers/cpu.toml", "cpu.toml"])
+@pytest.mark.parametrize("name", ["cpu", "cuda", "npu", "trigger", "workers/cpu.toml"])
 def test_every_packaged_profile_is_valid_and_found_from_anywhere(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert profile_path(name).is_file()
     load_settings([name], environ={})
+
+
+@pytest.mark.parametrize("name", ["fleet.toml", "./cpu.toml", "cpu.toml"])
+def test_a_file_that_is_not_here_is_never_taken_for_a_packaged_profile(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"{name}: no such file"):
+        profile_path(name)
 
 
 def test_an_unknown_profile_lists_those_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

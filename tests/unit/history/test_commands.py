@@ -118,9 +118,9 @@ def test_who_names_no_tenant_means_that_of_the_settings_as_clients_and_workers_d
     ("arguments", "settings", "said"),
     [
         (("show", "nobody"), (), "the store has no history of this user"),
-        (("show", "ann"), ("history.store=",), "history.store names no store"),
+        (("show", "ann"), ("history.store=",), "history.store = '' names no store"),
         (("import", "no-such-file"), (), "no-such-file"),
-        (("show", "ann"), ("history.store=redis://127.0.0.1:1/0",), "error: Redis: ConnectionError"),
+        (("show", "ann"), ("history.store=redis://127.0.0.1:1/0",), "error: history.store: Redis: ConnectionError"),
         (("show", "ann"), ("history.store=sqlite:/no/such/folder/x",), "unable to open database file"),
     ],
 )
@@ -130,6 +130,25 @@ def test_what_cannot_be_done_is_said(
     done = run(store, *arguments, settings=settings)
     assert done.exit_code == 1
     assert said in done.output
+
+
+@pytest.mark.parametrize("command", ["show", "erase"])
+def test_a_mistyped_file_is_not_made_by_what_only_reads(tmp_path: Path, command: str) -> None:
+    unreachable = ("kafka.bootstrap=127.0.0.1:1",)
+    assert run(tmp_path / "typo.db", command, "ann", settings=unreachable).exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("tenant", "said"), [("", "of no tenant"), ("shop", "of tenant shop")])
+def test_who_has_no_history_is_named_with_the_tenant(store: Path, tenant: str, said: str) -> None:
+    assert said in run(store, "show", "nobody", settings=(f"client.tenant={tenant}",)).output
+
+
+@pytest.mark.parametrize("name", ["redis:/localhost:6379/0", "redis", "my_store:make()", "my_store:"])
+def test_a_mistyped_store_is_named_with_what_can_be_written(store: Path, name: str) -> None:
+    done = run(store, "show", "ann", settings=(f"history.store={name}",))
+    assert done.exit_code == 1
+    assert f"{name!r} names no store: set it to redis://HOST:PORT/DB" in done.output
 
 
 @pytest.mark.parametrize("command", ["import", "append", "show", "erase"])
