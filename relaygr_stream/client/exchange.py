@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -109,18 +109,18 @@ class Hedges:
         """
         claim = self._owners.owner(home, self._max_age_ms)
         owner = None if claim is None else claim.worker
-        free = self._with_time(owner)
+        free = self._with_time(owner, but=self._owners_of(reached))
+        if not free:  # no other worker has time, as in a fleet of one: its lanes' brokers need not be looked at
+            return None
         waits_s = self._waits_s({lane for _, lanes in free for lane in lanes}.difference(tried))
 
-        def choices(patience_s: float, asked: Collection[int]) -> list[tuple[WorkerStatus, list[int]]]:
-            """Workers other than the owners of the lanes `asked`, and lanes of theirs that wait no longer."""
-            owners = (self._owners.owner(lane, self._max_age_ms) for lane in asked)
-            excluded = {claim.worker.name for claim in owners if claim is not None}
+        def choices(patience_s: float, but: Collection[str] = ()) -> list[tuple[WorkerStatus, list[int]]]:
+            """These workers without some, and lanes of theirs that wait no longer."""
             fit = {lane for lane, waiting_s in waits_s.items() if waiting_s <= patience_s}
             left = ((status, [lane for lane in lanes if lane in fit]) for status, lanes in free)
-            return [(status, lanes) for status, lanes in left if lanes and status.name not in excluded]
+            return [(status, lanes) for status, lanes in left if lanes and status.name not in but]
 
-        found = choices(late_s, reached) or choices(STUCK_S, tried)
+        found = choices(late_s) or choices(STUCK_S, self._owners_of(tried))
         if not found:
             return None
         for status, lanes in found:
@@ -130,10 +130,16 @@ class Hedges:
         (_, lanes), *_ = better_of_two([(s.queue_ms, lanes) for s, lanes in found], self._random)
         return self._random.choice(lanes)
 
-    def _with_time(self, owner: WorkerStatus | None) -> list[tuple[WorkerStatus, list[int]]]:
+    def _owners_of(self, lanes: Iterable[int]) -> set[str]:
+        """The names of the workers that own these lanes."""
+        owners = (self._owners.owner(lane, self._max_age_ms) for lane in lanes)
+        return {claim.worker.name for claim in owners if claim is not None}
+
+    def _with_time(self, owner: WorkerStatus | None, *, but: Collection[str]) -> list[tuple[WorkerStatus, list[int]]]:
         """Some workers with time, and some of the lanes of each.
 
-        owner: of the user's lane; the request is due there, however long its queue is.
+        owner: of the user's lane; the request is due there, however long its queue is. but: names of those that are out
+        of the question.
         """
         looked_at = [
             status
@@ -142,7 +148,8 @@ class Hedges:
         ]
         if owner is not None:
             looked_at = [owner, *(status for status in looked_at if status.name != owner.name)]
-        return [(each, [lane.lane for lane in draw_sample(each.lanes, self._random)]) for each in looked_at]
+        left = (each for each in looked_at if each.name not in but)
+        return [(each, [lane.lane for lane in draw_sample(each.lanes, self._random)]) for each in left]
 
     @property
     def may_spend(self) -> bool:

@@ -281,6 +281,15 @@ def test_brokers_are_looked_at_once_for_each_choice() -> None:
     assert waits.asked == 1
 
 
+@pytest.mark.parametrize("others", [[], [status("b", YOURS, queue_ms=60.0)]])
+def test_where_no_other_worker_has_time_no_lanes_broker_is_looked_at(others: list[WorkerStatus]) -> None:
+    """Every slow call asks, again and again: beyond its worker's rate that was a sixth of a client's time."""
+    waits = Waiting(lambda lane: 0.0)
+    hedges = Hedges(directory(status("a", MINE), *others), 50.0, waits=waits)
+    assert hedges.other_lane(OURS, [OURS], [OURS], LATE_S) is None
+    assert waits.asked == 0
+
+
 def test_an_owner_that_a_dead_broker_kept_the_request_from_is_asked_on_another_lane() -> None:
     """It has the prefix KV; another worker runs full inference."""
     owners = directory(status("a", [0, 1, 2]), status("b", [3, 4, 5]), status("c", [6, 7]))
