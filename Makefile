@@ -9,8 +9,8 @@ PEERS := .cache/peers/.venv
 PEERS_STAMP := $(PEERS)/.installed
 VLLM := .cache/peers/vllm
 VLLM_STAMP := $(VLLM)/.installed
-# Many tests wait for processes and brokers: four at a time keep two cores busy. 0: one after the other.
-TEST_WORKERS ?= 4
+# Every other one begins with tests that wait for brokers, so six keep two cores busy. 0: one test after the other.
+TEST_WORKERS ?= 6
 # What an installation compiles; it is installed again where one of them has changed.
 KERNELS := hatch_build.py $(shell find relaygr_stream/models/native -name '*.[ch]' -o -name CMakeLists.txt)
 # Length of a soak.

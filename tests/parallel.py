@@ -1,7 +1,8 @@
 """`--parallel N`: tests run in N forks of the pytest that has collected them.
 
 To import torch and collect takes a process twenty seconds of a core, and a fork milliseconds. Forks get whole files, in
-their order; one that finds none left gets half of what another has left.
+their order; one that finds none left gets half of what another has left. Every other fork begins with the files whose
+tests use a broker, and wait for it: meanwhile the others compute.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from relaygr_stream.ops.children import end_with_parent
 
 #: What a fork knows of: the item that runs, and the next one, for which pytest keeps fixtures.
 AHEAD: Final = 2
+#: The fixture of tests that use a broker.
+BROKERS: Final = "brokers"
 
 
 class Fork:
     """A process that runs tests, seen from the one that collected them. Each item is its index in the session."""
 
-    def __init__(self, session: pytest.Session) -> None:
+    def __init__(self, session: pytest.Session, *, waits: bool) -> None:
+        self.waits = waits
         self.link, theirs = Pipe()
         self.told = deque[int]()
         self.left = deque[int]()
@@ -52,7 +56,7 @@ class Parallel:
 
     def __init__(self, forks: int) -> None:
         self._number = forks
-        self._files = deque[deque[int]]()
+        self._computing, self._waiting = deque[deque[int]](), deque[deque[int]]()
         self._forks: dict[object, Fork] = {}
 
     @pytest.hookimpl(tryfirst=True)
@@ -61,13 +65,14 @@ class Parallel:
             return None  # pytest's own says why nothing runs
         if reporter := session.config.pluginmanager.get_plugin("terminalreporter"):
             reporter.showfspath = False  # results come from several files at a time
-        items = range(len(session.items))
-        self._files.extend(deque(file) for _, file in groupby(items, lambda item: session.items[item].path))
-        gc.collect()
+        for _, file in groupby(range(len(session.items)), lambda item: session.items[item].path):
+            items = deque(file)
+            waits = any(BROKERS in getattr(session.items[item], "fixturenames", ()) for item in items)
+            (self._waiting if waits else self._computing).append(items)
         gc.freeze()  # what is shared stays so
         try:
-            for _ in range(self._number):
-                self._fork(session)
+            for number in range(self._number):
+                self._fork(session, waits=bool(number % 2))
             while self._forks:
                 for link in wait([fork.link for fork in self._forks.values()]):
                     self._hear(session, self._forks[link])
@@ -81,8 +86,8 @@ class Parallel:
             raise session.Interrupted(session.shouldstop)
         return True
 
-    def _fork(self, session: pytest.Session) -> None:
-        fork = Fork(session)
+    def _fork(self, session: pytest.Session, *, waits: bool) -> None:
+        fork = Fork(session, waits=waits)
         self._forks[fork.link] = fork
         for _ in range(AHEAD):
             self._tell(session, fork)
@@ -92,7 +97,8 @@ class Parallel:
         item: int | None = None
         if not (session.shouldfail or session.shouldstop):
             if not fork.left:
-                fork.left = self._files.popleft() if self._files else self._half()
+                files = (self._waiting or self._computing) if fork.waits else (self._computing or self._waiting)
+                fork.left = files.popleft() if files else self._half()
             if fork.left:
                 fork.told.append(item := fork.left.popleft())
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended
@@ -128,8 +134,8 @@ class Parallel:
         item = session.items[fork.told.popleft()]
         report = pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")
         session.config.hook.pytest_runtest_logreport(report=report)
-        self._files.extend(file for file in (fork.told, fork.left) if file)
-        self._fork(session)
+        self._computing.extend(file for file in (fork.told, fork.left) if file)
+        self._fork(session, waits=fork.waits)
 
 
 class Told:

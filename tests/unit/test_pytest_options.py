@@ -124,6 +124,31 @@ def test_forks_report_everything_and_a_dead_one_is_replaced(tmp_path: Path) -> N
     assert "number 4" in done.stdout and "number 5" not in done.stdout
 
 
+NOTED = """
+import os, pathlib, pytest
+
+@pytest.fixture
+def brokers():
+    pass
+
+def test_it(FIXTURE):
+    with open(f"{os.getpid()}.ran", "a") as ran:
+        ran.write("NUMBER")
+"""
+
+
+def test_one_fork_waits_for_brokers_while_the_other_computes(tmp_path: Path) -> None:
+    fixtures = ("tmp_path", "tmp_path", "tmp_path", "tmp_path", "brokers", "brokers")
+    for number, fixture in enumerate(fixtures):
+        text = NOTED.replace("FIXTURE", fixture).replace("NUMBER", str(number))
+        (tmp_path / f"test_{number}.py").write_text(text)
+    files = [f"test_{number}.py" for number in range(len(fixtures))]
+    done = run_marked(tmp_path, "--parallel", "2", *files)
+    assert "6 passed" in done.stdout.splitlines()[-1], f"{done.stdout}\n{done.stderr}"
+    ran = [path.read_text() for path in tmp_path.glob("*.ran")]
+    assert {each[:2] for each in ran} == {"01", "45"}
+
+
 def test_where_time_is_limited_the_parts_come_before_whole_fleets(tmp_path: Path) -> None:
     for name in ("e2e", "unit"):
         (tmp_path / name).mkdir()

@@ -12,7 +12,7 @@ import trustme
 from relaygr_stream.ops.brokers.distribution import free_ports
 from relaygr_stream.settings.schema import History
 from tests import needs
-from tests.waiting import WITHIN_S, until
+from tests.waiting import WITHIN_S, until_blocking
 
 
 class RedisServer:
@@ -35,14 +35,18 @@ class RedisServer:
         given = {"store": f"{scheme}://localhost:{self.port}/0", "tls_ca": ca, "password": self.password, **changes}
         return History(**{"timeout_ms": 20_000.0, **given})
 
-    async def __aenter__(self) -> RedisServer:
-        await self.start()
+    def __enter__(self) -> RedisServer:
+        self.start()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
-    async def start(self) -> None:
+    @property
+    def runs(self) -> bool:
+        return self._process is not None
+
+    def start(self) -> None:
         port = ["--port", str(self.port)]
         if self.tls:
             port = [
@@ -76,8 +80,8 @@ class RedisServer:
             "no",
         ]
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: ASYNC220
-        await until(lambda: b"Ready to accept connections" in (self.folder / "log").read_bytes()[self._log_from :])
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        until_blocking(lambda: b"Ready to accept connections" in (self.folder / "log").read_bytes()[self._log_from :])
 
     _log_from = 0
 

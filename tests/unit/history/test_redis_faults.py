@@ -32,7 +32,7 @@ def kept_by(store: RedisStore, server: RedisServer, **changes: Any) -> Histories
 
 
 async def test_tls_and_a_password(tmp_path: Path) -> None:
-    async with RedisServer(tmp_path, password="a secret of sixteen", tls=True) as server:
+    with RedisServer(tmp_path, password="a secret of sixteen", tls=True) as server:
         store = RedisStore(server.settings())
         written = await store.append("u", "", history(100))
         assert await store.reference("u") == written
@@ -62,7 +62,7 @@ async def test_a_restarted_server_has_what_was_written_and_readers_go_on(redis_s
     redis_server.stop()
     with pytest.raises(HistoryUnavailable, match="ConnectionError"):
         await histories.find("u", "", written, monotonic() + 20)
-    await redis_server.start()
+    redis_server.start()
     assert await histories.find("u", "", written, monotonic() + 20) == history(100)
     assert (await store.append("u", "", history(110).slice(100, 110))).length == 110
     await store.close()
@@ -82,7 +82,7 @@ async def test_a_read_is_tried_again_until_the_server_is_back(
     waiting = asyncio.create_task(histories.find("u", "", written, monotonic() + 60))
     failed = partial(registry.get_sample_value, "relaygr_history_reads_total", {"result": "unavailable"})
     await until(failed, "a read has failed")
-    await redis_server.start()
+    redis_server.start()
     assert await waiting == history(100)
     await store.close()
 
@@ -182,7 +182,7 @@ async def test_a_worker_goes_on_while_redis_is_away_and_recovers(
         carried = await peer.reply(await peer.rank("r3", "other", 60))
         assert carried.status == "ok"
         assert worker.ready
-        await redis_server.start()
+        redis_server.start()
         again = await peer.reply(await rank(peer, "r4", "other", other))
         assert again.status == "ok"
         np.testing.assert_allclose(again.matrix(), carried.matrix(), rtol=1e-5, atol=1e-6)

@@ -27,14 +27,13 @@ from tests.unit.history.servers import RedisServer
 
 
 @pytest.fixture(params=["sqlite", "redis", "own"])
-async def settings(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[History]:
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> History:
     if request.param == "redis":
-        async with RedisServer(tmp_path) as server:
-            yield server.settings()
-    elif request.param == "own":
-        yield History(store=f"{own_store.__name__}:make", prefix=str(tmp_path))
-    else:
-        yield History(store=f"sqlite:{tmp_path / 'histories'}", timeout_ms=20_000.0)
+        server: RedisServer = request.getfixturevalue("redis_server")
+        return server.settings()
+    if request.param == "own":
+        return History(store=f"{own_store.__name__}:make", prefix=str(tmp_path))
+    return History(store=f"sqlite:{tmp_path / 'histories'}", timeout_ms=20_000.0)
 
 
 @pytest.fixture

@@ -307,8 +307,8 @@ def _clipped(tokens: Tokens) -> Tokens:
 
 class ShortTable(Plain):
     def prefill(self, kv: KVRegion, tokens: Tokens) -> None:
-        if kv.length + len(tokens) > 40:
-            raise IndexError("position 40 is out of range")
+        if kv.length + len(tokens) > 24:
+            raise IndexError("position 24 is out of range")
         super().prefill(kv, tokens)
 
 

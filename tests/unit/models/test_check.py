@@ -76,7 +76,7 @@ from tests.unit.models.broken_models import (
 
 BOUNDS = RequestBounds(prefix=120, suffix=16, candidates=20, items=50, max_stale=9)
 #: Enough for every model that is broken: what is exact, and is served, is checked with longer prefixes.
-SHORTER = replaced(BOUNDS, prefix=40)
+SHORTER = replaced(BOUNDS, prefix=12)
 SMALL = settings.Model(layers=2, dim=16, heads=2, dqk=8, dv=12, vocab=50, max_positions=200, scale_tokens=64)
 
 

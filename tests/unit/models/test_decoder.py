@@ -154,7 +154,7 @@ def hugging(kind: Callable[[], nn.Module], dtype: torch.dtype = torch.float32, *
 
 
 def failed(make: Callable[[torch.dtype], DecoderModel]) -> list[str]:
-    probe = Probe(make, CPU, torch.float32, replace(BOUNDS, prefix=40), seed=1)
+    probe = Probe(make, CPU, torch.float32, replace(BOUNDS, prefix=12), seed=1)
     return [finding.about.name for finding in run_properties(probe) if finding.verdict == "FAILED"]
 
 
