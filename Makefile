@@ -194,7 +194,7 @@ example-dlrmv3: $(STAMP) ## do longer histories predict ratings better on DLRMv3
 
 example-movielens: $(STAMP) ## train on DATA=FILE, check, serve, compare: offline and served quality, what length buys (CHECK=1 judges; ARGS=--quick)
 	@[ -n "$(DATA)" ] || { echo "make: name the data: make example-movielens DATA=FILE (examples/movielens/README.md)"; exit 1; }
-	$(BIN)/python -m examples.movielens --data "$(DATA)" $(if $(CHECK),--check) $(ARGS)
+	$(BIN)/python -m examples.movielens --data "$(DATA)" $(ARGS)
 
 demo-checkpoint: $(STAMP) ## train checkpoints/demo, the model of make demo, anew (one thread, half an hour)
 	$(BIN)/python -m examples.demo.train $(ARGS)

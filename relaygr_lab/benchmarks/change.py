@@ -1,6 +1,6 @@
 """What a change of the fleet costs its users: a worker killed, all workers restarted, a new model rolled out, prefix KV
 handed over, lanes that move by load. Real processes, the broker at hand (Kafka where KAFKA_HOME is set). --quick: fewer
-users, fewer repeats. CHECK=1 judges and exits non-zero naming the targets missed.
+users, fewer repeats. CHECK=1 judges and exits non-zero, naming the bounds not kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from change_lanes import lanes
 from change_restart import memory_folder, restarts
 from change_rollout import rollouts
 from change_wire import wire
-from targets import judge
+from judge import judge
 
 
 def main() -> None:

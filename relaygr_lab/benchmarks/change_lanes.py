@@ -127,7 +127,7 @@ class LaneWatch:
 
 
 def report(numbers: Seen, measured: Seen, moved: Sequence[int], lost: int, rankings: int) -> list[str]:
-    """Print both; returns the targets missed. moved: lanes, each as often as it moved; lost: of all rankings.
+    """Print both; returns the bounds not kept. moved: lanes, each as often as it moved; lost: of all rankings.
 
     Raises NotValid for too few rankings to tell.
     """
@@ -141,7 +141,7 @@ def report(numbers: Seen, measured: Seen, moved: Sequence[int], lost: int, ranki
         )
     again = len(moved) - len(set(moved))
     print(f"{len(set(moved))} of {LANES} lanes moved, {again} again; {lost} of {rankings} rankings lost")
-    missed = [f"lanes: {lost} rankings lost"] if lost else []
+    broken = [f"lanes: {lost} rankings lost; bound: none"] if lost else []
     ratio = measured.largest / above_0(numbers.largest, "the largest load by number")
     shares = ratio_bounds(measured.rankings, measured.of_largest, numbers.rankings, numbers.of_largest)
     of_share = ratio * numbers.of_largest / numbers.rankings / (measured.of_largest / measured.rankings)
@@ -151,12 +151,12 @@ def report(numbers: Seen, measured: Seen, moved: Sequence[int], lost: int, ranki
     if low <= LARGEST and high >= 1.0:
         raise NotValid(f"lanes: {told}: too few rankings to tell {LARGEST:g} from 1")
     if low > LARGEST:
-        missed.append(f"lanes: {told}; at most {LARGEST:g} is wanted")
+        broken.append(f"lanes: {told}; bound: at most {LARGEST:g}")
     if measured.p99_ms > above_0(numbers.p99_ms, "P99 by number"):
-        missed.append(f"lanes: P99 {measured.p99_ms:.0f} ms by load, {numbers.p99_ms:.0f} by number")
+        broken.append(f"lanes: P99 {measured.p99_ms:.0f} ms by load; bound: {numbers.p99_ms:.0f} by number")
     if again:
-        missed.append(f"lanes: {again} moved more than once")
-    return missed
+        broken.append(f"lanes: {again} moved more than once; bound: none")
+    return broken
 
 
 async def slowed_by(kafka: Kafka) -> float:
@@ -196,7 +196,7 @@ async def play(fleet: ChangingFleet, averaging: float, slowed: float) -> list[st
 
 
 async def lanes(*, quick: bool) -> list[str]:
-    """Play, print the table, and return the targets missed."""
+    """Play, print the table, and return the bounds not kept."""
     averaging = 0.3 if quick else 1.0
     kind = broker_at_hand()
     print(
@@ -227,8 +227,8 @@ async def lanes(*, quick: bool) -> list[str]:
             fleet = ChangingFleet(settings, Path(name), traffic, MODULE, print, options)
             async with fleet.serving():
                 before = CpuTimes.now()
-                missed = await play(fleet, averaging, slowed)
+                broken = await play(fleet, averaging, slowed)
                 disturbed = disturbance(before, CpuTimes.now())
     if disturbed:
         raise NotValid(f"lanes: {disturbed}")
-    return missed
+    return broken

@@ -52,7 +52,7 @@ WINDOW_S: Final = 30.0
 TIMEOUT_S: Final = 20.0
 LANES_S: Final = 90.0
 #: Of the misses without a file. What is left is of users who are ranked elsewhere while their worker is away.
-MOST_MISSED: Final = 0.5
+MOST_MISSES: Final = 0.5
 
 Event = Literal["kill", "absence", "rolling"]
 
@@ -72,10 +72,10 @@ class Run:
     @property
     def hits(self) -> float:
         """Share of hits among all rankings by returning users."""
-        return 1 - self.missed / len(self.returns) if self.returns else math.nan
+        return 1 - self.misses / len(self.returns) if self.returns else math.nan
 
     @property
-    def missed(self) -> int:
+    def misses(self) -> int:
         """Rankings by returning users that were no hits."""
         return sum(outcome not in HITS for outcome in self.returns)
 
@@ -199,11 +199,11 @@ def memory_folder() -> str | None:
 
 
 async def restarts(parent: str | None, *, quick: bool) -> list[str]:
-    """Play each event without and with a file, below this folder; prints the table and returns the targets missed."""
+    """Play each event without and with a file, below this folder; prints the table and returns the bounds not kept."""
     kind, repeats = broker_at_hand(), 1 if quick else 2
     print(f"warm restart: {USERS} users of {TOKENS} tokens, {RATE:g} rankings a second, half by them; broker: {kind}")
-    print(f"{'event':<10} {'file':<6} {'away s':>8} {'returns':>8} {'missed':>8} {'hits':>8} {'failed':>7}")
-    missed, unsure = [], []
+    print(f"{'event':<10} {'file':<6} {'away s':>8} {'returns':>8} {'misses':>8} {'hits':>8} {'failed':>7}")
+    broken, unsure = [], []
     events: tuple[Event, ...] = ("kill", "absence", "rolling")
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
@@ -218,7 +218,7 @@ async def restarts(parent: str | None, *, quick: bool) -> list[str]:
                 for file, run in runs.items():
                     print(
                         f"{event:<10} {'yes' if file else 'no':<6} {run.away_s:>8.1f} {len(run.returns):>8} "
-                        f"{run.missed:>8} {run.hits:>8.0%} {run.failed:>7}"
+                        f"{run.misses:>8} {run.hits:>8.0%} {run.failed:>7}"
                     )
                 try:
                     found = verdict(event, runs[True], runs[False])
@@ -228,23 +228,23 @@ async def restarts(parent: str | None, *, quick: bool) -> list[str]:
                 if disturbed := disturbance(before, CpuTimes.now()):
                     unsure.append(f"{event}: {disturbed}")
                 else:
-                    missed += found
+                    broken += found
     if unsure:
-        raise NotValid("; ".join([*unsure, *(f"missed: {each}" for each in missed)]))
-    return missed
+        raise NotValid("; ".join([*unsure, *(f"bound not kept: {each}" for each in broken)]))
+    return broken
 
 
 def verdict(event: str, file: Run, none: Run) -> list[str]:
-    """The targets that this event misses for sure. Raises NotValid where its misses do not tell."""
+    """The bounds that this event surely does not keep. Raises NotValid where its misses do not tell."""
     for run in (file, none):
         some(run.returns, f"returns of users after {event}")
-    low, high = ratio_bounds(len(file.returns), file.missed, len(none.returns), none.missed)
-    told = f"{event}: with a file {file.missed} misses of {len(file.returns)}, without {none.missed} of "
+    low, high = ratio_bounds(len(file.returns), file.misses, len(none.returns), none.misses)
+    told = f"{event}: with a file {file.misses} misses of {len(file.returns)}, without {none.misses} of "
     told += f"{len(none.returns)}: between {low:.2f} and {high:.2f} times the share, with 95 % confidence"
     print(told, flush=True)
-    if low <= MOST_MISSED and high >= 1.0:
-        raise NotValid(f"{told}; too few to tell {MOST_MISSED:g} from 1")
-    missed = [f"{told}; at most {MOST_MISSED:g} is wanted"] if low > MOST_MISSED else []
+    if low <= MOST_MISSES and high >= 1.0:
+        raise NotValid(f"{told}; too few to tell {MOST_MISSES:g} from 1")
+    broken = [f"{told}; bound: at most {MOST_MISSES:g}"] if low > MOST_MISSES else []
     if file.failed > none.failed:
-        missed.append(f"{event}: {file.failed} rankings failed with a file, {none.failed} without")
-    return missed
+        broken.append(f"{event}: {file.failed} rankings failed with a file; bound: {none.failed} without")
+    return broken

@@ -38,7 +38,7 @@ P99: Final = 1.0
 
 
 def report(changes: Sequence[Change]) -> list[str]:
-    """Print them; returns the targets missed."""
+    """Print them; returns the bounds not kept."""
     print(
         f"{'change':<16} {'hits before':>11} {'least':>7} {'below 0.9':>10} {'P99 before':>11} {'P99':>9} {'lost':>6}"
     )
@@ -51,12 +51,12 @@ def report(changes: Sequence[Change]) -> list[str]:
     for each in changes:
         if each.rankings < WINDOW:
             raise NotValid(f"{each.name}: {each.rankings} rankings, too few for a mean of {WINDOW}")
-    missed = [f"{each.name}: {each.lost} rankings lost" for each in changes[:2] if each.lost]
+    broken = [f"{each.name}: {each.lost} rankings lost; bound: none" for each in changes[:2] if each.lost]
     if warm.least < LEAST_HITS:
-        missed.append(f"rollout: hits fell to {warm.least:.2f} of those before, {LEAST_HITS:g} wanted")
+        broken.append(f"rollout: hits fell to {warm.least:.2f} of those before; bound: at least {LEAST_HITS:g}")
     if warm.p99_ms > P99 * above_0(restarts.p99_ms, "P99 with restarts"):
-        missed.append(f"rollout: P99 {warm.p99_ms:.0f} ms, {restarts.p99_ms:.0f} ms with restarts")
-    return missed
+        broken.append(f"rollout: P99 {warm.p99_ms:.0f} ms; bound: {P99:g} × {restarts.p99_ms:.0f} ms with restarts")
+    return broken
 
 
 async def play(fleet: ChangingFleet, plan: Plan) -> list[Change]:
@@ -85,11 +85,11 @@ async def usual() -> tuple[float, float]:
 
 
 async def rollouts(*, quick: bool) -> list[str]:
-    """Play both fleets, print their tables, and return the targets missed."""
+    """Play both fleets, print their tables, and return the bounds not kept."""
     plan = Plan.from_shares([0.25, 0.5, 1.0], 5.0) if quick else Plan.from_shares([0.1, 0.25, 0.5, 1.0], 20.0)
     emulated = Traffic(users=400 if quick else 1500, rate=60.0, tokens=TOKENS)
-    missed = await of_fleet("emulated devices", MODULE, Model(factory=FACTORY, checkpoint=str(COSTS)), emulated, plan)
-    return missed + await of_fleet("the real engine", "relaygr_stream", REAL, REAL_TRAFFIC, plan)
+    broken = await of_fleet("emulated devices", MODULE, Model(factory=FACTORY, checkpoint=str(COSTS)), emulated, plan)
+    return broken + await of_fleet("the real engine", "relaygr_stream", REAL, REAL_TRAFFIC, plan)
 
 
 async def of_fleet(what: str, module: str, model: Model, traffic: Traffic, plan: Plan) -> list[str]:
@@ -112,7 +112,7 @@ async def of_fleet(what: str, module: str, model: Model, traffic: Traffic, plan:
             fleet = ChangingFleet(settings, Path(name), traffic, module, print)
             async with fleet.serving():
                 try:
-                    missed = report(await play(fleet, plan))
+                    broken = report(await play(fleet, plan))
                 except RelayError as error:  # the users came back
-                    missed = [str(error)]
-    return [f"{what}: {each}" for each in missed]
+                    broken = [str(error)]
+    return [f"{what}: {each}" for each in broken]

@@ -237,7 +237,7 @@ async def _drop(taker: LoneWorker) -> None:
 
 
 async def wire(*, quick: bool) -> list[str]:
-    """Prints both tables and returns the targets missed."""
+    """Prints both tables and returns the bounds not kept."""
     spawn = multiprocessing.get_context("spawn")
     pipe, theirs = spawn.Pipe()
     child = spawn.Process(target=_give, args=(theirs,), daemon=True)
@@ -246,12 +246,12 @@ async def wire(*, quick: bool) -> list[str]:
         async with worker(TAKER) as taker:
             address = await asyncio.to_thread(pipe.recv)
             pipe.send(taker.service.address)
-            missed = await _speed(taker, pipe, address, 8 if quick else 16)
-            missed += await _felt(taker, pipe, address, 90.0 if quick else 240.0)
+            broken = await _speed(taker, pipe, address, 8 if quick else 16)
+            broken += await _felt(taker, pipe, address, 90.0 if quick else 240.0)
         pipe.send(None)
     finally:
         child.join(20)
-    return missed
+    return broken
 
 
 class Taken(NamedTuple):
@@ -304,7 +304,7 @@ async def _speed(taker: LoneWorker, pipe: Connection, address: str, repeats: int
     for what, each in (("speed", speeds), ("bytes for a second of the processors", times)):
         print(f"{what}: {median(each):.2f} of the plain socket's, {min(each):.2f} to {max(each):.2f}")
     if (share := median(speeds)) < LEAST_OF_FLOOR:
-        return [f"hand-over: {share:.2f} of a plain socket's speed, at least {LEAST_OF_FLOOR}"]
+        return [f"hand-over: {share:.2f} of a plain socket's speed; bound: at least {LEAST_OF_FLOOR}"]
     return []
 
 
@@ -352,7 +352,11 @@ async def _felt(taker: LoneWorker, pipe: Connection, address: str, seconds: floa
     slower, (least, most) = _slower(during, apart), _interval(during, apart)
     counted = f"{len(turns)} of {len(every)} turns"
     print(f"P99 while giving: {slower:.2f} × that without; {counted}, 95 %: {least:.2f} to {most:.2f}")
-    return [f"P99 while giving: {slower:.2f} × that without"] if slower > MOST_SLOWER else []
+    return (
+        [f"P99 while giving: {slower:.2f} × that without; bound: at most {MOST_SLOWER:g}"]
+        if slower > MOST_SLOWER
+        else []
+    )
 
 
 def _slower(during: list[list[float]], apart: list[list[float]]) -> float:

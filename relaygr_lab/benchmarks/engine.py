@@ -1,7 +1,7 @@
 """How close the engine comes to the machine: every time beside its floor, all measured in one run.
 
     python relaygr_lab/benchmarks/engine.py [--device cpu|cuda|npu] [--quick] [--json FILE]
-        CHECK=1: non-zero, targets missed
+        CHECK=1: non-zero, bounds not kept
 
 Floor of an operation: its multiply-adds, SiLU and conversions, each at its own measured peak, or the bytes of weights
 and K/V at the measured bandwidth, whichever takes longer; norms and sums come for nothing. On a CPU the peaks are those
@@ -24,14 +24,14 @@ from engine_load import EngineLoad
 from engine_report import Report
 from engine_turns import behind_a_pause, both_dtypes, recorded, threads
 from floors import Cost, Floors, Machine, Work, dtype_name
-from targets import judge
+from judge import judge
 
 from relaygr_stream import settings
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.devices import select_device
 from relaygr_stream.models.kv import KVRegion
 
-#: Where the targets below are judged: prefix tokens, candidates.
+#: Where the bounds below are judged: prefix tokens, candidates.
 PREFIX: Final = 2048
 CANDIDATES: Final = 64
 EXTENSION: Final = 64  # tokens by which a cached prefix is extended
@@ -66,7 +66,7 @@ class EngineBench:
         self.linearity([hit for hit, _ in hits])
         ratios = [ratio for _, ratio in hits]
         growing = all(later > earlier for earlier, later in itertools.pairwise(ratios))
-        self.judge(growing, f"full / hit does not grow with length: {', '.join(f'{ratio:.1f}' for ratio in ratios)}")
+        self.judge(growing, f"full / hit: {', '.join(f'{ratio:.1f}' for ratio in ratios)}; bound: grows with length")
         self.ragged()
 
     def prefix(self, prefix: int) -> tuple[float, float]:
@@ -86,12 +86,18 @@ class EngineBench:
         whole, floors = self.measure(f"prefill {prefix}", infer, cost)
         if prefix in PREFILL_PREFIXES and load.device.type == "cpu":
             share = floors.seconds(cost) / whole
-            self.judge(share >= PREFILL_OF_FLOOR, f"prefill {prefix} reaches {share:.0%} of the floor's rate")
+            self.judge(
+                share >= PREFILL_OF_FLOOR,
+                f"prefill {prefix}: {share:.0%} of the floor's rate; bound: at least {PREFILL_OF_FLOOR:.0%}",
+            )
         extension, _ = self.measure(f"extend {prefix} by {EXTENSION}", append, load.extend_cost(prefix, EXTENSION))
         share = extension / whole
         self.report.note(self.dtype, "extension / recomputing", f"{share:.1%}", share=share)
         if prefix == PREFIX:
-            self.judge(share <= EXTENSION_OF_WHOLE, f"extending {prefix} by {EXTENSION} costs {share:.1%} of the whole")
+            self.judge(
+                share <= EXTENSION_OF_WHOLE,
+                f"extending {prefix} by {EXTENSION}: {share:.1%} of the whole; bound: at most {EXTENSION_OF_WHOLE:.1%}",
+            )
         kv.length = prefix
         hits = [self.hit(kv, candidates, whole, cost) for candidates in self.options.candidates]
         return hits[0]
@@ -111,7 +117,9 @@ class EngineBench:
             ratio=ratio, of_floors=at_floor,
         )  # fmt: skip
         if prefix in HIT_PREFIXES and candidates == CANDIDATES and load.device.type == "cpu":
-            self.judge(took <= HIT_OF_FLOOR * floor, f"{name} takes {took / floor:.2f} × its floor")
+            self.judge(
+                took <= HIT_OF_FLOOR * floor, f"{name}: {took / floor:.2f} × its floor; bound: at most {HIT_OF_FLOOR:g}"
+            )
         return took, ratio
 
     def linearity(self, hits: list[float]) -> None:
@@ -125,7 +133,7 @@ class EngineBench:
         name = f"score {self.options.candidates[0]} on a hit, µs per further prefix token"
         self.report.note(self.dtype, name, f"{text}; dearest / first {growth:.2f}", growth=growth)
         self.judge(
-            growth <= LINEAR, f"a hit's cost is not linear: a further token costs {growth:.2f} × that of the first"
+            growth <= LINEAR, f"a hit's further token: {growth:.2f} × the cost of the first; bound: at most {LINEAR:g}"
         )
 
     def ragged(self) -> None:
@@ -144,7 +152,7 @@ class EngineBench:
         together, apart = self.machine.race((lambda: load.model.score(batch), one_by_one), 2 * self.options.seconds)
         name = f"ragged batch of {len(batch)}: one by one / together"
         self.report.note(self.dtype, name, f"{apart / together:.2f}", ratio=apart / together)
-        self.judge(apart > together, f"a ragged batch takes {together / apart:.2f} times as long as one by one")
+        self.judge(apart > together, f"a ragged batch: {together / apart:.2f} × the time one by one; bound: below 1")
         self.measure(f"score a ragged batch of {len(batch)}", lambda: load.model.score(batch), load.batch_cost(batch))
         self.exactness(batch)
 
@@ -156,13 +164,16 @@ class EngineBench:
         deviation = float((together - alone).abs().max() / alone.abs().max())
         if self.dtype == torch.float32:
             self.report.note(self.dtype, "batch against alone", f"{deviation:.1e} relative", deviation=deviation)
-            self.judge(deviation <= EXACT, f"a batch changes scores by {deviation:.1e}")
+            self.judge(deviation <= EXACT, f"a batch changes scores by {deviation:.1e}; bound: at most {EXACT:.0e}")
             return
         truth = self.truth(batch)
         errors = [float((scores - truth).square().mean().sqrt()) for scores in (together, alone)]
         text = f"root mean square error to float32: {errors[0]:.2e} in the batch, {errors[1]:.2e} alone"
         self.report.note(self.dtype, "batch against alone", text, batch=errors[0], alone=errors[1])
-        self.judge(errors[0] <= NO_FURTHER * errors[1], f"a batch is {errors[0] / errors[1]:.2f} × as far from float32")
+        self.judge(
+            errors[0] <= NO_FURTHER * errors[1],
+            f"a batch: {errors[0] / errors[1]:.2f} × as far from float32; bound: at most {NO_FURTHER:g}",
+        )
 
     def truth(self, batch: list[ScoreInput]) -> torch.Tensor:
         """The same rankings by the float32 model, on the same K and V."""
@@ -216,7 +227,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64, help="query, key and value width per head")
     parser.add_argument("--seconds", type=float, default=1.5, help="time spent on each figure, floors included")
     parser.add_argument("--quick", action="store_true", help="bfloat16, prefixes of 512 and 2048 tokens: 30 seconds")
-    parser.add_argument("--json", type=Path, help="write the figures and the targets missed to this file")
+    parser.add_argument("--json", type=Path, help="write the figures and the bounds not kept to this file")
     options = parser.parse_args()
     if options.quick:
         options.dtype, options.prefix = ["bfloat16"], [512, PREFIX]
@@ -248,9 +259,9 @@ def main() -> list[str]:
     copies(EngineLoad(shape, device, getattr(torch, options.dtype[0])), machine, report, options.seconds)
     print()
     if options.json:
-        found = {"machine": machine.describe(), "figures": report.figures, "missed": report.missed}
+        found = {"machine": machine.describe(), "figures": report.figures, "broken": report.broken}
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    return report.missed
+    return report.broken
 
 
 if __name__ == "__main__":

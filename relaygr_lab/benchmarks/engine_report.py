@@ -1,4 +1,4 @@
-"""What the engine's bench found: printed as it comes, kept for `--json`, judged against the targets."""
+"""What the engine's bench found: printed as it comes, kept for `--json`, judged by the bounds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from floors import Cost, Floors, dtype_name
 
 
 class Report:
-    """Prints figures as they come; keeps them, and the targets missed."""
+    """Prints figures as they come; keeps them, and the bounds not kept."""
 
     def __init__(self) -> None:
         self.figures: list[dict[str, Any]] = []
-        self.missed: list[str] = []
+        self.broken: list[str] = []
 
     def head(self, title: str) -> None:
         print(f"\n{title}\n{'':44} {'ms':>9} {'floor':>9} {'× floor':>8} {'of peak':>8}", flush=True)
@@ -34,4 +34,4 @@ class Report:
 
     def check(self, holds: bool, what: str) -> None:
         if not holds:
-            self.missed.append(what)
+            self.broken.append(what)

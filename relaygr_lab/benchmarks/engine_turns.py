@@ -60,7 +60,7 @@ def both_dtypes(loads: list[EngineLoad], machine: Machine, report: Report, prefi
         slow, fast = machine.race((single.works()[name], in_half), 2 * seconds)
         times, text = slow / fast, f"{name} of {prefix}: bfloat16 / float32"
         report.note(torch.bfloat16, text, f"{times:.2f} × as fast, the peaks {peaks:.2f}", ratio=times, of_peaks=peaks)
-        report.check(times >= OF_PEAKS * peaks, f"{text} is {times:.2f}, below {OF_PEAKS} × {peaks:.2f}")
+        report.check(times >= OF_PEAKS * peaks, f"{text} is {times:.2f}; bound: at least {OF_PEAKS} × {peaks:.2f}")
 
 
 def threads(load: EngineLoad, machine: Machine, report: Report, prefix: int, seconds: float) -> None:
@@ -75,7 +75,9 @@ def threads(load: EngineLoad, machine: Machine, report: Report, prefix: int, sec
         alone, together = machine.race((work, _with_threads(work)), 2 * seconds)
         ratio, text = alone / together, f"{name} of {prefix} with {THREADS} threads"
         report.note(load.dtype, text, f"{ratio:.2f} × as fast as with one", ratio=ratio)
-        report.check(ratio >= FASTER[name], f"{text} is {ratio:.2f} × as fast as with one (aim {FASTER[name]})")
+        report.check(
+            ratio >= FASTER[name], f"{text} is {ratio:.2f} × as fast as with one; bound: at least {FASTER[name]}"
+        )
 
 
 def _with_threads(work: Work) -> Work:
@@ -124,7 +126,7 @@ def behind_a_pause(load: EngineLoad, machine: Machine, report: Report, prefix: i
         shown = f"{of[True] * 1e3:.2f} ms instead of {of[False] * 1e3:.2f}: {costs[name]:.2f} ×"
         report.note(load.dtype, f"{text}, {name}", shown, ratio=costs[name])
     times = costs["hit"] / costs["bare"]
-    report.check(times <= OF_BARE, f"{text} costs {times:.2f} × what it costs bare products (aim {OF_BARE})")
+    report.check(times <= OF_BARE, f"{text} costs {times:.2f} × what it costs bare products; bound: at most {OF_BARE}")
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -1,6 +1,6 @@
 """What feature columns cost: bytes of a request, and the times to make it, to decode it and to embed it.
 
-python relaygr_lab/benchmarks/features.py       prints the table; with CHECK=1 exits non-zero naming the targets missed
+python relaygr_lab/benchmarks/features.py       prints the table; CHECK=1: non-zero, bounds not kept
 A schema of n columns has a quarter each of the user, the behaviours, the candidates and candidate × user; half are
 int32 categories, half float32 numbers, one in five of width 4. All sizes are measured in turns, on one thread.
 """
@@ -14,9 +14,9 @@ from typing import Any, Final, get_args
 
 import numpy as np
 import torch
+from judge import judge
 from msgspec import UNSET
 from msgspec.structs import replace
-from targets import judge
 
 from relaygr_stream.models.api import ScoreInput
 from relaygr_stream.models.hstu_model import HSTUConfig
@@ -140,8 +140,8 @@ def main() -> list[str]:
         print(f"{case.count:8} {size / 1024:7.1f} {size / plain:5.2f}× {cells}")
         ratios[case.count] = size / plain, median[case.count, "decode"] / median[0, "decode"]
     nbytes, decode = ratios[JUDGED_COLUMNS]
-    missed = [f"decode of 40 columns: {decode:.2f}× at {nbytes:.2f}× the bytes"]
-    return missed if decode > DECODE_RATIO * nbytes else []
+    broken = [f"decode of 40 columns: {decode:.2f}× the time; bound: {DECODE_RATIO:g} × {nbytes:.2f}× of the bytes"]
+    return broken if decode > DECODE_RATIO * nbytes else []
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import product
 from typing import Final, NamedTuple
 
+from judge import judge
 from relaygr_lab.bench.lengths import costs_named, grid_length
 from relaygr_lab.bench.modes import RELAY
 from relaygr_lab.bench.oracle import Shape, largest_rate
@@ -23,7 +24,6 @@ from relaygr_lab.pools import pool_of
 from relaygr_lab.simulate.run import run_group
 from relaygr_lab.simulate.scenario import Scenario
 from relaygr_lab.simulate.story import ALLOWED_LATE, Story, late_share
-from targets import judge
 
 from relaygr_stream.settings.load import load_settings
 from relaygr_stream.workload.items import StageDelay
@@ -141,7 +141,7 @@ def main() -> list[str]:
     parser.add_argument("--processes", type=int, default=1)
     chosen = parser.parse_args()
     measure = partial(figure, lanes=chosen.lanes, seed=chosen.seed, load=chosen.load)
-    missed = []
+    broken = []
     with pool_of(chosen.processes) as pool:
         for costs, returning in product(chosen.costs, chosen.returning):
             cells = [Cell(costs, returning, values) for values in ((), *BY_HAND)]
@@ -151,8 +151,10 @@ def main() -> list[str]:
                 ratio = f"{found / default:.3f} of the defaults" if default else ""
                 print(f"{costs:>5}, {returning:>11} returning, {cell.words}: {found:.1f}/s, {ratio}", flush=True)
             if default < WITHIN * best:
-                missed.append(f"{costs}, {returning} returning: the defaults reach {default / best:.3f} of the best")
-    return missed
+                broken.append(
+                    f"{costs}, {returning} returning: defaults at {default / best:.3f} of the best; bound: {WITHIN:g}"
+                )
+    return broken
 
 
 if __name__ == "__main__":

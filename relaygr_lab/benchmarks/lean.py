@@ -1,7 +1,7 @@
 """What the relay's own way costs: worker, trigger and client beside a bare aiokafka echo of the same records.
 
     python relaygr_lab/benchmarks/lean.py [--rounds 3] [--seconds 6] [--broker kafka] [--quick]
-        with CHECK=1 exits non-zero where missed
+        with CHECK=1 exits non-zero, naming the bounds not kept
 
 The worker's model computes nothing: its device is emulated, and takes 0.1 ms. A request is an event with BEHAVIOURS
 behaviours and, 50 ms later, a ranking of CANDIDATES candidates behind the same history. The relay is a trigger and a
@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from judge import judge
 from lean_child import BEHAVIOURS, CANDIDATES
 from relaygr_lab.cpu_times import process_s
 from relaygr_lab.emulate.process import FACTORY, MODULE
 from relaygr_lab.processes import start_relay
 from relaygr_lab.simulate.costs import KV, DeviceCosts
 from relaygr_lab.verdicts import above_0
-from targets import judge
 
 from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
@@ -56,7 +56,7 @@ STEP = 1.25
 MOST_RATE = 6000.0
 ARMS = ("relay", "echo")
 
-#: The most, or the least, that is wanted of relay / echo.
+#: Bounds of relay / echo: at most, or at least.
 MOST_PROCESSES, MOST_CLIENT, MOST_P99, LEAST_RATE = 2.0, 1.5, 2.0, 0.5
 
 
@@ -168,7 +168,7 @@ async def measure(kafka: Kafka, rounds: int, seconds: float, folder: Path) -> tu
 
 
 def report(found: Found, largest: dict[str, float]) -> list[str]:
-    """Print the arms side by side; return the targets missed."""
+    """Print the arms side by side; return the bounds not kept."""
 
     for (arm, rate), blocks in found.items():
         for each in blocks:
@@ -195,7 +195,7 @@ def report(found: Found, largest: dict[str, float]) -> list[str]:
     rates = largest["relay"] / largest["echo"]
     print(f"largest rate at P99 ≤ {SLO_MS:g} ms: relay {largest['relay']:.0f}/s, echo {largest['echo']:.0f}/s, "
           f"quotient {rates:.2f}")  # fmt: skip
-    wanted: list[tuple[bool, str, float, str]] = [
+    bounds: list[tuple[bool, str, float, str]] = [
         (quotient(300, "processes_ms") <= MOST_PROCESSES, "worker and trigger at 300/s", quotient(300, "processes_ms"),
          f"at most {MOST_PROCESSES:g} × the echo"),
         (quotient(300, "client_ms") <= MOST_CLIENT, "the client at 300/s", quotient(300, "client_ms"),
@@ -203,11 +203,11 @@ def report(found: Found, largest: dict[str, float]) -> list[str]:
         (quotient(50, "p99") <= MOST_P99, "P99 at 50/s", quotient(50, "p99"), f"at most {MOST_P99:g} × the echo's"),
         (rates >= LEAST_RATE, "the largest rate", rates, f"at least {LEAST_RATE:g} × the echo's"),
     ]  # fmt: skip
-    return [f"{what}: {value:.2f}, {aim} wanted" for well, what, value, aim in wanted if not well]
+    return [f"{what}: {value:.2f}; bound: {bound}" for well, what, value, bound in bounds if not well]
 
 
 async def main(given: Any) -> list[str]:
-    """Run, print, return the targets missed."""
+    """Run, print, return the bounds not kept."""
     print(f"{given.broker} broker, {BEHAVIOURS} behaviours, {CANDIDATES} candidates, a device that computes nothing")
     with tempfile.TemporaryDirectory() as folder:
         async with local_broker(given.broker, folder=Path(folder)) as started:

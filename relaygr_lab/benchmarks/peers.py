@@ -1,6 +1,6 @@
 """Our engine against runtimes that others use: the same layers, weights and inputs, one thread, in turns in one run.
 
-    python relaygr_lab/benchmarks/peers.py [--quick] [--json FILE]      CHECK=1: non-zero, targets missed
+    python relaygr_lab/benchmarks/peers.py [--quick] [--json FILE]      CHECK=1: non-zero, bounds not kept
 
 Ours runs through the model API as a worker calls it, embedding included. A peer runs in a process of its own, in the
 environment that `make bench-peers` makes, and gets embedded rows. It must compute what ours does: logits of a ranking,
@@ -24,10 +24,10 @@ from typing import Any, Final
 import torch
 from engine_load import COLD_BYTES, EngineLoad
 from floors import Cost, Floors, Machine, dtype_name
+from judge import judge
 from peers_child import PEERS, turn
 from peers_process import PeerProcess
-from peers_report import Result, Row, head, missed
-from targets import judge
+from peers_report import Result, Row, broken, head
 
 from relaygr_stream import settings
 from relaygr_stream.models.hstu_model import HSTUModel
@@ -232,11 +232,11 @@ def main() -> list[str]:
                 process.stop()
     versions = {peer.name: peer.version for row in rows for peer in row.peers if peer.version}
     print("\nversions  " + ", ".join(f"{name} {version}" for name, version in versions.items()))
-    targets = missed(rows)
-    found = {"machine": machine.describe(), "rows": [row.as_json() for row in rows], "missed": targets}
+    outside = broken(rows)
+    found = {"machine": machine.describe(), "rows": [row.as_json() for row in rows], "broken": outside}
     options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(f"report    {options.json}\n")
-    return targets
+    return outside
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ class Row:
         """The peer with the shortest time; None where none ran."""
         return min((peer for peer in self.peers if peer.ran), key=lambda peer: peer.shortest, default=None)
 
-    def missed(self) -> list[str]:
-        """The targets that this row misses, in words."""
+    def broken(self) -> list[str]:
+        """The bounds that this row does not keep, in words."""
         found = [f"{self.name}: {each.name} failed: {each.problem}" for each in self._failed()]
         best = self.best()
         if best is None:
@@ -65,10 +65,10 @@ class Row:
         ahead = best.shortest / self.ours.shortest
         room = best.shortest / self.floor
         if ahead <= 1:
-            found.append(f"{self.name}: {best.name} takes {ahead:.2f} × ours")
+            found.append(f"{self.name}: {best.name} takes {ahead:.2f} × ours; bound: above 1")
         elif room >= ROOM_OF_FLOOR and ahead < AHEAD:
             found.append(
-                f"{self.name}: {best.name} takes {room:.2f} × the floor but only {ahead:.2f} × ours (aim {AHEAD} ×)"
+                f"{self.name}: {best.name} takes {room:.2f} × the floor and {ahead:.2f} × ours; bound: at least {AHEAD}"
             )
         return found
 
@@ -92,7 +92,7 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         return {
             "dtype": self.dtype, "operation": self.operation, "floor_ms": self.floor * 1e3,
-            "results": [_result(each) for each in (self.ours, *self.peers)], "missed": self.missed(),
+            "results": [_result(each) for each in (self.ours, *self.peers)], "broken": self.broken(),
         }  # fmt: skip
 
 
@@ -102,8 +102,8 @@ def head(dtype: str) -> str:
     )
 
 
-def missed(rows: Sequence[Row]) -> list[str]:
-    return [target for row in rows for target in row.missed()]
+def broken(rows: Sequence[Row]) -> list[str]:
+    return [bound for row in rows for bound in row.broken()]
 
 
 def _result(result: Result) -> dict[str, Any]:

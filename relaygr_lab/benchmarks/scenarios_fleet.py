@@ -47,11 +47,11 @@ def dilated_day(load: float, seconds: float, factor: float, feed: int = FEED, *,
 
 
 async def ways(day: Day, factor: float, split: Mapping[str, int], arms: Sequence[Arm]) -> list[str]:
-    """Play these ways; returns the targets missed. split: the fixed one."""
+    """Play these ways; returns the bounds not kept. split: the fixed one."""
     kind, found = broker_at_hand(), dict[str, float]()
     seconds = factor * day.seconds
     print(f"real processes: a day of {seconds:.0f} s, times {factor:g} × a device's, {DEVICES} workers; broker: {kind}")
-    missed, disturbed = [], dict[str, str]()
+    broken, disturbed = [], dict[str, str]()
     with tempfile.TemporaryDirectory() as name:
         async with local_broker(kind, folder=Path(name), node=BRIEF_RELAY) as broker:
             settings = Settings(kafka=broker.kafka_settings(Kafka(replication=1)))
@@ -63,17 +63,17 @@ async def ways(day: Day, factor: float, split: Mapping[str, int], arms: Sequence
                 if fleet.disturbed:
                     disturbed[arm] = fleet.disturbed
                 if lost := len(fleet.load.unanswered):
-                    missed.append(f"{arm}: {lost} rankings lost")
+                    broken.append(f"{arm}: {lost} rankings lost")
     for name, least in (("oracle", OF_ORACLE), ("fixed", OF_FIXED), ("mixed", 1.0)):
         if not {"moving", name} <= found.keys():
             continue
         ratio = found["moving"] / above_0(found[name], f"{name}'s share within the SLOs")
-        print(f"moving over {name}: {ratio:.3f}, aim {least:g}")
+        print(told := f"moving over {name}: {ratio:.3f}")
         if ratio < least:
-            missed.append(f"moving over {name} is {ratio:.3f}, aim {least:g}")
+            broken.append(f"{told}; bound: at least {least:g}")
     if disturbed:
         raise NotValid("; ".join(f"{arm}: {what}" for arm, what in disturbed.items()))
-    return missed
+    return broken
 
 
 def report(arm: str, fleet: TidalFleet) -> float:
@@ -99,7 +99,7 @@ def report(arm: str, fleet: TidalFleet) -> float:
 
 
 async def moves_in_a_row(moves: int, factor: float, load: float = MOVES_LOAD) -> list[str]:
-    """So many moves of one worker; returns the targets missed."""
+    """So many moves of one worker; returns the bounds not kept."""
     kind = broker_at_hand()
     day = dilated_day(load, 600.0, factor, tide=False)
     print(
@@ -122,12 +122,12 @@ async def moves_in_a_row(moves: int, factor: float, load: float = MOVES_LOAD) ->
     print(f"  the least of these {_told(least)}")
     if fleet.disturbed:
         raise NotValid(fleet.disturbed)
-    missed = [f"{len(lost)} rankings lost"] if lost else []
+    broken = [f"{len(lost)} rankings lost"] if lost else []
     if together.ratio - SURE * together.error < OF_HITS:
-        missed.append(f"hits after moves are {_told(together)} of those before, aim {OF_HITS:g} for sure")
+        broken.append(f"hits after moves are {_told(together)} of those before; bound: surely at least {OF_HITS:g}")
     fell = [each for each in after.since if each.ratio + CHANCE * each.error < OF_HITS]
-    missed += [f"hits fell to {_told(each)} of those before, aim {OF_HITS:g}" for each in fell]
-    return missed
+    broken += [f"hits fell to {_told(each)} of those before; bound: at least {OF_HITS:g}" for each in fell]
+    return broken
 
 
 def _told(hits: Hits) -> str:

@@ -1,7 +1,7 @@
 """How long a ranking waits for pre-inference that the device has begun, with and without chunks, at rising load.
 
     python relaygr_lab/benchmarks/scheduler.py [--seconds 8] [--json FILE]
-        with CHECK=1 exits non-zero naming the targets missed
+        with CHECK=1 exits non-zero, naming the bounds not kept
 
 The real core, cache, executor and device thread twice, side by side in one process: one with the bound of
 `worker.max_ranking_delay_ms`, one without. Requests are decoded on an event loop beside the device thread, as in a
@@ -12,7 +12,7 @@ turn with and without the bound. Arrivals are scheduled beforehand: a worker tha
 A ranking's delay: from its arrival in the worker to its start on the device, less the time that other rankings had
 the device meanwhile. So it is pre-inference and the machinery's own time, and nothing else. `own` is the P99 of what
 is left when the time is taken off that the operating system gave the core to other programs within a model's steps
-(wall time less the thread's CPU time): a scheduler in user space cannot bound that, and it is what the targets judge.
+(wall time less the thread's CPU time): a scheduler in user space cannot bound that, and it is what is judged.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from judge import judge
 from relaygr_lab.verdicts import NotValid
-from targets import judge
 
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.engine.commands import Answer, Placed, Query
@@ -57,7 +57,7 @@ HIT_USERS, HIT_TOKENS, CANDIDATES, HITS_PER_S = 4, 512, 64, 25.0
 #: A signal's ranking is expected after so long, and its pin ends after so long. It never comes: what is measured here
 #: is pre-inference in the way of other rankings.
 DUE_MS, LIFE_MS = 500.0, 1500.0
-#: The bound may be missed by this factor at P99: the machinery's own time (see load 0), and bursts of other processes
+#: The bound may be exceeded by this factor at P99: the machinery's own time (see load 0), and bursts of other processes
 #: that last longer than the learnt margin has been told of.
 TOLERANCE = 1.2
 UNBOUNDED_MS = 3.6e6
@@ -314,14 +314,14 @@ async def bench(seconds: float) -> list[Cell]:
 
 
 def judged(cells: list[Cell]) -> list[str]:
-    """The targets missed."""
-    missed = []
+    """The bounds not kept."""
+    broken = []
     for cell in cells:
         if cell.bounded and cell.p99_own > TOLERANCE * BOUND_MS:
-            missed.append(f"P99 {cell.p99_own:.2f} ms at load {cell.load:.0%}, bound {BOUND_MS:g} ms × {TOLERANCE:g}")
+            broken.append(f"P99 {cell.p99_own:.2f} ms at load {cell.load:.0%}; bound: {BOUND_MS:g} ms × {TOLERANCE:g}")
         elif not cell.bounded and cell.load >= 0.5 and cell.p99_own <= TOLERANCE * BOUND_MS:
-            missed.append(f"at load {cell.load:.0%} the bound is held without chunks: the bench proves nothing")
-    return missed
+            broken.append(f"at load {cell.load:.0%} the bound is held without chunks: the bench proves nothing")
+    return broken
 
 
 def main() -> list[str]:
@@ -336,10 +336,10 @@ def main() -> list[str]:
     ]
     ratio = float(np.mean([one.tokens_per_ms / two.tokens_per_ms for one, two in pairs]))
     print(f"\npre-inference in chunks runs at {ratio:.0%} of its speed in one piece")
-    missed = judged(cells)
+    broken = judged(cells)
     if options.json:
-        options.json.write_text(json.dumps({"cells": [asdict(cell) for cell in cells], "missed": missed}, indent=1))
-    return missed
+        options.json.write_text(json.dumps({"cells": [asdict(cell) for cell in cells], "broken": broken}, indent=1))
+    return broken
 
 
 if __name__ == "__main__":

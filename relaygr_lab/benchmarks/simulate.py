@@ -5,7 +5,7 @@ simulation of the same arrivals with costs fitted to the operations of that very
 not whether a shared machine is as fast now as a minute ago. Forwarding: three real workers with a hot lane, and all of
 them overloaded, beside the same load simulated (simulate_forwarding.py). Lanes: which move as workers join and leave,
 and how even their loads are (simulate_lanes.py). Speed: a thousand workers.
-With CHECK=1 in the environment it exits non-zero naming the targets missed.
+With CHECK=1 in the environment it exits non-zero, naming the bounds not kept.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from judge import judge
 from relaygr_lab.bench.model import with_bench_model
 from relaygr_lab.simulate.calibrate import Samples, calibrate, extend_features, score_features
 from relaygr_lab.simulate.costs import DeviceCosts
@@ -34,7 +35,6 @@ from relaygr_lab.simulate.worker import SimulatedWorker
 from simulate_forwarding import compare as forwarding
 from simulate_lanes import compare as lanes
 from simulate_slo import compare
-from targets import judge
 
 from relaygr_stream.engine.build import build
 from relaygr_stream.engine.commands import Answer, Command, Query
@@ -48,7 +48,7 @@ from relaygr_stream.worker.device import Submitted, take_turn
 from relaygr_stream.worker.statement import Identity, Statements
 from relaygr_stream.workload.traffic import Traffic
 
-#: Targets: the simulation's P99 and hit share are within this of the real core's, relative; and a thousand workers at
+#: Bounds: the simulation's P99 and hit share are within this of the real core's, relative; and a thousand workers at
 #: RATE requests per second each simulate at least as fast as time passes.
 WITHIN = 0.15
 FORWARDING_S = 12.0
@@ -205,13 +205,13 @@ def validate(mode: Mode, rate: float, seconds: float, settings: Settings) -> lis
     print(f"\n{mode}, {rate:g} requests/s, the same {len(real.at)} requests")
     real_p99, real_hits = show("real", real)
     p99, hits = show("simulated", simulated)
-    missed = []
+    broken = []
     for name, found, truth in (("P99", p99, real_p99), ("hits", hits, real_hits)):
         error = found / truth - 1 if truth else found
         print(f"{name:>10}: {error:+.1%}")
         if not abs(error) <= WITHIN:
-            missed.append(f"{mode}: {name} off by {error:+.1%}, target ±{WITHIN:.0%}")
-    return missed
+            broken.append(f"{mode}: {name} off by {error:+.1%}; bound: ±{WITHIN:.0%}")
+    return broken
 
 
 def speed(settings: Settings, costs: DeviceCosts, seconds: float) -> list[str]:
@@ -229,7 +229,7 @@ def speed(settings: Settings, costs: DeviceCosts, seconds: float) -> list[str]:
         f"{wall:.1f} s, processes' starts and what else ran included; {story.cpu_s:.1f} s of processor time: "
         f"{ratio:.2f} × real time on {cores} cores"
     )
-    return [] if ratio >= 1 else [f"{WORKERS} workers at {ratio:.2f} × real time, target 1"]
+    return [] if ratio >= 1 else [f"{WORKERS} workers at {ratio:.2f} × real time; bound: at least 1"]
 
 
 def main() -> None:

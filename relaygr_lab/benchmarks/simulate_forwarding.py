@@ -64,9 +64,9 @@ def simulated(forward: bool, seconds: float, stretch: float) -> tuple[list[Reque
 
 
 def compare(seconds: float, within: float) -> list[str]:
-    """Print both; returns the targets missed: of the share in time."""
+    """Print both; returns the bounds not kept: of the share in time."""
     loads, _ = asyncio.run(real.both(seconds))
-    missed = []
+    broken = []
     print("\nload  fwd    in time: real  simulated   P50 ms: real  simulated")
     for forward, pair in loads.items():
         stretch = float(np.mean([np.mean(some(load.device_ms, "rankings in time")) for load in pair])) / real.SERVICE_MS
@@ -82,5 +82,7 @@ def compare(seconds: float, within: float) -> list[str]:
             print(f"{name:5} {state:4} {truth.share:15.1%} {share:10.1%} {real_p50:14.0f} {p50:10.0f}")
             # Not the median: of the rankings of a hot lane some wait and some are forwarded, and it may be either's.
             if not abs(share / truth.share - 1) <= within:
-                missed.append(f"{name}, forwarding {state}: in time off by {share / truth.share - 1:+.1%}")
-    return missed
+                broken.append(
+                    f"{name}, forwarding {state}: in time off by {share / truth.share - 1:+.1%}; bound: ±{within:.0%}"
+                )
+    return broken

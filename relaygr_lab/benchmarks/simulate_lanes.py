@@ -27,7 +27,7 @@ SPEED_NOISE = 0.02
 FEWEST, MOST = 3, 12
 #: Records a second of a lane on average.
 RATE = 20.0
-#: Targets: moves beside those by numbers, where lanes are alike; and, where users or devices differ, the largest ratio
+#: Bounds: moves beside those by numbers, where lanes are alike; and, where users or devices differ, the largest ratio
 #: of load to fair share beside that by numbers.
 MORE_MOVES = 1.1
 LARGEST = 0.85
@@ -152,20 +152,24 @@ def largest_of(changes: Sequence[Change]) -> float:
     return sum(each.largest for each in changes) / len(changes)
 
 
-def judge(found: Mapping[By, Sequence[Change]], skew: float, speeds: Sequence[int]) -> list[str]:
-    """The targets missed."""
+def judged(found: Mapping[By, Sequence[Change]], skew: float, speeds: Sequence[int]) -> list[str]:
+    """The bounds not kept."""
     numbers, measured = found["numbers"], found["measured loads"]
-    missed = []
+    broken = []
     if not skew and moves_of(measured) > MORE_MOVES * moves_of(numbers):
-        missed.append(f"{moves_of(measured):.1f} lanes move by load, {moves_of(numbers):.1f} by number")
+        broken.append(
+            f"{moves_of(measured):.1f} lanes move by load; bound: {MORE_MOVES:g} × {moves_of(numbers):.1f} by number"
+        )
     if (skew >= 1.0 or len(speeds) > 1) and largest_of(measured) > LARGEST * largest_of(numbers):
-        missed.append(f"largest ratio {largest_of(measured):.2f} by load, {largest_of(numbers):.2f} by number")
-    return missed
+        broken.append(
+            f"ratio {largest_of(measured):.2f} by load; bound: {LARGEST:g} × {largest_of(numbers):.2f} by numbers"
+        )
+    return broken
 
 
 def compare(changes: int, seeds: Sequence[int]) -> list[str]:
-    """Print what moves, and how uneven it is, by each rule. Returns the targets missed."""
-    missed = []
+    """Print what moves, and how uneven it is, by each rule. Returns the bounds not kept."""
+    broken = []
     print(f"{LANES} lanes, {FEWEST} to {MOST} workers, {changes} joins and leaves each; loads within {NOISE:.0%}")
     print("speeds  skew  by                  lanes moved  largest load over fair share: mean    P90")
     for speeds in ((1,), (1, 2)):
@@ -179,9 +183,9 @@ def compare(changes: int, seeds: Sequence[int]) -> list[str]:
                     f"{'/'.join(map(str, speeds)):>6}  {skew:4.1f}  {by:<18}  {moves_of(found[rule]):11.2f}  "
                     f"{largest_of(found[rule]):34.2f} {ranked[int(0.9 * len(ranked))]:6.2f}"
                 )
-            missed += judge(found, skew, speeds)
+            broken += judged(found, skew, speeds)
             still = [unchanged(skew, speeds, changes, seed) for seed in seeds]
             print(f"{'':14}without joins or leaves: {sum(each[0] for each in still)} lanes move")
             if any(twice for _, twice in still) or (not skew and any(moves for moves, _ in still)):
-                missed.append(f"noise moves lanes: {still}")
-    return missed
+                broken.append(f"noise moves lanes: {still}")
+    return broken

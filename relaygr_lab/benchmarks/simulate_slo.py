@@ -36,7 +36,7 @@ MODES: Final[dict[str, Mode]] = {"full": "full", "cache": "cache", "relay": "rel
 
 
 def compare(report: Path, costs_file: Path | None, within: float) -> list[str]:
-    """Print both; returns the targets missed."""
+    """Print both; returns the bounds not kept."""
     found = json.loads(report.read_text(encoding="utf-8"))
     if why := not_comparable(conditions := found["conditions"]):
         return [f"beside bench slo: {report}: {why}"]
@@ -76,14 +76,14 @@ def compare(report: Path, costs_file: Path | None, within: float) -> list[str]:
             f"{real_hits:6.1%} {hits:9.1%}",
             flush=True,
         )
-    missed = []
+    broken = []
     for name, off in errors.items():
         near = sum(abs(one) <= within for one in off)
         print(f"{name:>10}: median error {median(off):+.1%}, largest {max(off, key=abs):+.1%}, "
               f"{near} of {len(off)} within {within:.0%}")  # fmt: skip
         if not abs(median(off)) <= within:
-            missed.append(f"beside bench slo: {name} off by {median(off):+.1%}, target ±{within:.0%}")
-    return missed
+            broken.append(f"beside bench slo: {name} off by {median(off):+.1%}; bound: ±{within:.0%}")
+    return broken
 
 
 def not_comparable(conditions: dict[str, Any]) -> str:

@@ -1,8 +1,10 @@
-"""What a bench judges by must have been measured: on a machine that is too slow or too busy it may not have been."""
+"""How a bench judges: by bounds, where CHECK=1 asks for it; else it prints figures alone. What it judges by must have
+been measured: on a machine that is too slow or too busy it may not have been."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import os
+from collections.abc import Sequence, Sized
 from typing import TypeVar
 
 from relaygr_stream.errors import RelayError
@@ -12,6 +14,15 @@ SomeT = TypeVar("SomeT", bound=Sized)
 
 class NotValid(RelayError):
     """A bench's figures are worth nothing; the message says why, and what to do."""
+
+
+def judged(broken: Sequence[str]) -> bool:
+    """With CHECK=1 in the environment: print the bounds not kept, one a line, and say whether there are any."""
+    if os.environ.get("CHECK") != "1":
+        return False
+    for each in broken:
+        print(f"not kept: {each}", flush=True)
+    return bool(broken)
 
 
 def some(values: SomeT, what: str) -> SomeT:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.faults.soak.report import missed
+from tests.faults.soak.report import outside
 from tests.faults.soak.run import Options, save, soak
 from tests.faults.soak.traffic import Note, disturbed, silence
 
@@ -59,4 +59,4 @@ def test_what_a_move_costs_is_judged_by_what_a_start_costs_here(
     figures = {"rate_held": 25.0, "rate_asked": 25.0, "scored_share": 1.0}
     figures |= {"kept_lanes_p99_ms": kept, "kept_lanes_requests": 1000}
     figures |= {"control_p99_ms": of_control, "control_requests": requests}
-    assert bool(missed(figures)) == is_missed
+    assert bool(outside(figures)) == is_missed

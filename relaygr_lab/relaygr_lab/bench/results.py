@@ -163,7 +163,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     what: str
     found: str  # what is reached, of what is possible
-    target: str  # that the judge asks for
+    bound: str  # below which it is not kept
     state: Literal["reached", "below", "not measured"]
 
 

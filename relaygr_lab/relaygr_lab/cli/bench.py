@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import sys
 from collections.abc import Coroutine
@@ -107,7 +106,7 @@ def slo_command(
     Runs broker, trigger, workers and a client as real processes. For every mode of serving, searches the largest rate
     at a given length and the largest length at a given rate. Prints a table, and writes report.json and report.html;
     a run that ends early writes what it measured to partial.json and partial.html.
-    With CHECK=1 in the environment, says what stays below the judge's limits, and exits 1.
+    With CHECK=1 in the environment, says which bounds are not kept, and exits 1.
 
     \b
     Examples:
@@ -171,8 +170,7 @@ def paper_command(
     Trigger, workers, broker and client are real processes; devices take the times of a cost file and no processor. Time
     is dilated, so that the fleet fits two cores. Dense curves are simulated. A run that was broken off, or that its
     budget ended, goes on where it was.
-    With CHECK=1 in the environment, says what stays below the judge's limits or, without --quick, was not measured,
-    and exits 1.
+    With CHECK=1 in the environment, says which bounds are not kept or, without --quick, not measured, and exits 1.
 
     \b
     Examples:
@@ -210,13 +208,12 @@ def paper_command(
 
 
 def _run(bench: Coroutine[Any, Any, list[str]]) -> None:
-    """Run it to its end; with CHECK=1 in the environment, say what the judge finds lacking, and exit 1."""
+    """Run it to its end, and judge it. Exits 1 where a bound is not kept."""
+    from relaygr_lab.verdicts import judged
     from relaygr_stream.ops.stopping import run_until_stopped
     from relaygr_stream.telemetry.process import loop_factory
 
-    lacking = run_until_stopped(bench, loop_factory())
-    if lacking and os.environ.get("CHECK") == "1":
-        click.echo("\n".join(lacking), err=True)
+    if judged(run_until_stopped(bench, loop_factory())):
         sys.exit(1)
 
 

@@ -26,7 +26,7 @@ from relaygr_stream.telemetry.printable import SafeConsole, print_table
 
 
 async def run_slo(options: SloOptions, settings: Settings, command: str, console: Console | None = None) -> list[str]:
-    """Measure, write the reports and print; returns what stays below what the judge asks for. Raises RelayError.
+    """Measure, write the reports and print; returns the bounds not kept. Raises RelayError.
 
     A run that ends early writes what it measured into files of other names, so that no whole report is lost.
     """
@@ -52,7 +52,7 @@ async def run_slo(options: SloOptions, settings: Settings, command: str, console
 async def run_paper(options: PaperOptions, settings: Settings, engine: Settings, command: str) -> list[str]:
     """Measure and simulate, write the reports and print. settings: of fleets. engine: of the real engine.
 
-    Returns what stays below what the judge asks for, and but for a quick run what was not measured. Raises RelayError.
+    Returns the bounds not kept, and but for a quick run those not measured. Raises RelayError.
     """
     console = SafeConsole()
     costs = costs_named(options.costs)

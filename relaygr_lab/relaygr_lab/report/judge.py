@@ -55,9 +55,9 @@ Part = tuple[State | None, str]
 
 
 def below(verdicts: Iterable[Verdict], *, whole: bool = False) -> list[str]:
-    """What stays below what the judge asks for, a line each. whole: also what was not measured."""
+    """The bounds not kept, a line each. whole: also what was not measured."""
     states = {"below", "not measured"} if whole else {"below"}
-    return [f"{one.what}: {one.found or one.state}; asked for: {one.target}" for one in verdicts if one.state in states]
+    return [f"{one.what}: {one.found or one.state}; bound: {one.bound}" for one in verdicts if one.state in states]
 
 
 def judge_slo(
@@ -101,10 +101,10 @@ def judge_paper(points: Sequence[Point], outcomes: Sequence[Outcome]) -> list[Ve
 # ---- of both ----
 
 
-def _verdict(what: str, target: str, states: Iterable[State | None], found: str) -> Verdict:
+def _verdict(what: str, bound: str, states: Iterable[State | None], found: str) -> Verdict:
     """Below if any part is, else reached if any is."""
     state = next((state for state in ("below", "reached") if state in set(states)), "not measured")
-    return Verdict(what=what, found=found, target=target, state=state)  # type: ignore[arg-type]
+    return Verdict(what=what, found=found, bound=bound, state=state)  # type: ignore[arg-type]
 
 
 def _state(reached: bool, *, least: bool = False, most: bool = False) -> State | None:
@@ -126,7 +126,7 @@ def _nothing_to_compare_with(one: Found) -> Verdict:
         f"no {one.kind} kept the SLO, so there is nothing to compare with; {'; '.join(one.limits)}. If this machine is "
         f"slower than the costs that set the length: --length, or --costs with a file by relaygr simulate --save-costs"
     )
-    return Verdict(what="full inference", found=found, target=f"a {one.kind} within the SLO", state="below")
+    return Verdict(what="full inference", found=found, bound=f"a {one.kind} within the SLO", state="below")
 
 
 def _of_queue(ratio: Ratio, why: str) -> Verdict:
@@ -156,7 +156,7 @@ def _beyond_bound(ratios: Sequence[Ratio]) -> Iterator[Verdict]:
                 f"{one.value:.2f}× is beyond the {one.bound:.2f}× that the capacity arithmetic allows; that is a "
                 f"defect of this bench or of the workers' fitted costs"
             )
-            yield Verdict(what=described(one), found=found, target="no more than is possible", state="below")
+            yield Verdict(what=described(one), found=found, bound="no more than is possible", state="below")
 
 
 def _bus_of(bus: Mapping[str, Spread]) -> Verdict:
@@ -172,11 +172,11 @@ def _bus_of(bus: Mapping[str, Spread]) -> Verdict:
 # ---- bench paper ----
 
 
-def _in_places(what: str, target: str, parts: Callable[[Where], Iterable[Part]]) -> Verdict:
+def _in_places(what: str, bound: str, parts: Callable[[Where], Iterable[Part]]) -> Verdict:
     """The same in both places."""
     found = {where: some for where in PLACES if (some := list(parts(where)))}
     words = (f"{where}: {', '.join(words for _, words in some)}" for where, some in found.items())
-    return _verdict(what, target, [state for some in found.values() for state, _ in some], "; ".join(words))
+    return _verdict(what, bound, [state for some in found.values() for state, _ in some], "; ".join(words))
 
 
 def _least(one: Point) -> str:
@@ -304,8 +304,8 @@ def _delegation(points: Sequence[Point]) -> Verdict:
         # Half of the claim proves nothing.
         return found if len(found) == 2 else [(state if state == "below" else None, words) for state, words in found]
 
-    target = f"≤ {DELEGATED_SHARE:.0%} of it at {DELEGATED_LOAD:.0%} load, no more at {LOW_LOAD:.0%}"
-    return _in_places("P99 of first visits with delegation, against without", target, parts)
+    bound = f"≤ {DELEGATED_SHARE:.0%} of it at {DELEGATED_LOAD:.0%} load, no more at {LOW_LOAD:.0%}"
+    return _in_places("P99 of first visits with delegation, against without", bound, parts)
 
 
 def _bus(outcomes: Sequence[Outcome]) -> Verdict:

@@ -28,7 +28,7 @@ from tests.faults.soak.run import Options, save, soak
 def main(
     minutes: float, seed: int | None, rate: float, brokers: Literal["three", "kafka", "embedded"], out: Path
 ) -> None:
-    """Random faults under load; exits 1 naming the promises broken and the targets missed. Logs stay beside --out."""
+    """Random faults under load; exits 1 naming the promises broken and the bounds not kept. Logs stay beside --out."""
     torch.set_num_threads(1)  # the truth is computed beside the workers
     # Our own clients' complaints of brokers that we killed; those of the processes are in their logs.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
@@ -42,7 +42,7 @@ def main(
         sys.exit(f"soak: {error}")
     save(soaked, out)
     print(f"figures: {out}; logs: {folder}")
-    sys.exit(1 if soaked.broken or soaked.missed else 0)
+    sys.exit(1 if soaked.broken or soaked.outside else 0)
 
 
 if __name__ == "__main__":

@@ -84,13 +84,13 @@ def broken(stage: Stage) -> list[str]:
     return [*stage.witness.ledger.complaints(), *stage.defects]
 
 
-def missed(figures: dict[str, Any]) -> list[str]:
-    """Targets missed, which a machine that is too small or busy with other things may be the reason of."""
+def outside(figures: dict[str, Any]) -> list[str]:
+    """Bounds not kept, which a machine that is too small or busy with other things may be the reason of."""
     found = []
     if figures["rate_held"] < HELD * figures["rate_asked"]:
         found.append(f"the load was not held: {figures['rate_held']} of {figures['rate_asked']} requests/s")
     if (share := figures["scored_share"]) < SCORED:
-        found.append(f"{share:.1%} of the steady requests got scores, the target is {SCORED:.0%}")
+        found.append(f"{share:.1%} of the steady requests got scores; bound: at least {SCORED:.0%}")
     p99, control = figures["kept_lanes_p99_ms"], figures["control_p99_ms"]
     comparable = min(figures["kept_lanes_requests"], figures["control_requests"]) >= COMPARABLE
     if comparable and p99 > MOVE_COST * control:

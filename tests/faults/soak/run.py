@@ -27,7 +27,7 @@ from tests.e2e.fleet import Fleet
 from tests.faults.cluster import ThreeBrokers, relay_topics, three_brokers
 from tests.faults.proxy import Link, links
 from tests.faults.soak.kinds import KINDS, MOVES
-from tests.faults.soak.report import Event, broken, missed, progress, show, summary
+from tests.faults.soak.report import Event, broken, outside, progress, show, summary
 from tests.faults.soak.stage import Stage, soak_settings
 from tests.faults.soak.traffic import Clients, Traffic
 from tests.faults.witness import Witness
@@ -55,11 +55,11 @@ class Options:
 
 @dataclass
 class Soaked:
-    """figures: as in report.summary. broken, missed: promises and targets, see report.py."""
+    """figures: as in report.summary. broken, outside: promises and bounds, see report.py."""
 
     figures: dict[str, Any]
     broken: list[str]
-    missed: list[str]
+    outside: list[str]
 
 
 async def soak(options: Options, console: Console) -> Soaked:
@@ -115,9 +115,9 @@ async def _play(options: Options, stage: Stage, console: Console) -> Soaked:
     await stage.witness.rest()
     await stage.close()
     figures = summary(options.seed, seconds, events, calm, stage)
-    soaked = Soaked(figures, broken(stage), missed(figures))
+    soaked = Soaked(figures, broken(stage), outside(figures))
     show(figures, console)
-    for reason in (*soaked.broken, *soaked.missed):
+    for reason in (*soaked.broken, *soaked.outside):
         console.print(f"✗ {reason}", markup=False, highlight=False)
     if not soaked.broken:
         console.print("✓ nothing lost, nothing wrong, every promise kept")
@@ -165,7 +165,7 @@ async def _brokers(options: Options) -> AsyncIterator[tuple[Kafka, Kafka, ThreeB
 
 
 def save(soaked: Soaked, file: Path) -> None:
-    """The figures, and what was broken or missed, as JSON."""
+    """The figures, and what was broken or outside its bounds, as JSON."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    whole = {**soaked.figures, "broken": soaked.broken, "missed": soaked.missed}
+    whole = {**soaked.figures, "broken": soaked.broken, "outside": soaked.outside}
     file.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

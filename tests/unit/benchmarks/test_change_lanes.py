@@ -50,7 +50,7 @@ GOOD = Seen(dict.fromkeys(SPEEDS, 21), 1.4, dict.fromkeys(SPEEDS, 0.5), 0.9, 20.
 
 
 @pytest.mark.parametrize(
-    ("measured", "moved", "lost", "missed"),
+    ("measured", "moved", "lost", "broken"),
     [
         (replace(GOOD, largest=1.1), [1, 2], 0, []),
         (replace(GOOD, largest=1.1), [1, 2], 3, ["3 rankings lost"]),
@@ -59,10 +59,10 @@ GOOD = Seen(dict.fromkeys(SPEEDS, 21), 1.4, dict.fromkeys(SPEEDS, 0.5), 0.9, 20.
         (replace(GOOD, largest=1.1), [1, 2, 1], 0, ["1 moved more than once"]),
     ],
 )
-def test_what_is_missed(measured: Seen, moved: list[int], lost: int, missed: list[str]) -> None:
+def test_bounds_not_kept(measured: Seen, moved: list[int], lost: int, broken: list[str]) -> None:
     found = report(GOOD, measured, moved, lost, 1000)
-    assert len(found) == len(missed)
-    assert all(part in line for part, line in zip(missed, found, strict=True))
+    assert len(found) == len(broken)
+    assert all(part in line for part, line in zip(broken, found, strict=True))
 
 
 def test_few_rankings_do_not_tell() -> None:

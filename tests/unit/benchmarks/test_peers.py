@@ -13,7 +13,7 @@ from engine_load import EngineLoad
 from floors import Machine
 from peers import PeersBench, deviation
 from peers_process import PeerProcess
-from peers_report import Result, Row, missed
+from peers_report import Result, Row, broken
 from peers_runtimes import Row as PeerRow
 from peers_runtimes import build, eager
 
@@ -21,13 +21,13 @@ from relaygr_stream import settings
 
 
 def judged(floor: float, ours: float, *peers: Result) -> list[str]:
-    return Row("float32", "score", floor, Result("ours", [ours, ours * 2]), list(peers)).missed()
+    return Row("float32", "score", floor, Result("ours", [ours, ours * 2]), list(peers)).broken()
 
 
 def test_ours_must_be_the_fastest() -> None:
     assert judged(1.0, 1.2, Result("slow", [1.8]), Result("slower", [3.0])) == []
     assert judged(1.0, 1.2, Result("slow", [1.8]), Result("fast", [9.0, 1.1])) == [
-        "float32: score: fast takes 0.92 × ours"
+        "float32: score: fast takes 0.92 × ours; bound: above 1"
     ]
 
 
@@ -35,7 +35,7 @@ def test_where_the_best_peer_leaves_room_ours_must_be_clearly_ahead() -> None:
     assert judged(1.0, 1.4, Result("peer", [1.89])) == []
     assert judged(1.0, 1.2, Result("peer", [1.9])) == []
     assert judged(1.0, 1.4, Result("peer", [1.9])) == [
-        "float32: score: peer takes 1.90 × the floor but only 1.36 × ours (aim 1.5 ×)"
+        "float32: score: peer takes 1.90 × the floor and 1.36 × ours; bound: at least 1.5"
     ]
 
 
@@ -59,7 +59,7 @@ def test_the_table_and_the_report_say_why_a_peer_has_no_times() -> None:
     assert failed.split() == ["b", "failed:", "crashed"]
     found = json.loads(json.dumps(row.as_json()))
     assert [each.get("ms") for each in found["results"]] == [2.0, 4.0, None, None]
-    assert found["missed"] == missed([row]) == ["bfloat16: score 64 on 512: b failed: crashed"]
+    assert found["broken"] == broken([row]) == ["bfloat16: score 64 on 512: b failed: crashed"]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -15,7 +15,7 @@ def day(within: int, *, shared: bool = False) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("moving", "mixed", "proposed", "missed"),
+    ("moving", "mixed", "proposed", "broken"),
     [
         (900, 930, 3, 0),
         (900, 930, 1, 1),
@@ -27,7 +27,7 @@ def day(within: int, *, shared: bool = False) -> Outcome:
     ids=["ahead, proposed", "ahead, on one day of three", "a tie", "behind", "behind, proposed", "on one day of three"],
 )
 def test_the_planner_is_to_propose_one_pool_where_it_is_ahead(
-    moving: int, mixed: int, proposed: int, missed: int
+    moving: int, mixed: int, proposed: int, broken: int
 ) -> None:
     days = [day(moving, shared=number < proposed) for number in range(3)]
-    assert len(judged({"moving": days, "mixed": [day(mixed)] * 3})) == missed
+    assert len(judged({"moving": days, "mixed": [day(mixed)] * 3})) == broken

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulate_lanes import judge, largest_of, through_changes, unchanged
+from simulate_lanes import judged, largest_of, through_changes, unchanged
 
 CHANGES = 60
 
@@ -15,7 +15,7 @@ def test_lanes_by_load_are_even_and_move_as_seldom(skew: float, speeds: tuple[in
         "numbers": through_changes("numbers", skew, speeds, CHANGES, seed=1),
         "measured loads": through_changes("measured loads", skew, speeds, CHANGES, seed=1),
     }
-    assert judge(found, skew, speeds) == []  # type: ignore[arg-type]  # literals
+    assert judged(found, skew, speeds) == []  # type: ignore[arg-type]  # literals
     assert largest_of(found["measured loads"]) < 1.2
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from relaygr_lab.drawing import can_draw
 
-from examples.movielens.__main__ import MOVIELENS_1M, Report, table, targets_missed
+from examples.movielens.__main__ import MOVIELENS_1M, Report, bounds_not_kept, table
 from examples.movielens.data import Histories, History
 from examples.movielens.picture import draw
 from examples.movielens.serve import Latency, Served
@@ -25,13 +25,13 @@ def report(*, offline: list[int], served: list[int], users: int = 0, items: int 
 
 
 def test_equal_ranks_miss_no_target_on_data_without_a_target_of_quality() -> None:
-    assert targets_missed(report(offline=[0, 50, 7], served=[0, 50, 7]), judge_quality=True) == []
+    assert bounds_not_kept(report(offline=[0, 50, 7], served=[0, 50, 7]), judge_quality=True) == []
 
 
 def test_a_rank_that_differs_when_served_misses_both_targets_of_equality() -> None:
-    missed = targets_missed(report(offline=[0] * 500, served=[0] * 499 + [1]), judge_quality=True)
-    assert [line.split(" ")[0] for line in missed] == ["auto:", "auto:"]
-    assert "99.80% of users have the offline rank" in missed[0]
+    broken = bounds_not_kept(report(offline=[0] * 500, served=[0] * 499 + [1]), judge_quality=True)
+    assert [line.split(" ")[0] for line in broken] == ["auto:", "auto:"]
+    assert "99.80% of users have the offline rank" in broken[0]
 
 
 def test_a_user_without_an_answer_counts_as_ranked_last() -> None:
@@ -44,8 +44,8 @@ def test_only_the_published_data_is_held_against_the_published_figures() -> None
     users, items = MOVIELENS_1M
     published = report(offline=[100], served=[100], users=users, items=items)
     assert "gSASRec" in table(published)
-    assert "the targets are HR@10 0.2800, NDCG@10 0.1600" in targets_missed(published, judge_quality=True)[0]
-    assert targets_missed(published, judge_quality=False) == []
+    assert "bound: HR@10 0.2800, NDCG@10 0.1600" in bounds_not_kept(published, judge_quality=True)[0]
+    assert bounds_not_kept(published, judge_quality=False) == []
     assert "gSASRec" not in table(report(offline=[100], served=[100]))
 
 

@@ -201,18 +201,16 @@ def test_rates_that_could_not_differ_are_not_counted_as_alike() -> None:
     ],
 )
 def test_a_probe_beyond_its_bounds_is_told_unless_it_was_set_aside(changed: dict[str, float], words: str) -> None:
-    target = {"60 requests/s": "no probe beyond 60", "late": "no device more", "half of the cores": "half of the"}[
-        words
-    ]
+    bound = {"60 requests/s": "no probe beyond 60", "late": "no device more", "half of the cores": "half of the"}[words]
     outcomes = grid(340.0, 50.0)
-    assert verdict(outcomes, target).state == "reached"
+    assert verdict(outcomes, bound).state == "reached"
     probe = msgspec.structs.replace(PROBE, **changed)
-    assert verdict([msgspec.structs.replace(outcomes[0], probes=[probe])], target).state == "below"
+    assert verdict([msgspec.structs.replace(outcomes[0], probes=[probe])], bound).state == "below"
     aside = msgspec.structs.replace(probe, set_aside=True)
-    assert verdict([msgspec.structs.replace(outcomes[0], probes=[PROBE, aside])], target).state == "reached"
+    assert verdict([msgspec.structs.replace(outcomes[0], probes=[PROBE, aside])], bound).state == "reached"
 
 
-def test_the_real_engine_is_judged_by_no_target() -> None:
+def test_the_real_engine_is_judged_by_no_bound() -> None:
     fleet = [*grid(300.0, 50.0), outcome("relay", 300.0, where="simulated")]
     probe = msgspec.structs.replace(PROBE, rate=90.0, cores_busy=0.9, outcomes={"full": 100}, admitted_hits=0)
     real = msgspec.structs.replace(outcome("relay", 500.0, real=True), probes=[probe], bus_ms=[20.0, 40.0])

@@ -1,11 +1,12 @@
-"""How every benchmark ends: with the targets missed, one a line, or with why its figures are not valid. The exit code
-is 1 where they are not valid and, with CHECK=1, where a target is missed; STOPPED after Ctrl-C."""
+"""How every benchmark ends: with the bounds not kept, where they are judged (verdicts.py), or with why its figures are
+not valid. The exit code is 1 in both cases; STOPPED after Ctrl-C."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
+
+from relaygr_lab.verdicts import judged
 
 from relaygr_stream.errors import RelayError
 
@@ -14,21 +15,19 @@ STOPPED = 130
 
 
 def judge(*parts: Callable[[], Sequence[str]]) -> None:
-    """Run the parts, each of which measures, prints and returns the targets missed. One whose fleet or figures fail
+    """Run the parts, each of which measures, prints and returns the bounds not kept. One whose fleet or figures fail
     does not keep the others from running. Comes last: it may leave the process."""
     failed = stopped = False
     for part in parts:
         try:
-            missed = part()
+            broken = part()
         except* (RelayError, TimeoutError) as errors:
             failed = True
             print(f"not valid: {'; '.join(_said(errors))}", flush=True)
         except* KeyboardInterrupt:
             stopped = True
         else:
-            failed |= bool(missed) and os.environ.get("CHECK") == "1"
-            for target in missed:
-                print(f"missed: {target}", flush=True)
+            failed |= judged(broken)
         if stopped:
             print("stopped", flush=True)
             sys.exit(STOPPED)
