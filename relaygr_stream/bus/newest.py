@@ -18,7 +18,7 @@ from relaygr_stream.wire.records import Record
 log = structlog.get_logger(__name__)
 limited: Final = LogLimiter().limited
 
-#: A topic that is not there is looked for so often; a rollout waits longer before the first user moves.
+#: Clients look for the topic so often; a rollout waits longer before the first user moves.
 ASK_S: Final = 5.0
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ class NewestTail(ABC, Generic[T]):
     """What the records of partition 0 say, from the topic's beginning on.
 
     on_newer: called with it when a record changes it. newest: where there is no record. relaxed: as of TopicTail.
+    ask_s: a topic that is not there is looked for so often.
     """
 
     what: ClassVar[str]  # it is, in words
@@ -45,9 +46,10 @@ class NewestTail(ABC, Generic[T]):
         newest: T,
         *,
         relaxed: bool = False,
+        ask_s: float = ASK_S,
     ) -> None:
         self._kafka, self._topic, self._relaxed = kafka, topic, relaxed
-        self._exists, self._on_newer = exists, on_newer
+        self._exists, self._on_newer, self._ask_s = exists, on_newer, ask_s
         self._tail: TopicTail | None = None
         self.newest = newest
 
@@ -69,7 +71,7 @@ class NewestTail(ABC, Generic[T]):
         """Follow the topic as soon as it is there, until cancelled. Raises what ends its reading for good."""
         try:
             while self._tail is None:
-                await asyncio.sleep(ASK_S)
+                await asyncio.sleep(self._ask_s)
                 await self.start()
             await self._tail.failed
         finally:

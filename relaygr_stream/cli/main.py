@@ -142,7 +142,8 @@ def worker(settings: Settings, reserve: bool) -> None:
 @main.command()
 @settings_options
 @scenario_option
-def trigger(settings: Settings) -> None:
+@click.option("--here", is_flag=True, help="Stay in this group, also where workers were moved to another in place.")
+def trigger(settings: Settings, here: bool) -> None:
     """Run a trigger, which admits request events.
 
     It reads request events, and sends a pre-infer signal to the worker for those that are worth a pre-inference.
@@ -152,7 +153,7 @@ def trigger(settings: Settings) -> None:
     from relaygr_stream.telemetry.process import run_process
     from relaygr_stream.trigger.service import run_trigger
 
-    sys.exit(run_process("trigger", settings, run_trigger))
+    sys.exit(run_process("trigger", settings, partial(run_trigger, follows=not here)))
 
 
 @main.command()

@@ -47,6 +47,11 @@ def group_name(_: click.Context, __: click.Parameter, value: str | None) -> str 
     help="Start workers with this model here, with `relaygr up`.",
 )
 @click.option(
+    "--in-place",
+    is_flag=True,
+    help="Workers that run serve the new model, one after the other, where memory has no room for two versions.",
+)
+@click.option(
     "--workers", default=1, show_default=True, type=click.IntRange(1, 256), help="So many; with --checkpoint."
 )
 @click.option("--devices", metavar="DEVICE[,DEVICE…]", help="Their devices, in turn; with --checkpoint.")
@@ -69,6 +74,7 @@ def group_name(_: click.Context, __: click.Parameter, value: str | None) -> str 
 @click.option("--bootstrap", metavar="HOST:PORT", help="Kafka brokers; short for --set kafka.bootstrap=…")
 def rollout_command(
     checkpoint: str | None,
+    in_place: bool,
     workers: int,
     devices: str | None,
     canary: list[float],
@@ -97,12 +103,15 @@ def rollout_command(
     \b
     Examples:
       relaygr rollout --checkpoint models/new --hold 10m
+      relaygr rollout --checkpoint models/new --in-place
       relaygr rollout --group next --canary 1% --steps 10,50,100
       relaygr rollout --back
     """
     on_line = given()
     if back:
         refuse_others("--back moves all users back, and does nothing else", *ASKED_BACK)
+    if in_place and (flags := [flag for name, flag in on_line.items() if name in ("workers", "devices")]):
+        raise click.UsageError(f"--in-place starts no workers, those that run move: leave out {', '.join(flags)}")
     if checkpoint is None and (flags := [flag for name, flag in on_line.items() if name in ("workers", "devices")]):
         raise click.UsageError(
             f"{' and '.join(flags)}: for workers that --checkpoint starts here; give it, or leave out these"
@@ -119,17 +128,22 @@ def rollout_command(
         line = "stopped; `relaygr status` says where the users are"
         run_until_stopped(take_back(settings, group, click.echo), line=line)
         return
-    up = None
+    shared = [
+        *(argument for file in files for argument in ("--config", file)),
+        *(argument for assignment in assignments for argument in ("--set", assignment)),
+        *(("--bootstrap", bootstrap) if bootstrap else ()),
+    ]
+    up, model = (shared, "") if in_place else (None, None)
     if checkpoint is not None:
+        if in_place and settings.model.factory:
+            raise click.UsageError("--in-place: workers take a checkpoint, not model.factory, from another process")
         if not (settings.model.factory or (Path(checkpoint) / "config.json").is_file()):
             raise click.UsageError(f"--checkpoint {checkpoint}: no checkpoint is there, since it has no config.json")
-        up = [
-            *(argument for file in files for argument in ("--config", file)),
-            *(argument for assignment in assignments for argument in ("--set", assignment)),
-            *(("--bootstrap", bootstrap) if bootstrap else ()),
-            *("--set", f"model.checkpoint={checkpoint}", "--workers", str(workers)),
-            *(("--devices", devices) if devices else ()),
-        ]
-    asked = RolloutRequest(Plan.from_shares([*canary, *steps], hold), group, lanes, up, warm=not cold, unlike=unlike)
+        if in_place:
+            model = str(Path(checkpoint).resolve())  # a link may name another folder when a worker starts again
+        else:
+            of_group = ("--set", f"model.checkpoint={checkpoint}", "--workers", str(workers))
+            up = [*shared, *of_group, *(("--devices", devices) if devices else ())]
+    asked = RolloutRequest(Plan.from_shares([*canary, *steps], hold), group, lanes, up, not cold, unlike, model)
     settings = msgspec.structs.replace(settings, telemetry=msgspec.structs.replace(settings.telemetry, port=port))
     sys.exit(run_process("rollout", settings, partial(run_rollout, asked=asked, say=click.echo)))

@@ -45,6 +45,8 @@ from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.trigger_status import STATUS_S
 from relaygr_stream.wire.worker_status import StatusReader
+from relaygr_stream.worker.moves import GroupMoves
+from relaygr_stream.worker.moving import live_where_assigned
 
 C = TypeVar("C", bound=AbstractAsyncContextManager[Any, None])
 
@@ -74,12 +76,20 @@ CLOSE_S: Final = 1.0
 DRAIN_S: Final = 8.0
 
 
-async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
-    """Run a trigger until `context.stop` is set, then drain.
+async def run_trigger(context: ProcessContext, decide: Decide = decide, *, follows: bool = True) -> None:
+    """Run a trigger until `context.stop` is set, then drain. follows: workers that were moved in place.
 
     Raises ConfigError, TopicError, CoPartitionError or BrokerUnavailable at the start, BrokerError when reading fails
     for good.
     """
+    own = context.settings
+    moves = GroupMoves(own=own.scenario)
+    live = partial(_live, context, decide, moves)
+    await (live_where_assigned(context, "trigger", moves, live) if follows else live())
+
+
+async def _live(context: ProcessContext, decide: Decide, moves: GroupMoves) -> bool:
+    """One trigger, from its start to its end."""
     settings = context.settings
     check_dead_letters_fit(load_topics(settings.kafka))
     topics = await verified_topics(settings.kafka)
@@ -117,6 +127,7 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         await asyncio.sleep(STATUS_PERIODS * settings.worker.status_interval_ms / 1000)
         await stack.enter_async_context(consumer)
         context.started = True
+        moves.arrive()
 
         async def tell_readiness() -> None:
             trouble = consumer.trouble or producer.trouble or tail.trouble
@@ -128,7 +139,7 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         background.start(counts.run())
         background.start(periodically(STATUS_S, statements.publish, "publish the status"))
         log.info("trigger ready", member=member, lanes=topics.lanes)
-        await background.until(context.stop.wait())
+        await background.until(moves.until_away(context.stop))
         if not await consumer.drain(DRAIN_S):
             log.warning("trigger stopped with events undecided", undone=consumer.undone)
         await lanes.tell_owners()
@@ -136,6 +147,7 @@ async def run_trigger(context: ProcessContext, decide: Decide = decide) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(FINAL_STATUS_S):
                 await statements.publish_stopped()
+    return True
 
 
 def _take(owners: OwnerDirectory, erasures: Erasures, records: list[Record]) -> None:

@@ -1,7 +1,8 @@
-"""Which scenario each worker serves: one record on `routes`, which a planner writes and workers obey.
+"""Which group each worker serves: one record on `routes`, which a planner or a rollout writes, and workers obey.
 
-The record says how things are to be, not what to do: a worker that starts reads it, too, and without a planner the last
-one holds. A worker that it does not name serves what it was started for.
+The record says how things are to be, not what to do: a worker that starts reads it, too, and the last one holds while
+nobody writes. A worker that it does not name serves what it was started for; if that is no scenario, `home`, as
+triggers of no scenario do.
 """
 
 from __future__ import annotations
@@ -24,25 +25,50 @@ from relaygr_stream.wire.worker_status import StatusReader
 KIND: Final = "assignments"
 KEY: Final = b"assignments"
 HEADERS: Final = ((HEADER_KIND, KIND.encode()),)
+#: `planner` in a record of `relaygr rollout --in-place`.
+ROLLOUT: Final = "rollout"
 MAX_WORKERS: Final = 4096
+#: Groups whose model a record names: the one that users come from, the one they go to, and those of later releases.
+MAX_CHECKPOINTS: Final = 16
+
+#: A folder on the host of the worker. It holds weights and a shape, never code (models/loading.py).
+Checkpoint = Annotated[str, Meta(pattern=r"\A/[^\x00]*\Z", max_length=4096)]
 
 
 class Assignments(msgspec.Struct, frozen=True, kw_only=True):
-    """On `routes`, header relaygr-kind = assignments: the scenario of each worker. The highest epoch counts."""
+    """On `routes`, header relaygr-kind = assignments: the group of each worker. The highest epoch counts."""
 
     v: int = SCHEMA_VERSION
     min_v: LeastVersion = 0
     epoch: Count  # Unix ms, or one more than the last
     sent_ms: UnixMillis
-    planner: Id  # who wrote them, for people
+    planner: Id  # who wrote them: a planner's name, or ROLLOUT
     # By the worker's name; "": the group of the requests that are of no scenario.
     workers: Annotated[dict[Id, GroupName], Meta(max_length=MAX_WORKERS)]
+    home: GroupName = ""  # of triggers and of workers not named above that were started for the group ""
+    # The model of a group without a section, in place of that of a worker's settings.
+    checkpoints: Annotated[dict[GroupName, Checkpoint], Meta(max_length=MAX_CHECKPOINTS)] = {}
 
     @classmethod
-    def after(cls, known: Assignments | None, planner: str, workers: Mapping[str, str], now_ms: int) -> Assignments:
+    def after(
+        cls,
+        known: Assignments | None,
+        planner: str,
+        workers: Mapping[str, str],
+        now_ms: int,
+        home: str = "",
+        checkpoints: Mapping[str, str] | None = None,
+    ) -> Assignments:
         """Those that count in place of the known ones."""
         epoch = now_ms if known is None else max(now_ms, known.epoch + 1)
-        return cls(epoch=epoch, sent_ms=now_ms, planner=planner, workers=dict(workers))
+        return cls(
+            epoch=epoch,
+            sent_ms=now_ms,
+            planner=planner,
+            workers=dict(workers),
+            home=home,
+            checkpoints=dict(checkpoints or {}),
+        )
 
 
 _encoder = msgspec.msgpack.Encoder()

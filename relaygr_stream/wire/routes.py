@@ -168,7 +168,7 @@ def routes_topic(topics: TopicSet) -> Topic:
         "key": "default, a scenario's name or assignments",
         "message": "Routes",
         "producers": ("operators",),
-        "consumers": ("service", "workers", "operators"),
+        "consumers": ("service", "trigger", "workers", "operators"),
     }
     return msgspec.structs.replace(status, name=name, min_compaction_lag_ms=None, **told)
 

@@ -14,7 +14,7 @@ from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.moves import ScenarioMoves
+from relaygr_stream.worker.moves import GroupMoves
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class WorkerContext:
     registry: CollectorRegistry
     tracing: Tracing
     background: Background
-    moves: ScenarioMoves = field(default_factory=ScenarioMoves)
+    moves: GroupMoves = field(default_factory=GroupMoves)
 
 
 @dataclass(frozen=True)

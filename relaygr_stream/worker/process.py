@@ -38,7 +38,6 @@ from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.hstu_model import HSTUModel
 from relaygr_stream.models.loading import BuiltIn
 from relaygr_stream.models.relative import is_relative
-from relaygr_stream.settings.scenarios import scenario_in_words
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.otlp import tracing_of
@@ -53,7 +52,7 @@ from relaygr_stream.worker.device import Device, DeviceThread
 from relaygr_stream.worker.fair_share import LOOK_S, FairShare
 from relaygr_stream.worker.handing import MakeHandover
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.moves import ScenarioMoves
+from relaygr_stream.worker.moves import GroupMoves
 from relaygr_stream.worker.replies import check_answers_fit
 from relaygr_stream.worker.requests import Requests
 from relaygr_stream.worker.restart import find_again
@@ -83,7 +82,7 @@ async def made_worker(
     context: ProcessContext,
     make_handover: MakeHandover = lambda *_: None,
     build: Build = build,
-    moves: ScenarioMoves | None = None,
+    moves: GroupMoves | None = None,
 ) -> AsyncIterator[WorkerProcess]:
     """A worker whose model is loaded and whose producers are connected; all of it is closed at the end.
 
@@ -122,7 +121,7 @@ async def made_worker(
             store = open_store(settings.history) if settings.history.store else None
             connections = WorkerConnections(topics, scores, others, ends, store)
             shared = WorkerContext(
-                settings, name, metrics, context.registry, tracing, Background(), moves or ScenarioMoves()
+                settings, name, metrics, context.registry, tracing, Background(), moves or GroupMoves()
             )
             worker = WorkerProcess(context, shared, connections, Device(device, runtime), audits, make_handover)
             stack.push_async_callback(end, "the history store", worker.requests.close, CLOSE_S)
@@ -229,8 +228,9 @@ class WorkerProcess:
                 await background.until(self._moves.until_away(context.stop))
                 watch.cancel()
                 if not context.stop.is_set():
-                    context.doing = f"moves to {scenario_in_words(self._moves.target)}"
-                    log.info("leaves for another scenario", target=self._moves.target, epoch=self._moves.epoch)
+                    to = self._moves.in_words(self._moves.target)
+                    context.doing = f"moves to {to}"
+                    log.info("leaves for another group", to=to, epoch=self._moves.epoch)
                 drained_by = time.monotonic() + self._settings.worker.drain_ms / 1e3
                 drained = await self._drain(drained_by)
             except Exception as error:

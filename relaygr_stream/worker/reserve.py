@@ -27,12 +27,12 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.worker_status import HEADER_INCARNATION, StatusReader, rising_ms
-from relaygr_stream.worker.moves import ScenarioMoves
+from relaygr_stream.worker.moves import GroupMoves
 from relaygr_stream.worker.process import name_of
 from relaygr_stream.worker.status import ANNOUNCE_S
 
 
-async def stand_by(context: ProcessContext, moves: ScenarioMoves) -> None:
+async def stand_by(context: ProcessContext, moves: GroupMoves) -> None:
     """Until the process stops, or is to serve a scenario. Raises BrokerError, TopicError where it cannot begin."""
     settings, background = context.settings, Background()
     topics = await verified_topics(settings.kafka)
@@ -54,7 +54,7 @@ class _Statements:
     """Publishes its status, and removes it."""
 
     def __init__(
-        self, settings: Settings, topics: TopicSet, reader: StatusReader, producer: Producer, moves: ScenarioMoves
+        self, settings: Settings, topics: TopicSet, reader: StatusReader, producer: Producer, moves: GroupMoves
     ) -> None:
         self._reader, self._producer, self._moves = reader, producer, moves
         self._topic: Final = topics.worker_status.name

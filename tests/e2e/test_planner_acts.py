@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from relaygr_lab.emulate.process import MODULE
 
+from relaygr_stream.bus.assignments import read_assignments
 from relaygr_stream.ops.children import Child, write_settings
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
-from tests.assignments import read_assignments
 from tests.e2e.test_moves import scene_on
 from tests.waiting import until
 

@@ -119,7 +119,10 @@ def routes(rng: random.Random) -> dict[str, Any]:
 def assignments(rng: random.Random) -> dict[str, Any]:
     """A planner's assignments, as a map."""
     workers = {f"w{number}": rng.choice(("", "feed", "next")) for number in range(rng.randrange(4))}
-    return to_map(Assignments.after(None, "p", workers, int(time.time() * 1e3)))
+    groups, models = ("", "feed", "next"), ("/models/new", "/", "models/new", "")
+    checkpoints = {group: rng.choice(models) for group in groups if rng.random() < 0.3}
+    home = rng.choice(groups)
+    return to_map(Assignments.after(None, "p", workers, int(time.time() * 1e3), home, checkpoints))
 
 
 def planner(rng: random.Random) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from relaygr_stream.wire.routes import KEY, OWN, POSITIONS, Routes, encode_route
 from relaygr_stream.wire.routes import KIND as SCENARIO
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
-from relaygr_stream.worker.moves import ScenarioMoves
+from relaygr_stream.worker.moves import GroupMoves
 from tests.fuzz.checks import (
     holds,
     printable,
@@ -61,7 +61,7 @@ class Routing:
             self._readers = [StatusReader(4), StatusReader(4, Viewer.SIGNER)]
             self._view = Overview(Settings(), load_topics(Kafka()), self._readers[0], live=True)
             self._known: dict[int, Mapping[str, Routes]] = {0: {}, 1: {}}
-            self._moves = ScenarioMoves("w1", "feed", ["next"])
+            self._moves = GroupMoves("w1", "feed", ["next"])
             self._assignments: Assignments | None = None
         self._count += 1
         mutator = Mutator(rng)
@@ -90,7 +90,9 @@ class Routing:
                 if (found := newer_assignments(record, reader, self._assignments)) is not self._assignments:
                     self._assignments = found
                     self._moves.take(found)
-                    holds(self._moves.target in ("", "feed", "next"), f"goes to {self._moves.target!r}")
+                    target = self._moves.target
+                    known = target.group in ("", "feed", "next") or target.checkpoint.startswith("/")
+                    holds(known and "\0" not in target.checkpoint, f"goes to {target!r}")
             with suppress(DecodeError):
                 if (status := read_planner(record, reader)) is not None:
                     shown = render_plain(plan_table(status.plan), 80)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaygr_stream.bus.assignments import AssignmentsTail, write_assignments
+from relaygr_stream.bus.assignments import AssignmentsTail, read_assignments, write_assignments
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes
 from relaygr_stream.bus.topics import topic_exists
@@ -31,7 +31,6 @@ from relaygr_stream.wire.routes import MAX_AHEAD_MS, Routes, encode_routes, rout
 from relaygr_stream.wire.signature import Signer
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
-from tests.assignments import read_assignments
 from tests.unit.test_routes import followed
 from tests.waiting import until
 
@@ -45,6 +44,10 @@ def of(workers: dict[str, str], epoch: int = 7) -> Assignments:
 
 def assignments(epoch: int = 7, **workers: str) -> Assignments:
     return of(workers or {"w1": "feed"}, epoch)
+
+
+def naming(checkpoint: str) -> Assignments:
+    return msgspec.structs.replace(assignments(), checkpoints={"next": checkpoint})
 
 
 def record(message: object = None, key: bytes | None = KEY, headers: tuple[tuple[str, bytes], ...] = HEADERS) -> Record:
@@ -83,6 +86,12 @@ def test_the_next_epoch_is_the_clocks_or_one_more_than_the_last() -> None:
         (record({**msgspec.to_builtins(assignments()), "workers": {"": "feed"}}), "malformed"),
         (record(of({f"w{at}": "feed" for at in range(MAX_WORKERS + 1)})), "malformed"),
         (record(assignments(epoch=-1)), "malformed"),
+        (record({**msgspec.to_builtins(assignments()), "home": "a.b"}), "malformed"),
+        (record(naming("models/new")), "malformed"),
+        (record(naming("/models/\0")), "malformed"),
+        (record(naming("mine:make")), "malformed"),
+        (record(naming("/" + "m" * 4096)), "malformed"),
+        (record(msgspec.structs.replace(assignments(), checkpoints={f"g{at}": "/" for at in range(17)})), "malformed"),
         (record({"v": 99, "min_v": 99}), "unknown_version"),
         (record(b"\x00"), "malformed"),
     ],

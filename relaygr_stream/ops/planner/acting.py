@@ -60,6 +60,7 @@ class Acting:
         self._topics: TopicSet = load_topics(settings.kafka)
         self._within_s = settings.kafka.request_timeout_ms / 1e3
         self._moves = MovesMemory()
+        self._known: Assignments | None = None  # what it says of no scenario stays
         self._published = 0  # the epoch that the log has from us; 0: none, or another record is behind it
         self._said = ""
         self.leads = False
@@ -108,6 +109,8 @@ class Acting:
             return
         epoch, workers = self._moves.epoch, dict(self._moves.assigned)
         assignments = Assignments(epoch=epoch, sent_ms=now_ms(), planner=self._name, workers=workers)
+        if (known := self._known) is not None:
+            assignments = msgspec.structs.replace(assignments, home=known.home, checkpoints=known.checkpoints)
         self._published = epoch
         try:
             await write_assignments(self._producer, self._topics, self._reader, assignments)
@@ -132,6 +135,7 @@ class Acting:
                 log.warning("another planner has acted as the leader", planner=found.planner, epoch=found.epoch)
                 self.leads = False
                 self._leadership.doubt()
+            self._known = found
             self._moves = self._moves.taken(found.epoch, found.workers)
 
     async def _take_over(self) -> None:

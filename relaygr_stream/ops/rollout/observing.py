@@ -88,6 +88,16 @@ class WorkersView:
         return max(0, self.lanes - len(owned))
 
     @property
+    def workers(self) -> dict[str, WorkerStatus]:
+        """The newest statuses of its living workers, by name."""
+        return self._view.living_workers()
+
+    @property
+    def triggers(self) -> list[str]:
+        """The names of its living triggers."""
+        return sorted(self._view.living_triggers())
+
+    @property
     def versions(self) -> list[str]:
         """Of the models of its living workers."""
         return sorted({status.model_version for status in self._view.living_workers().values() if status.model_version})

@@ -17,8 +17,9 @@ from relaygr_stream.bus.topics import apply_topics
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.children import end_with_parent
 from relaygr_stream.ops.rollout.comparing import Comparison
+from relaygr_stream.ops.rollout.in_place import InPlace, check, leave, unfinished
 from relaygr_stream.ops.rollout.observing import watching
-from relaygr_stream.ops.rollout.routing import Bus, RoutesChanged, label, next_group, source_of
+from relaygr_stream.ops.rollout.routing import AssignmentsChanged, Bus, RoutesChanged, label, next_group, source_of
 from relaygr_stream.ops.rollout.run import FIRST_S, Parts, Plan, Rollout, RolloutMetrics
 from relaygr_stream.ops.rollout.warming import warming
 from relaygr_stream.ops.status.overview import LISTEN_S
@@ -39,7 +40,8 @@ END_S: Final = 20.0
 class RolloutRequest:
     """group: where users move to; None: the other one of two. lanes: of the group; 0: as it has, or as the others have.
     up: arguments of `relaygr up` for its processes; None: an operator starts them. warm: prefill before users move.
-    unlike: the models may rank the same candidates in another order."""
+    unlike: the models may rank the same candidates in another order. in_place: workers that run serve the group, with
+    the model in this folder ("": of their settings), and `up` has arguments of `relaygr trigger`; None: they do not."""
 
     plan: Plan
     group: str | None = None
@@ -47,6 +49,7 @@ class RolloutRequest:
     up: Sequence[str] | None = None
     warm: bool = True
     unlike: bool = False
+    in_place: str | None = None
 
 
 async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) -> None:
@@ -56,8 +59,15 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
     """
     bus = Bus(context.settings)
     routes = await bus.read()
-    to = next_group(routes) if asked.group is None else asked.group
+    assigned = await bus.assignments()
+    to, in_place = asked.group, asked.in_place
+    if assigned is not None and in_place and to is None and in_place == assigned.checkpoints.get(assigned.home):
+        say(f"group {label(assigned.home)} serves this model already")
+        return
+    if to is None and (to := unfinished(assigned)) is None:
+        to = next_group(routes)
     source = source_of(routes, to)
+    check(assigned, in_place=in_place is not None, to=to, checkpoint=in_place or "", source=source)
     if scenarios := await bus.scenarios_of(to):
         raise ConfigError(
             f"--group {to} serves scenario {', '.join(scenarios)}, whose model is another one: name another group"
@@ -79,8 +89,9 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
         Producer(context.settings.kafka, client_id="relaygr-rollout") as producer,
     ):
         await asyncio.sleep(LISTEN_S)
-        if asked.up is not None and new.versions:
+        if asked.up is not None and in_place is None and new.versions:
             raise ConfigError(f"group {label(to)} has workers already ({', '.join(new.versions)}): stop them first")
+        moving = None if in_place is None else InPlace(bus, producer, to, in_place, assigned, new, old, say)
         if not routes.share_of(to):  # whom it prefills must be erased in it, too, and nobody falls back to it
             begun = RolloutProgress(state="moving", group=to, steps=asked.plan.steps)
             routes = msgspec.structs.replace(routes.moved(to, new.lanes, 0), rollout=begun)
@@ -90,31 +101,38 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
             warming(of_source, of_group, to, (old.lanes, new.lanes), producer, background)
             if asked.warm
             else nullcontext() as warm,
-            _started(asked.up, of_group) as started,
+            _started(("up",) if in_place is None else ("trigger", "--here"), asked.up, of_group) as started,
         ):
-            parts = Parts(bus, producer, RolloutMetrics(context.registry), say, started)
+            settle_s = HEARD_S + context.settings.relay.life_window_ms / 1e3
+            parts = Parts(bus, producer, RolloutMetrics(context.registry), say, started, moving, settle_s)
             comparison = None if asked.unlike else Comparison(of_source, of_group, producer, new, old)
             rollout = Rollout(parts, asked.plan, routes, to, new, old, warm, comparison)
             context.set_ready(True)
             try:
-                await background.until(_run(context, rollout, started, say, background))
+                await background.until(_run(context, rollout, parts, background))
             finally:
                 await background.end()
 
 
-async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, say: Say, background: Background) -> None:
+async def _run(context: ProcessContext, rollout: Rollout, parts: Parts, background: Background) -> None:
+    started, in_place, say = parts.started, parts.in_place, parts.say
     stop = background.start(context.stop.wait())
-    work = asyncio.ensure_future(_whole(rollout))
+    work = asyncio.ensure_future(_whole(rollout, in_place))
     await asyncio.wait({stop, work}, return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
         work.cancel()
         await asyncio.wait({work})
-        if started is None or not rollout.moved:
+        if in_place is not None and in_place.finished:
+            say("stopped; the users stay where they are, and the workers follow")
+            return
+        if in_place is None and (started is None or not rollout.moved):
             say("stopped; the users stay where they are: run it again to go on, or with --back")
             return
         await rollout.back("it was stopped")
     elif work.result():
-        if started is not None:
+        if in_place is not None:
+            say(in_place.told)
+        elif started is not None:
             say("this process keeps its workers; stop the former ones now. Ctrl-C ends both")
             await asyncio.wait({stop, asyncio.ensure_future(started.ended())}, return_when=asyncio.FIRST_COMPLETED)
             if not stop.done():
@@ -123,18 +141,22 @@ async def _run(context: ProcessContext, rollout: Rollout, started: Up | None, sa
                     f"another group answers its users"
                 )
         return
-    if started is not None and rollout.moved:
-        await asyncio.sleep(HEARD_S + context.settings.relay.life_window_ms / 1e3)
+    if started is not None and in_place is None and rollout.moved:
+        await asyncio.sleep(parts.settle_s)
     raise RelayError(rollout.why_back)
 
 
-async def _whole(rollout: Rollout) -> bool:
-    await rollout.wait_for_workers()
+async def _whole(rollout: Rollout, in_place: InPlace | None) -> bool:
     try:
+        await rollout.wait_for_workers()
         return await rollout.run()
-    except RoutesChanged as error:
+    except (RoutesChanged, AssignmentsChanged) as error:
         rollout.why_back = str(error)
-        return False
+    except RelayError as error:
+        if in_place is None or in_place.finished:
+            raise
+        await rollout.back(str(error))
+    return False
 
 
 async def take_back(settings: Settings, group: str | None, say: Say) -> None:
@@ -144,10 +166,13 @@ async def take_back(settings: Settings, group: str | None, say: Say) -> None:
     way ends with it.
     """
     bus = Bus(settings)
-    routes = await bus.read()
+    routes, assigned = await bus.read(), await bus.assignments()
     named = routes.rollout.group if routes.rollout else OWN
     to = named if group is None else group
     if not routes.share_of(to) or len(routes.groups) == 1:
+        async with Producer(settings.kafka, client_id="relaygr-rollout") as producer:
+            if await leave(bus, producer, say):
+                return
         raise RelayError(f"group {label(to)} has no users that could go back")
     source = source_of(routes, to)
     async with (
@@ -157,10 +182,11 @@ async def take_back(settings: Settings, group: str | None, say: Say) -> None:
         if old.missing_lanes:
             await asyncio.sleep(2 * LISTEN_S)
         if old.missing_lanes:
-            raise RelayError(
-                f"group {label(source)} does not serve {old.missing_lanes} of {old.lanes} lanes: start its workers "
-                f"first"
+            moved = assigned is not None and assigned.home == to
+            first = (
+                "its workers serve the other in place; roll its model out again" if moved else "start its workers first"
             )
+            raise RelayError(f"group {label(source)} does not serve {old.missing_lanes} of {old.lanes} lanes: {first}")
         while routes.share_of(to):
             back = routes.moved(to, routes.lanes_of(to), 0)
             steps = routes.rollout.steps if routes.rollout else ()
@@ -172,7 +198,10 @@ async def take_back(settings: Settings, group: str | None, say: Say) -> None:
                 break
             except RoutesChanged:  # by a rollout under way, which ends when it finds what is written here
                 routes = await bus.read()
-    say(f"all users are in group {label(source)}")
+        say(f"all users are in group {label(source)}")
+        if unfinished(assigned) is not None:
+            await asyncio.sleep(HEARD_S + settings.relay.life_window_ms / 1e3)
+            await leave(bus, producer, say)
 
 
 def _check(settings: Settings, group: str) -> None:
@@ -187,7 +216,7 @@ def _check(settings: Settings, group: str) -> None:
 
 
 class Up:
-    """`relaygr up` as a child; it prints its processes' states."""
+    """`relaygr up`, or a trigger, as a child."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -214,7 +243,7 @@ class Up:
 
 
 @asynccontextmanager
-async def _started(up: Sequence[str] | None, settings: Settings) -> AsyncIterator[Up | None]:
+async def _started(command: Sequence[str], up: Sequence[str] | None, settings: Settings) -> AsyncIterator[Up | None]:
     if up is None:
         yield None
         return
@@ -223,7 +252,7 @@ async def _started(up: Sequence[str] | None, settings: Settings) -> AsyncIterato
     any_port = ["--set", "telemetry.port=0", "--set", "handover.port=0"]
     group = ["--set", f"kafka.prefix={kafka.prefix}", "--set", f"kafka.partitions={kafka.partitions}"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "relaygr_stream", "up", *any_port, *up, *group),
+        *(sys.executable, "-P", "-m", "relaygr_stream", *command, *any_port, *up, *group),
         stdin=asyncio.subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches only this process, which moves the users first
         preexec_fn=end_with_parent,

@@ -1,4 +1,4 @@
-"""The routes as they are on the cluster, and which group users move to, and from."""
+"""The routes and the assignments as they are on the cluster, and which group users move to, and from."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Final
 import msgspec
 
 from relaygr_stream.bus.ages import now_ms
+from relaygr_stream.bus.assignments import read_assignments, write_assignments
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes, write_routes
 from relaygr_stream.bus.topics import topic_exists, verified_topics
 from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.wire.assignments import ROLLOUT, Assignments
 from relaygr_stream.wire.routes import OWN, POSITIONS, Routes, routes_topic
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
@@ -32,13 +34,24 @@ class RoutesChanged(RelayError):
         )
 
 
+class AssignmentsChanged(RelayError):
+    """Another command has assigned workers meanwhile; they stay where it wants them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another command has assigned the workers meanwhile, and they go where it says: run one at a time, and "
+            "this one again if it is still to be done"
+        )
+
+
 class Bus:
-    """The routes on the cluster, of a relay whose own settings are those of the group ""."""
+    """The routes and assignments on the cluster, of a relay whose own settings are those of the group ""."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.topics = load_topics(settings.kafka)
         self._reader = StatusReader.from_settings(settings, self.topics)
+        self._assigned: Assignments | None = None  # read or written last
         self._epochs: dict[str, int] = {}  # by scenario, of the routes that were read or written last
 
     async def read(self) -> Routes:
@@ -76,6 +89,26 @@ class Bus:
         routes = msgspec.structs.replace(routes, sent_ms=now_ms())
         await write_routes(producer, self.topics, self._reader, routes, scenario)
         self._epochs[scenario] = routes.epoch
+
+    async def assignments(self) -> Assignments | None:
+        """The newest; None: there are none. Raises BrokerError."""
+        self._assigned = await read_assignments(self.settings.kafka, self.topics, self._reader)
+        return self._assigned
+
+    async def assign(
+        self, producer: Producer, workers: Mapping[str, str], home: str, checkpoints: Mapping[str, str]
+    ) -> int:
+        """Write assignments; returns their epoch.
+
+        Raises BrokerError; AssignmentsChanged where another command has written some since they were read.
+        """
+        known = self._assigned
+        found = await read_assignments(self.settings.kafka, self.topics, self._reader)
+        if found is not None and found != known and (known is None or found.epoch >= known.epoch):
+            raise AssignmentsChanged
+        self._assigned = Assignments.after(known, ROLLOUT, workers, now_ms(), home, checkpoints)
+        await write_assignments(producer, self.topics, self._reader, self._assigned)
+        return self._assigned.epoch
 
     async def _newest(self) -> Mapping[str, Routes]:
         """Those of all scenarios, which the next ones that are written change."""

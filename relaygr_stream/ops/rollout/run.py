@@ -22,6 +22,7 @@ from relaygr_stream.bus.newest import ASK_S
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.errors import AccessDenied, BrokerError, ConfigError, RelayError
 from relaygr_stream.ops.rollout.comparing import Comparison
+from relaygr_stream.ops.rollout.in_place import InPlace
 from relaygr_stream.ops.rollout.judgement import Observed, decide
 from relaygr_stream.ops.rollout.observing import WorkersView
 from relaygr_stream.ops.rollout.routing import Bus, label, source_of
@@ -89,16 +90,23 @@ class Started(Protocol):
     def exit_code(self) -> int | None:
         """Of what keeps them; None while it runs."""
 
+    async def ended(self) -> int:
+        """Wait for its end; returns the exit code."""
+
 
 @dataclass(frozen=True)
 class Parts:
-    """What a rollout works with. started: its group's processes; None: an operator's. say: prints a line."""
+    """What a rollout works with. started: its group's processes; None: an operator's. say: prints a line. in_place: the
+    workers that move between the groups; None: each group keeps its own. settle_s: clients follow the routes, and what
+    they have begun is over, within this."""
 
     bus: Bus
     producer: Producer
     metrics: RolloutMetrics
     say: Say
     started: Started | None = None
+    in_place: InPlace | None = None
+    settle_s: float = 0.0
 
 
 class Rollout:
@@ -131,7 +139,9 @@ class Rollout:
 
     async def wait_for_workers(self) -> None:
         """Until all lanes of the new group have an owner. Raises RelayError if that takes too long, or cannot be."""
-        began = time.monotonic()
+        began, in_place = time.monotonic(), self._parts.in_place
+        if in_place is not None:
+            await in_place.begin()
         while self._new.missing_lanes:
             self._check_started()
             if time.monotonic() - began > START_S:
@@ -158,10 +168,12 @@ class Rollout:
             return False
         await self._wait_until_warm()
         for number in left:
-            if self._warming is not None and (progress := self._warming.progress()).users:
-                self._parts.say(str(progress))
+            if self._warming is not None and (warmed := self._warming.progress()).users:
+                self._parts.say(str(warmed))
             share, last = steps[number], steps[number] == POSITIONS
-            await self._move(share, RolloutProgress(state="moving", group=self._to, steps=steps, step=number))
+            progress = RolloutProgress(state="moving", group=self._to, steps=steps, step=number)
+            await self._move_workers(share, progress)
+            await self._move(share, progress)
             self._parts.say(
                 f"step {number + 1} of {len(steps)}: {share / POSITIONS:.0%} of the users are in group "
                 f"{label(self._to)}, for at least {self._plan.hold_s:g} s"
@@ -170,6 +182,8 @@ class Rollout:
             if (why := await self._hold(last=last)) is not None:
                 await self.back(why)
                 return False
+        if self._parts.in_place is not None:
+            await self._parts.in_place.finish()
         await self._state("done")
         self._parts.say(f"done: all users are in group {label(self._to)}")
         return True
@@ -183,6 +197,18 @@ class Rollout:
         now = self._routes.rollout or RolloutProgress(state="back", group=self._to, steps=steps)
         await self._move(0, msgspec.structs.replace(now, state="back", reason=why[:500]))
         self._parts.say(f"all users are in group {label(self._from)}")
+        if (in_place := self._parts.in_place) is not None:
+            if self.moved:
+                await asyncio.sleep(self._parts.settle_s)
+            await in_place.back()
+
+    async def _move_workers(self, share: int, progress: RolloutProgress) -> None:
+        """In place: as many as this share of the users needs, each followed by its part of them."""
+        in_place = self._parts.in_place
+        while in_place is not None and (meanwhile := in_place.share_before_next(share)) is not None:
+            if meanwhile > self._routes.share_of(self._to):
+                await self._move(meanwhile, progress)
+            await in_place.move_next()
 
     def _aim(self, share: int) -> None:
         """Have users prefilled who move next, to this share."""

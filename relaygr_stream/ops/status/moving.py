@@ -20,6 +20,8 @@ def moves(view: Overview) -> Iterator[str]:
     living |= {name: (at, status) for at, of in views for name, status in of.living_workers().items()}
     leaving = {name: at for at, of in views for name, seen in of.workers.items() if seen.last.state == "draining"}
     for name, target in sorted(newest.workers.items()):
+        if target in newest.checkpoints:  # in place: `relaygr rollout` tells of it
+            continue
         at, status = living.get(name, (target, None))
         to = scenario_in_words(target)
         if status is not None and at != target:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from relaygr_stream.bus.assignments import write_assignments
+from relaygr_stream.bus.assignments import read_assignments, write_assignments
 from relaygr_stream.bus.contents import read_all
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import topic_exists
@@ -24,7 +24,6 @@ from relaygr_stream.wire.assignments import Assignments, newer_assignments
 from relaygr_stream.wire.routes import routes_topic
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
-from tests.assignments import read_assignments
 from tests.unit.planner.test_moves import SCENARIOS, TO_SEARCH, seen, worker
 from tests.waiting import until
 
@@ -116,6 +115,15 @@ async def test_a_move_that_is_given_up_is_written_back(scene: Scene) -> None:
         assert (back.workers, back.epoch) == ({"b": "feed"}, epoch + 1)
         assert planner.says == "the move of b from feed to search was given up: it did not drain"
         assert scene.ended("given_up") == 1
+
+
+async def test_what_a_rollout_in_place_has_left_stays(scene: Scene) -> None:
+    left = Assignments.after(None, "rollout", {}, 1, "next", {"next": "/models/new"})
+    await write_assignments(scene.producer, scene.topics, scene.reader, left)
+    async with scene.planner("p") as planner:
+        await begun_by(planner)
+        found = await scene.published()
+    assert (found.workers, found.home, found.checkpoints) == ({"b": "search"}, "next", left.checkpoints)
 
 
 async def test_a_late_record_of_an_old_leader_is_followed_by_ours_again(scene: Scene) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,15 +17,19 @@ from relaygr_stream.bus.producer import Producer
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, PartitionsAway, TopicError
 from relaygr_stream.handover.build import handover_for
+from relaygr_stream.models.loading import save_random
 from relaygr_stream.ops.scenarios import make_groups
 from relaygr_stream.settings.scenarios import Scenario
 from relaygr_stream.settings.schema import Kafka, Settings
+from relaygr_stream.settings.worker import Model
 from relaygr_stream.telemetry.process import process
 from relaygr_stream.wire.assignments import Assignments
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
+from relaygr_stream.worker.moves import ServedGroup
+from relaygr_stream.worker.moving import _passes, settings_at
 from relaygr_stream.worker.process import WorkerProcess
-from relaygr_stream.worker.run import _passes, run_worker
+from relaygr_stream.worker.run import _why_not, run_worker
 from tests.unit.worker import services
 from tests.unit.worker.services import Peer, worker_settings
 from tests.waiting import until
@@ -97,6 +102,23 @@ async def test_each_worker_has_memory_and_metrics_of_its_own_and_one_that_does_n
             context.stop.set()
             await asyncio.gather(running, return_exceptions=True)
     running.result()
+
+
+def test_a_path_of_the_record_is_a_folder_with_a_checkpoint_and_reaches_no_factory(tmp_path: Path) -> None:
+    own = Settings(model=Model(layers=1, dim=8, heads=1, dqk=8, dv=8, vocab=9, checkpoint="own"))
+    new = save_random(msgspec.structs.replace(own.model, checkpoint=""), tmp_path / "new").checkpoint
+    place = ServedGroup("next", new)
+    assert _why_not(own, place) == ""
+    at = settings_at(own, place)
+    assert (at.model.checkpoint, at.model.factory, at.kafka.prefix) == (new, "", own.kafka.prefix + "next.")
+    assert settings_at(own, ServedGroup("")) is own
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text("{}")
+    for bad, why in (("none", "no such folder"), ("bad", "architecture"), ("new/config.json", "no such folder")):
+        assert why in _why_not(own, ServedGroup("next", str(tmp_path / bad)))
+    factory = msgspec.structs.replace(own, model=Model(factory="mine:make", path=str(tmp_path)))
+    assert "model.factory = mine:make" in _why_not(factory, place)
+    assert settings_at(factory, place).model == Model(checkpoint=new), "which is asked before a worker leaves, too"
 
 
 @pytest.mark.parametrize(
