@@ -9,8 +9,10 @@ PEERS := .cache/peers/.venv
 PEERS_STAMP := $(PEERS)/.installed
 VLLM := .cache/peers/vllm
 VLLM_STAMP := $(VLLM)/.installed
-# Every other one begins with tests that wait for brokers, so six keep two cores busy. 0: one test after the other.
-TEST_WORKERS ?= 6
+# TEST_WORKERS: processes that run tests; 0: one test after the other. Every other one begins with tests that wait for
+# brokers, so six keep two cores busy with make test. The stack's tests have processes of their own.
+UNIT_WORKERS := $(or $(TEST_WORKERS),6)
+STACK_WORKERS := $(or $(TEST_WORKERS),4)
 # What an installation compiles; it is installed again where one of them has changed.
 KERNELS := hatch_build.py $(shell find relaygr_stream/models/native -name '*.[ch]' -o -name CMakeLists.txt)
 # Length of a soak.
@@ -52,16 +54,16 @@ demo: $(STAMP) ## run the whole relay on an embedded broker and show what it doe
 	$(BIN)/relaygr demo $(ARGS)
 
 test: $(STAMP) ## unit tests, the bus on the embedded broker, one relay of real processes
-	$(BIN)/pytest --parallel $(TEST_WORKERS) $(ARGS)
+	$(BIN)/pytest --parallel $(UNIT_WORKERS) $(ARGS)
 
 test-stack: $(STAMP) ## what make test leaves out: the wheel, real processes, on Apache Kafka (KAFKA_HOME, or RELAYGR_TEST_BOOTSTRAP), GPU kernels compiled and interpreted, the longest unit tests, broken workers that the ledger must find, the SLO bench
-	$(BIN)/pytest --parallel $(TEST_WORKERS) -m "(kafka or stack) and not long and not faults" $(ARGS)
+	$(BIN)/pytest --parallel $(STACK_WORKERS) -m "(kafka or stack) and not long and not faults" $(ARGS)
 
 test-repeat: $(STAMP) ## make test N times beside BUSY busy loops, and what failed (N=20 BUSY=0; Ctrl-C lists what there is)
-	$(BIN)/python -m tests.repeat --times $(or $(N),20) --busy $(or $(BUSY),0) -- --hypothesis-profile=search --parallel $(TEST_WORKERS) $(ARGS)
+	$(BIN)/python -m tests.repeat --times $(or $(N),20) --busy $(or $(BUSY),0) -- --hypothesis-profile=search --parallel $(UNIT_WORKERS) $(ARGS)
 
 test-long: $(STAMP) ## all examples of each property, new ones; a million random operations, the books checked after each; kernels under ASan and UBSan (ARGS="--long-operations N --long-seed N")
-	$(BIN)/pytest --parallel $(TEST_WORKERS) -m "hypothesis and not long" --hypothesis-profile=search
+	$(BIN)/pytest --parallel $(UNIT_WORKERS) -m "hypothesis and not long" --hypothesis-profile=search
 	$(BIN)/pytest -m long -s $(ARGS)
 
 fuzz: $(STAMP) ## bad input by the million: codec, intake, trigger, client, status, dead letters (INPUTS=1000000 SEED=1)

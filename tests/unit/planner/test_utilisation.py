@@ -28,7 +28,7 @@ DEVICES = [
 FEED, SEARCH, *_ = DEVICES
 
 
-@pytest.mark.parametrize("of", DEVICES)
+@pytest.mark.parametrize("of", [DEVICES[0], *(pytest.param(each, marks=pytest.mark.stack) for each in DEVICES[1:])])
 def test_the_requests_are_typical(of: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     found = utilisation(of)
     module._utilisation.cache_clear()
