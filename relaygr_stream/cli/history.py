@@ -87,8 +87,9 @@ def append(settings: Settings, file: Path, **how: Any) -> None:
     """Append a log's interactions to the histories of its users.
 
     A user's interactions must not be older than the last one in the store; otherwise the user is left as it was, and
-    named. Items and actions must be numbers. A history that grows beyond history.max_behaviours or
-    relay.max_prefix_tokens loses its oldest behaviours. Exits 1 if a user failed.
+    named. Where they are the store's newest already, nothing is appended: a command that was stopped can run again.
+    Items and actions must be numbers. A history that grows beyond history.max_behaviours or relay.max_prefix_tokens
+    loses its oldest behaviours. Exits 1 if a user failed.
     """
     _write_all(settings, _log(file, settings.model, how), _tenant(settings, how["tenant"]), "appended")
 
@@ -253,10 +254,14 @@ def _write_all(settings: Settings, log: InteractionLog, tenant: str, done: Liter
     if broken := log.broken_text():
         click.echo(broken, err=True)
     failed: list[str] = []
+    there = 0
     users, most = log.histories(), settings.longest_history
 
     async def write(store: WritableStore, user: str, behaviours: Behaviours) -> None:
-        if done == "appended":
+        nonlocal there
+        if done == "appended" and await _ends_with(store, user, tenant, behaviours):
+            there += 1
+        elif done == "appended":
             await store.append(user, tenant, behaviours, most)
         else:
             newest = behaviours.slice(max(0, len(behaviours) - most), len(behaviours)) if most else behaviours
@@ -285,8 +290,20 @@ def _write_all(settings: Settings, log: InteractionLog, tenant: str, done: Liter
         click.echo(line, err=True)
     if len(failed) > SHOWN:
         click.echo(f"{len(failed) - SHOWN} more users failed", err=True)
-    click.echo(f"{done}: {len(log.users) - len(failed)} users; failed: {len(failed)}")
+    kept = f"; there already: {there}" if there else ""
+    click.echo(f"{done}: {len(log.users) - len(failed) - there} users{kept}; failed: {len(failed)}")
     sys.exit(bool(failed))
+
+
+async def _ends_with(store: WritableStore, user: str, tenant: str, behaviours: Behaviours) -> bool:
+    """Whether these are the user's newest behaviours in the store."""
+    reference = await store.reference(user, tenant)
+    if reference is None or not 0 < len(behaviours) <= reference.length:
+        return False
+    start = reference.length - len(behaviours)
+    newest = await store.read(user, tenant, reference.version, start, reference.length)
+    pairs = zip(newest.arrays(), behaviours.arrays(), strict=True)
+    return newest.table == behaviours.table and all(a.tolist() == b.tolist() for a, b in pairs)
 
 
 @asynccontextmanager

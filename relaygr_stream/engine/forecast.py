@@ -197,8 +197,8 @@ class Forecast:
         if idle > 0 and ahead + own <= QUEUED_DEADLINE_FRACTION * left * idle:
             return None
         reason = (
-            f"it cannot be done in time for the SLO; rankings that can be leave {idle:.0%} of the device's time; "
-            f"{ahead:.0f} ms of others are before its {own:.0f} ms, and {left:.0f} ms are left"
+            f"it is too late for the SLO, so it gets only what device time others leave, now {idle:.0%}; it and the "
+            f"rankings before it still take {ahead + own:.0f} ms, and {left:.0f} ms are left"
         )
         return Full("ms", reason, ranking.due, hopeless=mine + own > left)
 

@@ -178,6 +178,11 @@ def load_topics(kafka: Kafka) -> TopicSet:
     Raises ConfigError, which names file and key, and CoPartitionError if the files disagree about the lane count.
     """
     folder = Path(kafka.topics_dir) if kafka.topics_dir else packaged_dir("topics")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"`kafka.topics_dir` = {str(folder)!r}: no such folder here; the packaged files are in "
+            f"{packaged_dir('topics')}"
+        )
     found: dict[str, Topic] = {}
     for path in sorted(folder.glob("*.toml")):
         spec = _read_topic_file(path)
@@ -193,7 +198,7 @@ def load_topics(kafka: Kafka) -> TopicSet:
         )
     missing = [name for name in _NAMES if name not in found]
     if missing:
-        raise ConfigError(f"{folder}: no file describes {', '.join(missing)}; copy it from the packaged topics")
+        raise ConfigError(f"{folder}: no file describes {', '.join(missing)}; copy it from {packaged_dir('topics')}")
     topics = TopicSet(**{name.replace("-", "_"): found[name] for name in _NAMES})
     topics.stated = kafka.partitions
     check_equal_counts((topic.name, topic.partitions) for topic in topics.all if topic.lanes)

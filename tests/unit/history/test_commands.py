@@ -132,6 +132,21 @@ def test_what_cannot_be_done_is_said(
     assert said in done.output
 
 
+@pytest.mark.parametrize("rows", [("ann,6,1,2000000001",), ("ann,6,1,2000000001", "ann,7,1,2000000002")])
+def test_the_same_append_again_appends_nothing(tmp_path: Path, store: Path, rows: tuple[str, ...]) -> None:
+    """It was stopped before its end, and runs again; one more behaviour at the same time is appended all the same."""
+    run(store, "import", log(tmp_path / "a.csv", "ann,5,1,2000000000"))
+    added = log(tmp_path / "b.csv", *rows)
+    assert "appended: 1 users; failed: 0" in run(store, "append", added).output
+    again = run(store, "append", log(added, *rows, "bob,1,1,2000000000"))
+    assert again.exit_code == 0
+    assert "appended: 1 users; there already: 1; failed: 0" in again.output
+    assert len(read(store, "ann")[1]) == 1 + len(rows)
+    newest = rows[-1].replace(",1,", ",2,")
+    assert run(store, "append", log(tmp_path / "c.csv", newest)).exit_code == 0
+    assert len(read(store, "ann")[1]) == 2 + len(rows)
+
+
 @pytest.mark.parametrize("command", ["show", "erase"])
 def test_a_mistyped_file_is_not_made_by_what_only_reads(tmp_path: Path, command: str) -> None:
     unreachable = ("kafka.bootstrap=127.0.0.1:1",)
