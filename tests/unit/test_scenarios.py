@@ -370,7 +370,8 @@ async def test_the_groups_topics_and_routes_are_made_once_and_moved_users_stay(e
         await write_routes(producer, topics, reader, moved, "feed")
     await make_groups(settings, said.append)
     assert await read_routes(embedded_settings, topics, reader) == {**known, "feed": moved}
-    assert said == [f"made {3 * len(topics.all) + 1} topics for scenarios ads, feed"]
+    made = f"made {3 * len(topics.all) + 1} topics for scenarios ads, feed"
+    assert said == [made, "the topics of scenarios ads, feed are there"]
 
 
 async def test_routes_follow_a_scenario_to_the_group_that_the_file_names(embedded_settings: Kafka) -> None:
