@@ -153,7 +153,7 @@ class ChangingFleet:
 
         def say(line: str) -> None:
             if line.startswith("step"):
-                self.mark(line.split(": ")[1].split(" of ", maxsplit=1)[0])
+                self.mark(line.split(": ")[1].split(" are ", maxsplit=1)[0])
             self._say(line)
 
         await run_rollout(context, RolloutRequest(plan, to, warm=warm), say)

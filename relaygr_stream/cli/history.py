@@ -297,13 +297,14 @@ def _write_all(settings: Settings, log: InteractionLog, tenant: str, done: Liter
 
 async def _ends_with(store: WritableStore, user: str, tenant: str, behaviours: Behaviours) -> bool:
     """Whether these are the user's newest behaviours in the store."""
+    from relaygr_stream.history.packed import pack
+
     reference = await store.reference(user, tenant)
     if reference is None or not 0 < len(behaviours) <= reference.length:
         return False
     start = reference.length - len(behaviours)
     newest = await store.read(user, tenant, reference.version, start, reference.length)
-    pairs = zip(newest.arrays(), behaviours.arrays(), strict=True)
-    return newest.table == behaviours.table and all(a.tolist() == b.tolist() for a, b in pairs)
+    return newest.table == behaviours.table and pack(newest, wide=True) == pack(behaviours, wide=True)
 
 
 @asynccontextmanager

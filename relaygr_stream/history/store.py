@@ -10,11 +10,12 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from importlib import import_module
+from traceback import extract_tb
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from relaygr_stream.errors import ConfigError, HistoryError, HistoryUnavailable
+from relaygr_stream.errors import ConfigError, HistoryError, HistoryUnavailable, RelayError
 from relaygr_stream.settings.schema import History
 from relaygr_stream.wire.behaviours import Behaviours
 from relaygr_stream.wire.history import HistoryReference
@@ -158,7 +159,15 @@ def _of_factory(settings: History) -> HistoryStore:
         factory = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"history.store = {settings.store}: {error}") from error
-    store: object = factory(settings)
+    try:
+        store: object = factory(settings)
+    except RelayError:
+        raise
+    except Exception as error:  # of a user's own code
+        file, line, *_ = extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"history.store = {settings.store}: {type(error).__name__}: {error} ({file}:{line})"
+        ) from error
     if not isinstance(store, HistoryStore) or not inspect.iscoroutinefunction(store.read):
         raise ConfigError(
             f"history.store = {settings.store} made a {type(store).__name__}, which has not the methods of "

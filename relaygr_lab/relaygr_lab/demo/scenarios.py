@@ -86,7 +86,7 @@ def draw(fleet: TidalFleet, since_s: float) -> Figure:
     workers.set_ylabel("workers")
     as_share(shares)
     shares.set_ylabel("rankings within their SLO")
-    shares.legend(loc="lower left", fontsize=9)
+    shares.legend(loc="best", fontsize=9)
     moves = [(at_s, move.reason.split(";")[0]) for at_s, move in fleet.planned]
     mark(workers, shares, [each for each in moves if since_s <= each[0] <= since_s + end_s], since_s)
     return figure

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: Characters of a line of a mark: as many as a panel is high.
-MARK_WIDTH: Final = 28
+#: Characters of a line below the title: as many as the figure is wide.
+LINE_WIDTH: Final = 140
 
 
 def two_panels(title: str) -> tuple[Figure, Axes, Axes]:
@@ -40,14 +40,19 @@ def as_share(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
 
-def mark(named: Axes, other: Axes, marks: Iterable[tuple[float, str]], since_s: float) -> None:
-    """Lines where something happened, with its name in one of the panels. Times are as of the samples."""
-    for when, what in marks:
-        for axes in (named, other):
+def mark(upper: Axes, lower: Axes, marks: Iterable[tuple[float, str]], since_s: float) -> None:
+    """Numbered lines where something happened, and below the title what it was. Times are as of the samples."""
+    named = []
+    for number, (when, what) in enumerate(marks, 1):
+        for axes in (upper, lower):
             axes.axvline(when - since_s, color=GREY, linewidth=0.8, linestyle="--")
-        up = named.get_xaxis_transform()
-        name = textwrap.fill(what, MARK_WIDTH)
-        named.text(when - since_s, 0.04, name, transform=up, rotation=90, fontsize=8, va="bottom", clip_on=True)
+        above = upper.get_xaxis_transform()
+        upper.text(when - since_s, 1.02, str(number), transform=above, fontsize=9, ha="center", va="bottom")
+        named.append(f"{number}: {what}".replace(" ", "\xa0"))
+    if named:
+        figure = upper.get_figure(root=True)
+        assert figure is not None
+        figure.suptitle(f"{figure.get_suptitle()}\n{textwrap.fill('   '.join(named), LINE_WIDTH)}", fontsize=11)
 
 
 def by_time(samples: Sequence[Sample], since_s: float, point_s: float) -> list[tuple[float, list[Sample]]]:

@@ -32,3 +32,4 @@ def test_a_rollout_becomes_a_png(tmp_path: Path) -> None:
     figure = draw(SAMPLES, [(120.0, "rollout begins"), (130.0, "100%")], 100.0, change)
     figure.savefig(tmp_path / "r.png", format="png")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "1: rollout begins 2: 100%" in " ".join(figure.get_suptitle().split())

@@ -206,4 +206,5 @@ def test_a_day_becomes_a_png(tmp_path: Path) -> None:
     assert np.asarray(upper.lines[0].get_xdata()).tolist() == [-10.0, 50.0, 55.0, 100.0]
     assert np.asarray(upper.lines[0].get_ydata()).tolist() == [1, 1, 2, 2]
     assert np.asarray(lower.lines[1].get_ydata())[-1] == 0.0, "search answers later than 200 ms"
-    assert "needs 2 workers and has 1" in " ".join(upper.texts[0].get_text().split())
+    assert upper.texts[0].get_text() == "1"
+    assert "1: feed needs 2 workers and has 1" in " ".join(figure.get_suptitle().split())

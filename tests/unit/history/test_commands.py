@@ -166,6 +166,18 @@ def test_a_mistyped_store_is_named_with_what_can_be_written(store: Path, name: s
     assert f"{name!r} names no store: set it to redis://HOST:PORT/DB" in done.output
 
 
+def no_store(_: object) -> None:
+    """A factory of somebody's, whose environment is not set up."""
+    raise KeyError("HISTORIES_DB")
+
+
+def test_a_factory_that_raises_is_one_line_with_its_place(store: Path) -> None:
+    done = run(store, "show", "ann", settings=(f"history.store={__name__}:no_store",))
+    assert done.exit_code == 1
+    assert f"error: history.store = {__name__}:no_store: KeyError: 'HISTORIES_DB' ({__file__}:" in done.output
+    assert "Traceback" not in done.output
+
+
 @pytest.mark.parametrize("command", ["import", "append", "show", "erase"])
 def test_an_empty_tenant_is_refused(store: Path, tmp_path: Path, command: str) -> None:
     """A script whose variable is not set would erase another tenant's user."""
