@@ -47,5 +47,5 @@ async def make_groups(settings: Settings, say: Say, *, alter: bool = False) -> N
                 routes = Routes.of_one(scenario.group, lanes[scenario.group], epoch=epoch)
                 routes = msgspec.structs.replace(routes, sent_ms=now_ms())
                 await write_routes(producer, topics, reader, routes, scenario.name)
-    names = ", ".join(each.name for each in settings.scenarios)
-    say(f"made {made} topics for scenarios {names}" if made else f"the topics of scenarios {names} are there")
+    told = ", ".join(each.name for each in settings.scenarios)
+    say(f"made {made} topics for scenarios {told}" if made else f"the topics of scenarios {told} are there")
