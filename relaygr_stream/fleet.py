@@ -57,9 +57,9 @@ _limited = LogLimiter().limited
 DROP_AFTER_S: Final = 600.0
 
 
-def draw_sample(things: Sequence[T], choice: random.Random) -> list[T]:
-    """At most LOOKED_AT of them, chosen at random if there are more."""
-    return list(things) if len(things) <= LOOKED_AT else choice.sample(things, LOOKED_AT)
+def draw_sample(things: Sequence[T], choice: random.Random, most: int = LOOKED_AT) -> list[T]:
+    """At most so many of them, chosen at random if there are more."""
+    return list(things) if len(things) <= most else choice.sample(things, most)
 
 
 def better_of_two(found: Sequence[tuple[float, T]], choice: random.Random) -> list[tuple[float, T]]:

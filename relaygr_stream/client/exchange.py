@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Set
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -37,6 +37,9 @@ SLOW_BURST: Final = 20.0
 LAST_STATUS_MS: Final = 15_000.0
 
 
+#: Lanes of each worker that are looked at for a copy, at random. Every slow call looks, and each lane costs what a
+#: broker's waits are looked up for. With three brokers of which one is away, one look in 81 finds none of a worker's.
+LANES_LOOKED_AT: Final = 4
 #: Until STUCK_S have passed, a broker that has not acknowledged a send for this share of the time between copies gets
 #: no copy, if another one can have it.
 LATE_SHARE: Final = 0.5
@@ -149,7 +152,7 @@ class Hedges:
         if owner is not None:
             looked_at = [owner, *(status for status in looked_at if status.name != owner.name)]
         left = (each for each in looked_at if each.name not in but)
-        return [(each, [lane.lane for lane in draw_sample(each.lanes, self._random)]) for each in left]
+        return [(each, [lane.lane for lane in draw_sample(each.lanes, self._random, LANES_LOOKED_AT)]) for each in left]
 
     @property
     def may_spend(self) -> bool:
@@ -276,7 +279,7 @@ class Exchange:
     async def run(self) -> ScoreReply:
         """Send and return the answer. Raises BrokerError if no copy could be sent; a cancelled run stops sending."""
         self._hedges.request()
-        if not (self._hedge_s and (why := self._hedges.why_unreachable(self._lane)) and self._hedge(why)):
+        if not (self._hedge_s and (why := self._hedges.why_unreachable(self._lane)) and self._hedge(why, set())):
             self._attempt(self._lane)
         self._rearm()
         try:
@@ -309,7 +312,7 @@ class Exchange:
         self._errors.append(error)
         if not self._call.reply.done():
             if self._hedge_s:
-                self._hedge("unsent")
+                self._hedge("unsent", self._lost())
             self._call.on_copy_failed(copy, error)
 
     def _rearm(self) -> None:
@@ -321,21 +324,22 @@ class Exchange:
         answer is gone."""
         if self._call.reply.done():
             return
-        last = self._tried[-1]
-        self._hedge(self._hedges.why_unreachable(last) or ("unsent" if self._may_be_lost(last) else "slow"))
+        last, lost = self._tried[-1], self._lost()
+        self._hedge(self._hedges.why_unreachable(last) or ("unsent" if last in lost else "slow"), lost)
         self._rearm()
 
-    def _may_be_lost(self, lane: int) -> bool:
-        """Whether the lane's copy that a broker has, or the answer to it, may be lost with a broker."""
-        acknowledged = lane in self._reached and self._hedges.may_be_lost(lane, self._reached[lane])
-        return acknowledged or self._copies.answer_may_be_lost(lane)
+    def _lost(self) -> set[int]:
+        """The lanes whose copy that a broker has, or the answer to it, may be lost with a broker."""
+        looks, reached = self._hedges.may_be_lost, self._reached
+        copies = {lane for lane, broker in reached.items() if looks(lane, broker)}
+        return copies | {lane for lane in self._tried if self._copies.answer_may_be_lost(lane)}
 
-    def _hedge(self, reason: str) -> bool:
+    def _hedge(self, reason: str, lost: Set[int]) -> bool:
+        """lost: as of `_lost`."""
         if len(self._tried) >= MAX_ATTEMPTS:
             return False
         if reason == "slow" and not self._hedges.may_spend:  # before the search: in a slow fleet every call comes here
             return False
-        lost = {lane for lane in self._tried if self._may_be_lost(lane)}
         tried = {self._lane, *self._tried} - lost
         lane = self._hedges.other_lane(self._lane, tried, self._reached.keys() - lost, LATE_SHARE * self._hedge_s)
         if lane is None or (reason == "slow" and not self._hedges.spend()):
