@@ -92,7 +92,10 @@ def draw(trace: list[dict[str, Any]], picture: Path) -> None:
 
 def main(captured: str, picture: str) -> None:
     """Draw the trace of a file."""
-    lines = Path(captured).read_text(encoding="utf-8").splitlines()
+    try:
+        lines = Path(captured).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        sys.exit(f"error: {captured}: {error.strerror}")
     spans = [json.loads(line) for line in lines if line.startswith('{"traceId"')]
     if not spans:
         sys.exit(f"error: no spans in {captured}: capture them with `python -u -m oteltap --port 4318 > {captured}`")

@@ -97,10 +97,13 @@ def _explain_events(
     check_pace(speed, rate)
     settings, policy = config.settings, None
     model, queue_ms, (per_token, alloc) = FALLBACK_COSTS, 0.0, built_in_bytes(settings)
-    if any(value.field.key == "kafka.bootstrap" and value.source != "default" for value in config.values):
+    (source,) = (value.source for value in config.values if value.field.key == "kafka.bootstrap")
+    if source != "default":
         status = look(settings.kafka, stated_by_a_worker(settings))
         if status is None:
-            raise ConfigError(f"no worker runs at {settings.kafka.bootstrap}: start one, or leave out --bootstrap")
+            raise ConfigError(
+                f"no worker runs at {settings.kafka.bootstrap}, which {source} names: start one, or take that away"
+            )
         policy, whose = look(settings.kafka, running_policy(settings), LISTEN_S)
         click.echo(whose, err=True)
         model, per_token, alloc, queue_ms = status.costs, status.bytes_per_token, status.alloc_bytes, status.queue_ms

@@ -154,6 +154,26 @@ def test_bad_input_is_said_in_words(arguments: tuple[str, ...], complaint: str, 
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("given", "variable", "said"),
+    [
+        (("--bootstrap", "127.0.0.1:1"), "", "which flag for kafka.bootstrap names"),
+        ((), "127.0.0.1:1", "which environment RELAYGR_KAFKA_BOOTSTRAP names"),
+    ],
+)
+def test_where_no_worker_runs_what_named_the_brokers_is_said(
+    given: tuple[str, ...], variable: str, said: str, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nobody(_: object) -> None:
+        return None
+
+    monkeypatch.setattr("relaygr_stream.trigger.explain.stated_by_a_worker", nobody)
+    monkeypatch.setenv("RELAYGR_KAFKA_BOOTSTRAP", variable) if variable else None
+    result = run("--events", str(log), *given)
+    assert result.exit_code == 1
+    assert f"no worker runs at 127.0.0.1:1, {said}" in result.output
+
+
 @pytest.mark.stack
 async def test_a_live_sample_sees_what_the_running_trigger_does_and_disturbs_nothing(
     embedded_settings: Kafka, monkeypatch: pytest.MonkeyPatch
