@@ -110,13 +110,13 @@ def silent() -> Iterator[None]:
         yield
 
 
-async def test_an_up_that_does_not_say_who_it_is_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "HELLO_S", 0.05)
+async def test_an_up_that_does_not_say_who_it_is_hides_no_other() -> None:
     rolls = Rolls()
     with silent():
         async with RollDoor("w").open(rolls):
             asking = asyncio.create_task(asyncio.to_thread(ask_to_roll, None, print))
-            await until(lambda: len(rolls.asked) == 1, "asked")
+            await until(lambda: rolls.asked or asking.done(), "asked")
+            assert len(rolls.asked) == 1, asking.result()
             rolls.asked[0].set_result("")
             assert await asking == ""
 
