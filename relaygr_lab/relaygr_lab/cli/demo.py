@@ -29,9 +29,7 @@ from relaygr_stream.workload.packaged import is_packaged
 @click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("out/relaygr-demo.png"),
-    show_default=True,
-    help="File of the picture.",
+    help="File of the picture. [out/relaygr-demo.png; out/relaygr-demo-rollout.png; out/relaygr-demo-scenarios.png]",
 )
 @click.option(
     "--events",
@@ -55,7 +53,7 @@ def demo_command(
     seconds: float,
     rate: float,
     seed: int,
-    out: Path,
+    out: Path | None,
     events: Path | None,
     checkpoint: str | None,
     by_reference: bool,
@@ -86,8 +84,9 @@ def demo_command(
     from relaygr_stream.ops.stopping import run_until_stopped
 
     check_cluster(broker, bootstrap)
-    if rollout or scenarios:
-        which = "rollout" if rollout else "scenarios"
+    which = "rollout" if rollout else "scenarios" if scenarios else ""
+    out = out or Path(f"out/relaygr-demo-{which}.png" if which else "out/relaygr-demo.png")
+    if which:
         refuse_others(f"--{which} sends requests of its own to models of its own", which, "broker", "out", *SOURCES)
     check_writable(out, "--out")
     check_can_draw(out)

@@ -178,6 +178,20 @@ def test_the_command_says_what_is_wrong_before_it_starts_anything(
     assert "starting" not in shown.output
 
 
+@pytest.mark.parametrize("which", ["rollout", "scenarios"])
+def test_each_demo_draws_into_a_file_of_its_own(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Path] = []
+
+    async def run(_kind: object, _settings: object, out: Path) -> int:
+        drawn.append(out)
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"relaygr_lab.demo.{which}.run_{which}_demo", run)
+    assert CliRunner().invoke(main, ["demo", f"--{which}"]).exit_code == 0
+    assert drawn == [Path(f"out/relaygr-demo-{which}.png")]
+
+
 def test_requests_have_the_features_that_the_checkpoint_reads(tmp_path: Path) -> None:
     column = FeatureColumn(name="dwell_s", of="behaviour", dtype="float32")
     save_checkpoint(random_model(msgspec.structs.replace(CONFIG, features=(column,)), 1), tmp_path / "checkpoint")
