@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from relaygr_stream.client import RelayClient
-from relaygr_stream.errors import RelayError
+from relaygr_stream.errors import BrokerUnavailable, RelayError
 from relaygr_stream.ops.brokers.distribution import kafka_home
 from tests import needs
 from tests.bus.secure_kafka import PASSWORD, USER, SecureKafka, secure_kafka
@@ -62,7 +62,15 @@ async def test_a_password_is_wrong_for_a_while(secure: SecureKafka, tmp_path: Pa
         await _set_password(secure, PASSWORD)
         await until(lambda: all(child.ready() for child in children), "readiness true again")
         await fleet.lanes_settled("w1")
-        await client.rank(next(items).request, timeout=20)
+
+        async def answered() -> bool:
+            try:
+                await client.rank(next(items).request, timeout=20)
+            except BrokerUnavailable:  # until the client's own look at the broker finds it back
+                return False
+            return True
+
+        await until(answered, "an answer")
         assert {child.exit_code for child in children} == {None}
     for child in fleet.children.values():
         log = child.log.read_text()
