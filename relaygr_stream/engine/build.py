@@ -27,6 +27,7 @@ from relaygr_stream.models.loading import load_model
 from relaygr_stream.models.mapped import HOT_PART
 from relaygr_stream.settings.scenarios import SECTION
 from relaygr_stream.settings.schema import Settings
+from relaygr_stream.settings.worker import Worker as WorkerSettings
 from relaygr_stream.wire.worker_status import counted_bytes
 
 log = structlog.get_logger(__name__)
@@ -34,9 +35,9 @@ log = structlog.get_logger(__name__)
 #: Share of worker.max_waiting_bytes for rankings inside the scheduler, where the client with the most gives way to
 #: others. The rest is for commands that the device thread has not taken and for answers on their way.
 SCHEDULER_SHARE: Final = 0.75
-#: Bytes pinned on other workers' behalf, as a part of those for the lanes' own users: a worker is a delegate for
-#: moments in which it has time. But a room without place for one longest prefix is no room, so it has that much
-#: wherever HBM does.
+#: Bytes pinned on other workers' behalf, as a part of those for the lanes' own users. A worker is a delegate for
+#: moments in which it has time; its own users' returns need the rest of HBM as a cache. But a room without place for
+#: one longest prefix is no room for its users, so it has that much wherever HBM does.
 DELEGATED_PART: Final = 0.25
 #: A ranking waits at most this share of the SLO for a slice of other work.
 DELAY_SLO_SHARE: Final = 0.2
@@ -46,7 +47,7 @@ DELAY_SLO_SHARE: Final = 0.2
 class WorkerRuntime:
     """What the process may read of a built worker; only the device thread calls into it.
 
-    pinned_bytes: may be pinned for the lanes' users; delegated_bytes: on other workers' behalf. Neither is reserved.
+    delegated_bytes: may be pinned on other workers' behalf, beside worker.pinned_share; not reserved.
     longest_bytes: of a prefix of relay.max_prefix_tokens. dram: memory of the DRAM tier; None: there is none.
     """
 
@@ -57,7 +58,6 @@ class WorkerRuntime:
     device: torch.device
     bytes_per_token: int
     alloc_bytes: int
-    pinned_bytes: int
     delegated_bytes: int
     longest_bytes: int
     dram: TierMemory | None = None
@@ -157,15 +157,15 @@ def assemble(
     bytes_per_token, alloc_bytes = stated_bytes(model.layout, longest_tokens, hbm.arena.alignment)
     # Triggers may count more than the cache takes, and delegate by what they count.
     longest_bytes = max(cache.nbytes(longest_tokens), counted_bytes(longest_tokens, bytes_per_token, alloc_bytes))
-    free_bytes = worker.hbm_bytes - cache.hbm_used  # beside the scratch region
-    pinned_bytes, delegated_bytes = room_for_pins(settings, free_bytes, cache.nbytes(longest_tokens), longest_bytes)
+    pinned_bytes = _pinned_bytes(settings, cache, context_tokens)
+    spare_bytes = worker.hbm_bytes - cache.hbm_used - pinned_bytes  # beside the pinned share and the scratch region
+    delegated_bytes = _delegated_bytes(worker, spare_bytes, longest_bytes)
     scheduler = Scheduler(
         executor,
         cache,
         Limits(
             pinned_bytes=pinned_bytes,
             delegated_bytes=delegated_bytes,
-            free_bytes=free_bytes,
             tenant_bytes=_tenant_bytes(settings, cache, context_tokens),
             max_ranking_delay_ms=worker.max_ranking_delay_ms or DELAY_SLO_SHARE * settings.relay.slo_ms,
             delay_by_costs=not worker.max_ranking_delay_ms,
@@ -184,7 +184,6 @@ def assemble(
         executor.device,
         bytes_per_token,
         alloc_bytes,
-        pinned_bytes,
         delegated_bytes,
         longest_bytes,
         dram,
@@ -213,6 +212,13 @@ def longest_sequence(settings: Settings, model: RankingModel) -> int:
     return schema_of(model).context_tokens + settings.relay.max_prefix_tokens + settings.relay.max_suffix_tokens
 
 
+def _delegated_bytes(worker: WorkerSettings, spare_bytes: int, longest_bytes: int) -> int:
+    """Bytes that may be pinned on other workers' behalf: DELEGATED_PART, or one longest prefix if that is spare."""
+    pinned = int(worker.pinned_share * worker.hbm_bytes)
+    part = min(int(DELEGATED_PART * pinned), worker.hbm_bytes - pinned)
+    return max(part, longest_bytes) if longest_bytes <= spare_bytes else part
+
+
 def _tenant_bytes(settings: Settings, cache: PrefixCache, context_tokens: int) -> dict[str, int]:
     """Bytes that one tenant's announced requests may pin, by the scenario that they are charged to; 0: no bound.
     CapacityError where they hold no prefix."""
@@ -229,23 +235,14 @@ def _tenant_bytes(settings: Settings, cache: PrefixCache, context_tokens: int) -
     return {charged: each.max_pinned_bytes for charged, each in served.items()}
 
 
-def room_for_pins(settings: Settings, free_bytes: int, needed: int, longest_bytes: int) -> tuple[int, int]:
-    """Bytes that may be pinned: for admitted requests of the lanes' users, and on other workers' behalf.
-
-    Together they are all that is free, unless worker.pinned_share bounds the first; what of it rankings need meanwhile,
-    the scheduler learns (signals.py). needed: of one prefix, counted by the cache; longest_bytes: by triggers.
-    CapacityError where the first cannot hold one.
-    """
+def _pinned_bytes(settings: Settings, cache: PrefixCache, context_tokens: int) -> int:
+    """Bytes that admitted requests may pin. CapacityError where that is less than one prefix."""
     worker, tokens = settings.worker, settings.relay.max_prefix_tokens
-    share = int(worker.pinned_share * worker.hbm_bytes)
+    share, needed = int(worker.pinned_share * worker.hbm_bytes), cache.nbytes(context_tokens + tokens)
     if share < needed:
         raise CapacityError(
             f"worker.pinned_share = {worker.pinned_share:g} of worker.hbm_bytes = {worker.hbm_bytes} is {share} bytes, "
             f"which cannot hold one prefix of relay.max_prefix_tokens = {tokens}: it takes {needed} bytes; raise "
             f"either, or lower relay.max_prefix_tokens"
         )
-    own = min(share, max(needed, int(free_bytes / (1 + DELEGATED_PART))))
-    others = min(int(DELEGATED_PART * own), free_bytes - own)
-    if others < longest_bytes <= free_bytes - needed:
-        own, others = min(own, free_bytes - longest_bytes), longest_bytes
-    return own, others
+    return share

@@ -81,7 +81,6 @@ class Residents:
         self.waiters: Final = waiters
         self.auditor: Final = auditor
         self.pins: Final = PinTable(cache)
-        self.missed_bytes = 0  # that rankings would have held, had there been room; signals.py takes them
         self._scratch_wanted: TimerHeap[Ranking] = TimerHeap(attrgetter("answered"))
         self._in_scratch: Ranking | None = None  # the last one there
         self._takes_suffix = takes_suffix(executor.model)
@@ -161,8 +160,6 @@ class Residents:
             return
         got = self.acquire(ranking.task, found)
         if (entry := got.entry) is None:
-            if got is NO_ROOM:
-                self.missed_bytes += self.cache.nbytes(len(tokens))
             self._infer_in_scratch(ranking)
             return
         self.cache.pin(entry)
@@ -289,7 +286,6 @@ class PinTable:
         self._pins: dict[str, Pin] = {}
         self._ends: TimerHeap[Pin] = TimerHeap(attrgetter("released"))
         self._lane_bytes: defaultdict[int, int] = defaultdict(int)
-        self.whole: HeldOnce[None] = HeldOnce()  # all, by None: what entries take
         self.delegated: HeldOnce[int] = HeldOnce()  # on other workers' behalf, by DELEGATED_LANE
         self.tenants: HeldOnce[str] = HeldOnce()  # by PrefillTask.charged
         self._scenarios: HeldOnce[tuple[str, bool]] = HeldOnce()  # and whether on other workers' behalf
@@ -355,7 +351,6 @@ class PinTable:
             self._lane_bytes[lane] += nbytes
         held = self.tenant_bytes(entry, nbytes)
         self.tenants.add(charged, entry, held)
-        self.whole.add(None, entry, self._cache.entry_bytes(entry))
         if scenario:
             self._scenarios.add((scenario, lane == DELEGATED_LANE), entry, held)
         self._ends.add(expires, pin)
@@ -381,7 +376,6 @@ class PinTable:
         else:
             self._lane_bytes[pin.lane] -= pin.nbytes
         self.tenants.release(pin.charged, pin.entry)
-        self.whole.release(None, pin.entry)
         if pin.scenario:
             self._scenarios.release((pin.scenario, pin.lane == DELEGATED_LANE), pin.entry)
         self._cache.unpin(pin.entry)

@@ -69,7 +69,6 @@ class Limits:
     queue_limit: int
     waiting_bytes: int = 1 << 62  # of rankings that wait for an answer
     delegated_bytes: int = 0  # pinned on other workers' behalf, beside pinned_bytes
-    free_bytes: int = 1 << 62  # of HBM, beside the scratch region
     #: Of either, that one tenant's announced requests may pin, by scenario; 0, or none: no bound of their own.
     tenant_bytes: Mapping[str, int] = field(default_factory=dict)
     truncate_to: int = 0  # newest behaviours that a ranking is cut to which no worker has in time; 0: none is cut
@@ -147,7 +146,6 @@ class Scheduler:
             limits.pinned_bytes,
             limits.delegated_bytes,
             limits.tenant_bytes,
-            limits.free_bytes,
         )
         self.admission = Admission(
             executor, self._jobs, clients, limits.queue_limit, limits.waiting_bytes, limits.truncate_to

@@ -10,7 +10,6 @@ the one that holds most of either makes room for another.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -18,7 +17,6 @@ from typing import Final
 import structlog
 
 from relaygr_stream.cache.entry import Coverage, Entry
-from relaygr_stream.engine.budgets import AVERAGE_S
 from relaygr_stream.engine.commands import DELEGATED_LANE, Placed, PrefillTask
 from relaygr_stream.engine.queue import RecentIds
 from relaygr_stream.engine.residents import Residents, Way
@@ -34,9 +32,6 @@ RESULTS: Final[dict[Way, str]] = {
 }  # fmt: skip
 #: Results of signals that a prefill job computes, or that wait for a copy and are placed again.
 COMPUTED: Final = ("computed", "extended")
-#: Pins may always take the rest: where HBM is far too small, rankings would else leave no room to pre-infer, and then
-#: all need it.
-MOST_FOR_RANKINGS: Final = 0.5
 
 
 @dataclass
@@ -66,8 +61,7 @@ class Signals:
 
     footprint: bytes that may be held when a signal pins more, those of waiting rankings included. delegated: beside
     these, for signals on other workers' behalf. of_tenant: of either, for one tenant's, by scenario; 0, or none: no
-    bound of its own. free: all bytes beside the scratch region. Pins leave so many of them as rankings lately held that
-    had none, or would have held: without room these are inferred in full, though their prefix KV may be in DRAM.
+    bound of its own.
     """
 
     def __init__(
@@ -77,16 +71,12 @@ class Signals:
         footprint: int,
         delegated: int = 0,
         of_tenant: Mapping[str, int] | None = None,
-        free: int = 1 << 62,
     ) -> None:
         self._residents = residents
         self._cache, self._jobs, self._pins = residents.cache, residents.jobs, residents.pins
         self._answered = answered
         self._footprint = footprint
         self._delegated = delegated
-        self._free = free
-        self._ranking_bytes = 0.0  # the most that rankings lately held without a pin; it fades
-        self._looked_at = 0.0
         self._of_tenant = of_tenant or {}
         self.counters = SignalCounters()
 
@@ -145,7 +135,7 @@ class Signals:
                     tenant=task.tenant, bytes=self._pins.tenants.bytes_of(task.charged), most=most,
                 )  # fmt: skip
                 return
-            if self._has_room(task, entry, coverage, pinned, now):
+            if self._has_room(task, entry, coverage, pinned):
                 break
             if not self._makes_room(task, now):
                 self._refuse("over_delegated" if task.lane == DELEGATED_LANE else "over_footprint", task)
@@ -161,20 +151,12 @@ class Signals:
         if not got.whole:
             self._residents.waiters.add(got.entry, task)
 
-    def _has_room(
-        self, task: PrefillTask, entry: Entry | None, coverage: Coverage, pinned: Entry | None, now: float
-    ) -> bool:
-        held, pins, more = self._cache.pinned_bytes, self._pins.whole.bytes_of(None), self._more(task, entry, coverage)
-        needed, self._residents.missed_bytes = held - pins + self._residents.missed_bytes, 0
-        faded = self._ranking_bytes * math.exp((self._looked_at - now) / AVERAGE_S)
-        self._ranking_bytes, self._looked_at = max(float(needed), faded), now
-        if more and pins + more > self._free - min(self._ranking_bytes, MOST_FOR_RANKINGS * self._free):
-            return False
+    def _has_room(self, task: PrefillTask, entry: Entry | None, coverage: Coverage, pinned: Entry | None) -> bool:
         delegated = self._pins.lane_bytes(DELEGATED_LANE)
         if task.lane == DELEGATED_LANE:
             nbytes = self._cache.nbytes(len(task.tokens))
             return delegated + self._pins.delegated.more(DELEGATED_LANE, pinned, nbytes) <= self._delegated
-        return held + more <= self._footprint + delegated
+        return self._cache.pinned_bytes + self._more(task, entry, coverage) <= self._footprint + delegated
 
     def _makes_room(self, task: PrefillTask, now: float) -> bool:
         """Whether another scenario, which holds more, has lost the pin of its latest request to this one."""

@@ -63,13 +63,7 @@ class Worker(Section, frozen=True, kw_only=True):
             "this worker.name finds its prefix KV again; empty: no file"
         ),
     ] = ""
-    pinned_share: Annotated[
-        Share,
-        doc(
-            "most of hbm_bytes that is pinned for requests which are admitted and not yet ranked; 1: what full "
-            "inference, other workers' users and rankings without a pin leave"
-        ),
-    ] = 1.0
+    pinned_share: Annotated[Share, doc("share of hbm_bytes for requests that are admitted and not yet ranked")] = 0.5
     max_ranking_delay_ms: Annotated[
         float,
         Meta(ge=0, le=3.6e6),

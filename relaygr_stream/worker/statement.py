@@ -40,6 +40,7 @@ class Statements:
         self._worker = worker
         self._runtime = runtime
         self._shared_at = now
+        self._pinned_bytes = int(worker.pinned_share * worker.hbm_bytes)
         self._ranking, self._busy = BusyShare(), BusyShare()
 
     def status(
@@ -59,7 +60,7 @@ class Statements:
         self._shared_at = now
         ranking_ms = snapshot.totals["ranking_ms"] + snapshot.totals["full_ms"]
         ranking_share = self._ranking.update(ranking_ms, seconds)
-        budgets = equal_parts(runtime.pinned_bytes, positions)
+        budgets = equal_parts(self._pinned_bytes, positions)
         return WorkerStatus(
             name=identity.name,
             incarnation=identity.incarnation,

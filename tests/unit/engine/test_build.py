@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from relaygr_stream.cache.prefix_cache import PrefixCache
 from relaygr_stream.cache.tier_file import TierFile
-from relaygr_stream.engine.build import WorkerRuntime, build, room_for_pins
+from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.engine.commands import DELEGATED_LANE, Prefill, PrefillTask
 from relaygr_stream.engine.executor import Executor
 from relaygr_stream.errors import CapacityError, ConfigError, ModelError
@@ -114,53 +114,30 @@ def test_budgets_that_just_hold_one_prefix_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hbm", "share", "own", "others"),
+    ("hbm", "share", "room"),
     [
-        (6, 1.0, 2.4, 0.6),  # three beside the scratch region: no room for two longest prefixes, which take two each
-        (8, 0.5, 3.0, 2.0),
-        (9, 1.0, 4.0, 2.0),
-        (40, 0.5, 20.0, 5.0),  # a quarter of the pinned share holds one
-        (40, 1.0, 29.6, 7.4),
+        (
+            8,
+            0.5,
+            1.0,
+        ),  # one beside the pinned share and the scratch region of three: no longest prefix, which takes two
+        (10, 0.5, 2.0),  # two: a quarter of the pinned share, 1.25, is no room for a longest prefix
+        (40, 0.5, 5.0),
+        (9, 1.0, 0.0),
     ],
 )
 def test_the_room_for_other_workers_users_holds_a_longest_prefix_where_hbm_does(
-    hbm: int, share: float, own: float, others: float
+    hbm: int, share: float, room: float
 ) -> None:
     runtime = build(settings_of(hbm_bytes=hbm * GRANULE_BYTES, pinned_share=share), lambda *_: False, lambda: None)
-    assert (runtime.pinned_bytes, runtime.delegated_bytes) == (int(own * GRANULE_BYTES), int(others * GRANULE_BYTES))
+    assert runtime.delegated_bytes == room * GRANULE_BYTES
     assert runtime.longest_bytes == 2 * GRANULE_BYTES
     signal = PrefillTask("r", "u", DELEGATED_LANE, Tokens.zeros(RELAY.max_prefix_tokens), 1.0, 9.0, 0.0)
     runtime.scheduler.handle(Prefill(signal), 0.0)
     pinned = runtime.scheduler.pins.lane_bytes(DELEGATED_LANE)
-    assert pinned == (runtime.longest_bytes if others >= 2 else 0)
-    runtime.cache.close()
-
-
-@given(
-    hbm=st.integers(6 * GRANULE_BYTES, 200 * GRANULE_BYTES),
-    share=st.floats(2 / 6, 1.0),
-)
-def test_what_may_be_pinned_is_all_beside_full_inference_unless_the_share_bounds_it(hbm: int, share: float) -> None:
-    """And one longest prefix of the lanes' users always fits."""
-    longest, free = 2 * GRANULE_BYTES, hbm - 3 * GRANULE_BYTES
-    for bound in (share, 1.0):
-        settings = settings_of(hbm_bytes=hbm, pinned_share=bound)
-        own, others = room_for_pins(settings, free, longest, longest)
-        assert longest <= own <= bound * hbm
-        assert 0 <= others <= free - own
-        assert others >= longest or free < 2 * longest
-    assert own + others >= free - 1
-
-
-def test_by_default_announced_requests_may_pin_more_than_half_of_hbm() -> None:
-    """Half of it was their share, however many were announced and whatever else needed room."""
-    runtime = build(
-        settings_of(hbm_bytes=40 * GRANULE_BYTES, pinned_share=Worker().pinned_share), lambda *_: False, lambda: None
-    )
-    for number in range(20):
-        task = PrefillTask(f"r{number}", f"u{number}", 0, Tokens.zeros(RELAY.max_prefix_tokens), 1.0, 9.0, 0.0)
-        runtime.scheduler.handle(Prefill(task), 0.0)
-    assert runtime.scheduler.pins.lane_bytes(0) == 28 * GRANULE_BYTES, "14 of 37 ÷ 1.25 granules"
+    assert pinned == (runtime.longest_bytes if room >= 2 else 0)
+    scratch = runtime.cache.hbm_used - pinned
+    assert not pinned or share * hbm * GRANULE_BYTES + pinned + scratch <= hbm * GRANULE_BYTES
     runtime.cache.close()
 
 

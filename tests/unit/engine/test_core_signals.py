@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaygr_stream.engine.commands import Cancel, LanesLost
-from relaygr_stream.wire.messages import tenant_key
 from tests.properties import examples
 from tests.unit.engine.worlds import GRANULE_BYTES, LIMITS, MAX_TOKENS, World, history, world
 
@@ -220,45 +219,6 @@ def test_pins_never_exceed_the_room_whatever_signals_come(
             entries = {entry for each in signalled if (entry := w.scheduler.pins.entry(each)) is not None}
             assert sum(map(w.cache.entry_bytes, entries)) <= w.limits.pinned_bytes
         w.settle()
-
-
-# ---- what rankings without a pin need ----
-
-
-def test_pins_leave_as_much_room_as_rankings_without_a_pin_lately_held() -> None:
-    """With all of HBM pinned, returning users whose signals were refused could not be reloaded from DRAM."""
-    limits = replace(LIMITS, pinned_bytes=30 * GRANULE_BYTES, free_bytes=12 * GRANULE_BYTES)
-    with world(hbm=40, limits=limits) as w:
-        for user in (1, 2):
-            w.rank(f"r{user}", user, MAX_TOKENS)
-        for user in (3, 4, 5):
-            w.signal(f"s{user}", user, MAX_TOKENS)
-        counters = w.scheduler.signals.counters
-        assert (len(w.scheduler.pins), counters.signal_over_footprint) == (2, 1), "6 of 12 granules are the rankings'"
-        w.settle()
-        w.signal("s6", 6, MAX_TOKENS)
-        assert counters.signal_over_footprint == 2, "the next rankings may come any moment"
-        w.signal("s3 again", 3, MAX_TOKENS)
-        assert counters.signal_over_footprint == 2, "it is there, and needs no room"
-        w.now += 10.0
-        w.signal("s7", 7, MAX_TOKENS)
-        assert (len(w.scheduler.pins), counters.signal_over_footprint) == (4, 2), "none has needed any for seconds"
-
-
-def test_rankings_that_found_no_room_make_some_for_the_next() -> None:
-    """What they would have held counts as held."""
-    limits = replace(LIMITS, pinned_bytes=30 * GRANULE_BYTES, free_bytes=6 * GRANULE_BYTES)
-    for comes in (False, True):
-        with world(hbm=9, dram=0, limits=limits) as w:
-            for user in (1, 2):
-                w.signal(f"s{user}", user, MAX_TOKENS, life=100.0)
-            if comes:
-                w.rank("r3", 3, MAX_TOKENS)
-                w.settle()
-                assert w.outcome("r3") == "full"
-            w.handle(Cancel(tenant_key("", "s1")))
-            w.signal("s4", 4, MAX_TOKENS)
-            assert w.scheduler.signals.counters.signal_over_footprint == comes
 
 
 # ---- how pre-inference ended, as metrics tell it ----

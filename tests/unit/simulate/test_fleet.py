@@ -62,8 +62,7 @@ def test_every_request_is_answered_once_after_its_work_and_the_books_balance() -
 @pytest.mark.parametrize("rate", [60.0, 900.0])
 def test_budgets_hold_at_every_statement(rate: float) -> None:
     """Idle or far beyond what the devices can do."""
-    bounded = {"trigger.delegate": "false", "worker.pinned_share": "0.5"}
-    scene = scenario(bounded, rate=rate, seconds=0.25, warm_s=0.25)
+    scene = scenario({"trigger.delegate": "false"}, rate=rate, seconds=0.25, warm_s=0.25)
     fleet = fleet_of(scene)
     worker = scene.settings.worker
     seen = []

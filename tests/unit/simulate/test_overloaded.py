@@ -22,7 +22,7 @@ ONE: dict[str, Any] = {"workers": 1, "sample": 1}
 
 def test_a_device_is_busy_at_most_all_the_time_and_pins_stay_within_their_share() -> None:
     """Work after the measured time once counted as in it, and what waiting rankings hold as pinned by signals."""
-    scene = scenario({"worker.pinned_share": "0.5"}, rate=300.0, seconds=1.0, traffic={"return_s": 0.5}, **ONE)
+    scene = scenario(rate=300.0, seconds=1.0, traffic={"return_s": 0.5}, **ONE)
     story = run_group(scene, scene.groups[0])
     assert 0.95 < story.busy.max() <= 1.0
     worker = scene.settings.worker

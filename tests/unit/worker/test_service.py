@@ -80,16 +80,15 @@ async def test_an_answer_carries_what_the_trigger_decided(embedded_settings: Kaf
         assert not peer.dead
 
 
-@pytest.mark.parametrize(("hbm_bytes", "told"), [(4 << 20, 0), (192 << 10, 1)])
+@pytest.mark.parametrize(("share", "told"), [(0.5, 0), (1.0, 1)])
 async def test_a_worker_without_room_for_other_workers_users_says_so_once(
-    embedded_settings: Kafka, capsys: pytest.CaptureFixture[str], hbm_bytes: int, told: int
+    embedded_settings: Kafka, capsys: pytest.CaptureFixture[str], share: float, told: int
 ) -> None:
-    settings = worker_settings(embedded_settings, hbm_bytes=hbm_bytes)
-    async with Peer(embedded_settings) as peer, worker_on(settings) as w:
+    async with Peer(embedded_settings) as peer, worker_on(worker_settings(embedded_settings, pinned_share=share)):
         await until(lambda: peer.statuses)
     assert capsys.readouterr().err.count("no longest prefix is delegated") == told
     assert peer.statuses[-1].counters[DELEGATED_PINNED] == 0
-    assert (peer.statuses[-1].delegated_bytes < w.runtime.longest_bytes) == told
+    assert (peer.statuses[-1].delegated_bytes > 0) == (share < 1)
 
 
 def position(peer: Peer, lane: int) -> int:
