@@ -26,6 +26,7 @@ from relaygr_stream.bus import aiokafka_patches, embedded
 from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, LocalBroker, local_broker
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.telemetry import limiter
 from tests import needs, properties
 from tests.forks import SELDOM_MS, forking
 from tests.longrun import LongRun
@@ -194,10 +195,13 @@ class Brokers:
 
 @pytest.fixture(autouse=True)
 def _logs_as_at_the_start() -> None:
-    """A process run inside a test configures logging; the next test must not inherit its level.
+    """A process run inside a test configures logging; the next test must not inherit its level. Nor does it tell of
+    lines that were held back in another test.
 
     Tracebacks are plain: rich takes a quarter of a second for each.
     """
+    for each in list(limiter._all):
+        each._windows.clear()
     structlog.reset_defaults()
     renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[*structlog.get_config()["processors"][:-1], renderer])
