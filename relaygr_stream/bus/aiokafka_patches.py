@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Mapping
+from contextvars import ContextVar
 from typing import Any, Final
 
 from aiokafka.client import AIOKafkaClient
@@ -84,19 +86,37 @@ async def close(self: Any) -> None:
     await _close(self)
 
 
-async def get_conn(self: Any, node_id: int, **options: Any) -> Any:
-    """As AIOKafkaClient._get_conn. A connection made after the client's end is closed: nothing else would.
+#: The broker that this task connects to.
+_connects_to: Final[ContextVar[int | str]] = ContextVar("connects_to")
 
-    None then, as where a broker cannot be reached.
+
+async def get_conn(self: Any, node_id: int | str, **options: Any) -> Any:
+    """As AIOKafkaClient._get_conn, without two defects.
+
+    - A connection made after the client's end is closed: nothing else would. None then, as where a broker cannot be
+      reached.
+    - Connections to all brokers are made one after the other, so that one that accepts and answers nothing keeps the
+      client from the others, each time for a request timeout. Here each broker has a lock of its own.
     """
-    connection = await _get_conn(self, node_id, **options)
+    token = _connects_to.set(node_id)
+    try:
+        connection = await _get_conn(self, node_id, **options)
+    finally:
+        _connects_to.reset(token)
     if connection is not None and getattr(self, "_relaygr_closed", False):
         connection.close()
         return None
     return connection
 
 
+def get_conn_lock(self: Any) -> asyncio.Lock:
+    """In place of AIOKafkaClient._get_conn_lock."""
+    locks: defaultdict[int | str, asyncio.Lock] = vars(self).setdefault("_relaygr_locks", defaultdict(asyncio.Lock))
+    return locks[_connects_to.get()]
+
+
 AIOKafkaClient.close, AIOKafkaClient._get_conn = close, get_conn
+AIOKafkaClient._get_conn_lock = property(get_conn_lock)
 
 _metadata_update = AIOKafkaClient._metadata_update
 

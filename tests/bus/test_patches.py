@@ -13,10 +13,11 @@ import msgspec
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.client import AIOKafkaClient
+from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.conn import AIOKafkaConnection
 from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.structs import BrokerMetadata
 
 from relaygr_stream.bus import aiokafka_compat, aiokafka_patches
 from relaygr_stream.bus.aiokafka_compat import client_options
@@ -114,6 +115,30 @@ async def door_to(target: list[LocalBroker]) -> AsyncIterator[int]:
 
     async with await asyncio.start_server(enter, "127.0.0.1", 0) as server:
         yield server.sockets[0].getsockname()[1]
+
+
+async def test_a_broker_that_answers_nothing_keeps_no_other_from_being_connected(embedded_settings: Kafka) -> None:
+    came, ends = asyncio.Event(), asyncio.Event()
+
+    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.set()
+        await ends.wait()
+        writer.close()
+
+    client = AIOKafkaClient(**client_options(embedded_settings, "test"))
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        await client.bootstrap()
+        try:
+            (node,) = (broker.nodeId for broker in client.cluster.brokers())
+            client.cluster._brokers[999] = BrokerMetadata(999, *server.sockets[0].getsockname(), None)
+            hangs = asyncio.create_task(client._get_conn(999))
+            await came.wait()
+            assert await client._get_conn(node, group=ConnectionGroup.COORDINATION)
+            assert not hangs.done()
+            ends.set()
+            assert await hangs is None
+        finally:
+            await client.close()
 
 
 async def test_brokers_that_come_back_at_other_addresses_are_found_by_bootstrap(tmp_path: Path) -> None:
