@@ -108,6 +108,8 @@ class RollDoor:
                 _write(writer, Over(over.result()))
         except (OSError, ValueError):  # it has gone, or writes no line
             pass
+        except asyncio.CancelledError:  # this process ends; asyncio would print a traceback for the connection
+            pass
         finally:
             self._askers.discard(writer)
             writer.close()

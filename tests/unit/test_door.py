@@ -52,6 +52,22 @@ async def test_who_asks_sees_each_state_and_how_it_went(why: str) -> None:
     assert lines == ["w-0 stopping", "w-0 \N{SNOWMAN} ready"]
 
 
+def test_an_up_that_ends_while_someone_looks_prints_nothing() -> None:
+    said: list[object] = []
+
+    async def ends() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        async with RollDoor("w").open(Rolls()):
+            listed = service.LISTED.read_text(encoding="utf-8", errors="replace").split()
+            (name,) = (word for word in listed if word.startswith(f"@{service.PREFIX}"))
+            reader, writer = await asyncio.open_unix_connection(f"\0{name[1:]}")
+            assert await reader.readline()
+        writer.close()
+
+    asyncio.run(ends())
+    assert not said
+
+
 async def test_an_up_that_ends_before_the_roll_is_over_is_told() -> None:
     rolls = Rolls()
     async with RollDoor("w").open(rolls):
