@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -72,8 +73,8 @@ async def test_a_worker_is_stopped_and_continued_then_others_get_sigkill_and_sig
 
 
 async def test_joins_and_leaves(cluster: ThreeBrokers, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Spread over half a minute; of the kept lanes nobody notices, and few lanes move: those of who leaves, as many as
-    who joins gets, which may be more than its part where workers are not equally fast, and one to even loads out."""
+    """Spread over half a minute; of the kept lanes nobody notices, and few lanes move: an equal part, or all of a
+    worker that leaves, which has more where it is faster."""
     times: int = request.config.getoption("--churn")
     async with scene(cluster, relay_on(cluster), tmp_path, "w1", "w2") as stage:
         watch = asyncio.create_task(_co_owned(stage.fleet))
@@ -83,21 +84,21 @@ async def test_joins_and_leaves(cluster: ThreeBrokers, tmp_path: Path, request: 
         for turn in range(times):
             began = time.monotonic()
             if turn % 2:
-                changed = members.pop(0)
-                stage.fleet.children[changed].terminate()
-                assert await stage.fleet.children.pop(changed).wait() == 0
+                gone = members.pop(0)
+                stage.fleet.children[gone].terminate()
+                assert await stage.fleet.children.pop(gone).wait() == 0
+                part = math.ceil(stage.fleet.topics.lanes / (len(members) + 1))
+                most = max(part, list(owners.values()).count(gone))
             else:
-                changed = f"w{next_name}"
-                members.append(changed)
+                members.append(f"w{next_name}")
                 next_name += 1
-                stage.fleet.start("worker", changed)
-                await stage.fleet.ready(changed)
+                stage.fleet.start("worker", members[-1])
+                await stage.fleet.ready(members[-1])
+                most = math.ceil(stage.fleet.topics.lanes / len(members))
             await stage.owned(*members)
             now = _owners(stage)
-            among_others = [
-                lane for lane in now if now[lane] != owners[lane] and changed not in (now[lane], owners[lane])
-            ]
-            assert len(among_others) <= 1, f"{len(among_others)} lanes moved among others, {owners} → {now}"
+            moved = [lane for lane in now if now[lane] != owners[lane]]
+            assert len(moved) <= most, f"{len(moved)} lanes moved, {owners} → {now}"
             owners = now
             await asyncio.sleep(max(0.0, 30 / times - (time.monotonic() - began)))
         stage.ends()
