@@ -35,10 +35,8 @@ SLOW_BURST: Final = 20.0
 #: While all workers are silent, their last statuses count for this long: a dead broker is fenced within 9 s by default
 #: (`broker.session.timeout.ms`), and until then a topic of three copies accepts no messages.
 LAST_STATUS_MS: Final = 15_000.0
-
-
-#: Lanes of each worker that are looked at for a copy, at random. Every slow call looks, and each lane costs what a
-#: broker's waits are looked up for. With three brokers of which one is away, one look in 81 finds none of a worker's.
+#: Lanes of each worker, drawn at random, that a slow call considers for a copy; for each it looks up how long the
+#: broker has acknowledged nothing. With one of three brokers away, one draw in 81 has only lanes of that one.
 LANES_LOOKED_AT: Final = 4
 #: Until STUCK_S have passed, a broker that has not acknowledged a send for this share of the time between copies gets
 #: no copy, if another one can have it.
