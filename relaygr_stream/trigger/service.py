@@ -27,6 +27,8 @@ from relaygr_stream.bus.tail import STATUS_PAUSE_S, TopicTail
 from relaygr_stream.bus.topic_check import PartitionCounts
 from relaygr_stream.bus.topics import verified_topics
 from relaygr_stream.fleet import STATUS_PERIODS, OwnerDirectory
+from relaygr_stream.groups.live import live_where_assigned
+from relaygr_stream.groups.moves import GroupMoves
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
 from relaygr_stream.telemetry.otlp import tracing_of
@@ -45,8 +47,6 @@ from relaygr_stream.wire.records import Record
 from relaygr_stream.wire.topic_files import TopicSet, load_topics
 from relaygr_stream.wire.trigger_status import STATUS_S
 from relaygr_stream.wire.worker_status import StatusReader
-from relaygr_stream.worker.moves import GroupMoves
-from relaygr_stream.worker.moving import live_where_assigned
 
 C = TypeVar("C", bound=AbstractAsyncContextManager[Any, None])
 

@@ -8,13 +8,13 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.ages import LogEnds
 from relaygr_stream.bus.producer import Producer
+from relaygr_stream.groups.moves import GroupMoves
 from relaygr_stream.history.store import HistoryStore
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background
 from relaygr_stream.telemetry.tracing import Tracing
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.moves import GroupMoves
 
 
 @dataclass(frozen=True)

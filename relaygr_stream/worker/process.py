@@ -33,6 +33,7 @@ from relaygr_stream.engine.audit import Report
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.errors import BrokerError, DeviceError, RelayError
 from relaygr_stream.fleet import OwnerDirectory
+from relaygr_stream.groups.moves import GroupMoves
 from relaygr_stream.history.store import open_store
 from relaygr_stream.models.api import schema_of
 from relaygr_stream.models.hstu_model import HSTUModel
@@ -52,7 +53,6 @@ from relaygr_stream.worker.device import Device, DeviceThread
 from relaygr_stream.worker.fair_share import LOOK_S, FairShare
 from relaygr_stream.worker.handing import MakeHandover
 from relaygr_stream.worker.metrics import WorkerMetrics
-from relaygr_stream.worker.moves import GroupMoves
 from relaygr_stream.worker.replies import check_answers_fit
 from relaygr_stream.worker.requests import Requests
 from relaygr_stream.worker.restart import find_again

@@ -19,6 +19,7 @@ from relaygr_stream.bus.ages import now_ms
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.topics import verified_topics
 from relaygr_stream.errors import BrokerError
+from relaygr_stream.groups.moves import GroupMoves
 from relaygr_stream.settings.scenarios import RESERVE
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.background import Background, periodically
@@ -27,7 +28,6 @@ from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.messages import CostModel, WorkerStatus
 from relaygr_stream.wire.topic_files import TopicSet
 from relaygr_stream.wire.worker_status import HEADER_INCARNATION, StatusReader, rising_ms
-from relaygr_stream.worker.moves import GroupMoves
 from relaygr_stream.worker.process import name_of
 from relaygr_stream.worker.status import ANNOUNCE_S
 

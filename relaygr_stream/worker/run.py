@@ -1,5 +1,5 @@
-"""`relaygr worker`: one worker after the other in one process (moving.py), each with a model, memory, connections and
-metrics of its own."""
+"""`relaygr worker`: one worker after the other in one process (groups/live.py), each with a model, memory, connections
+and metrics of its own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from relaygr_stream.engine.build import build, free_memory
 from relaygr_stream.errors import ModelError
+from relaygr_stream.groups.live import live_where_assigned
+from relaygr_stream.groups.moves import GroupMoves, ServedGroup
 from relaygr_stream.models.loading import read_config
 from relaygr_stream.settings.scenarios import RESERVE
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.worker.handing import MakeHandover
-from relaygr_stream.worker.moves import GroupMoves, ServedGroup
-from relaygr_stream.worker.moving import live_where_assigned
 from relaygr_stream.worker.process import Build, made_worker, name_of
 from relaygr_stream.worker.reserve import stand_by
 

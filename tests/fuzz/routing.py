@@ -16,6 +16,7 @@ from relaygr_stream.cli.planner import _table as plan_table
 from relaygr_stream.client.groups import Groups
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.errors import BrokerUnavailable, ConfigError, DecodeError, UnknownScenario
+from relaygr_stream.groups.moves import GroupMoves
 from relaygr_stream.ops.rollout.routing import next_group, source_of
 from relaygr_stream.ops.status.overview import Overview
 from relaygr_stream.settings.schema import MAX_LANES, Kafka, Settings
@@ -31,7 +32,6 @@ from relaygr_stream.wire.routes import KEY, OWN, POSITIONS, Routes, encode_route
 from relaygr_stream.wire.routes import KIND as SCENARIO
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
-from relaygr_stream.worker.moves import GroupMoves
 from tests.fuzz.checks import (
     holds,
     printable,

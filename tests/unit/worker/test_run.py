@@ -16,6 +16,8 @@ from relaygr_stream.bus.assignments import write_assignments
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.engine.build import WorkerRuntime, build
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, PartitionsAway, TopicError
+from relaygr_stream.groups.live import _passes, settings_at
+from relaygr_stream.groups.moves import ServedGroup
 from relaygr_stream.handover.build import handover_for
 from relaygr_stream.models.loading import save_random
 from relaygr_stream.ops.scenarios import make_groups
@@ -26,8 +28,6 @@ from relaygr_stream.telemetry.process import process
 from relaygr_stream.wire.assignments import Assignments
 from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.wire.worker_status import StatusReader
-from relaygr_stream.worker.moves import ServedGroup
-from relaygr_stream.worker.moving import _passes, settings_at
 from relaygr_stream.worker.process import WorkerProcess
 from relaygr_stream.worker.run import _why_not, run_worker
 from tests.unit.worker import services

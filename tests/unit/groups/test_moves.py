@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaygr_stream.groups.moves import MAX_REASON, GroupMoves, ServedGroup
 from relaygr_stream.wire.assignments import Assignments
-from relaygr_stream.worker.moves import MAX_REASON, GroupMoves, ServedGroup
 from tests.waiting import until
 
 PLACES = ("", "feed", "search")

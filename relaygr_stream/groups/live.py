@@ -18,11 +18,11 @@ from msgspec.structs import replace
 
 from relaygr_stream.bus.assignments import following_assignments
 from relaygr_stream.errors import BrokerError, BrokerUnavailable, RelayError, Superseded
+from relaygr_stream.groups.moves import GroupMoves, ServedGroup
 from relaygr_stream.settings.schema import Settings
 from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.telemetry.process import ProcessContext
 from relaygr_stream.wire.routes import group_settings
-from relaygr_stream.worker.moves import GroupMoves, ServedGroup
 
 log = structlog.get_logger(__name__)
 limited: Final = LogLimiter().limited

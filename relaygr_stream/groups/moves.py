@@ -3,7 +3,7 @@
     assignments ─► take ─► target: the place to serve; the process leaves where that is another than it serves
     a move that failed ─► give_up ─► it serves what it served before, until a later epoch
 
-Knows neither Kafka nor how a process leaves or joins (moving.py).
+Knows neither Kafka nor how a process leaves or joins (live.py).
 """
 
 from __future__ import annotations
