@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.gateway.connection import HttpConnection, Tenants
-from relaygr_stream.settings.inputs import check_regular
+from relaygr_stream.settings.inputs import check_regular, no_password
 from relaygr_stream.settings.schema import Gateway
 from relaygr_stream.telemetry.listener import Known, Listener
 
@@ -94,7 +94,7 @@ def _tls(settings: Gateway) -> ssl.SSLContext | None:
     try:
         for file in filter(None, (settings.tls_certificate, settings.tls_key)):
             check_regular(file)  # OpenSSL waits for a pipe
-        context.load_cert_chain(settings.tls_certificate, settings.tls_key or None)
-    except (OSError, ssl.SSLError) as error:
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key or None, no_password)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"gateway.tls_certificate {settings.tls_certificate}: {error}") from error
     return context

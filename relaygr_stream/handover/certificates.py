@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.settings.inputs import read_bytes
+from relaygr_stream.settings.inputs import no_password, read_bytes
 from relaygr_stream.settings.worker import Handover
 from relaygr_stream.telemetry.clocks import Clock
 from relaygr_stream.wire.signature import purpose_key
@@ -185,13 +185,13 @@ def _load(context: ssl.SSLContext, own: Pem) -> None:
         with os.fdopen(os.memfd_create("certificate"), "wb") as memory:
             memory.write(own)
             memory.flush()
-            context.load_cert_chain(f"/proc/self/fd/{memory.fileno()}")
+            context.load_cert_chain(f"/proc/self/fd/{memory.fileno()}", password=no_password)
     else:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "certificate.pem"
             file.touch(mode=0o600)
             file.write_bytes(own)
-            context.load_cert_chain(file)
+            context.load_cert_chain(file, password=no_password)
 
 
 # ---- from the secret ----

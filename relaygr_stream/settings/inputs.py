@@ -79,6 +79,13 @@ def decode_text(data: bytes) -> str:
     return data.decode(encoding).lstrip(MARK)
 
 
+def no_password() -> str:
+    """For ssl's load_cert_chain, in place of OpenSSL's question at the terminal. Raises ValueError."""
+    raise ValueError(
+        "the key has a password: write it without one, `openssl pkey -in KEY -out FILE`, and name that file"
+    )
+
+
 def is_pointer(start: bytes) -> bool:
     """Whether a file with these first bytes is a pointer of Git LFS."""
     return start.startswith(LFS_POINTER)

@@ -15,6 +15,12 @@ from pathlib import Path
 
 import pytest
 import trustme
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from relaygr_stream.errors import ConfigError
 from relaygr_stream.gateway import connection, connections
@@ -316,15 +322,19 @@ async def test_https_is_served_to_who_trusts_the_certificate_and_to_nobody_in_th
         assert (await door.ask("POST", "/v1/rank", RANK)).value["scores"] == [[11, -11], [30, -30], [20, -20]]
 
 
-async def test_a_certificate_that_is_none_ends_the_start_naming_its_file(
-    embedded_settings: Kafka, tmp_path: Path
+@pytest.mark.parametrize("content", ["no certificate", "a key with a password"])
+async def test_a_certificate_of_no_use_ends_the_start_naming_its_file(
+    content: str, embedded_settings: Kafka, tmp_path: Path
 ) -> None:
-    (tmp_path / "none.pem").write_text("no certificate")
-    with pytest.raises(ConfigError, match=r"gateway.tls_certificate .*none\.pem"):
-        async with (
-            responder_on(embedded_settings),
-            door_on(embedded_settings, tls_certificate=str(tmp_path / "none.pem")),
-        ):
+    file, said = tmp_path / "file.pem", ""
+    file.write_text(content)
+    if content.startswith("a key"):
+        own, said = trustme.CA().issue_cert("127.0.0.1"), r".*has a password.*openssl pkey"
+        key = load_pem_private_key(own.private_key_pem.bytes(), None)
+        encrypted = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"x"))
+        file.write_bytes(encrypted + own.cert_chain_pems[0].bytes())
+    with pytest.raises(ConfigError, match=rf"gateway.tls_certificate .*file\.pem{said}"):
+        async with responder_on(embedded_settings), door_on(embedded_settings, tls_certificate=str(file)):
             pass
 
 

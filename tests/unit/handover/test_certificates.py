@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -158,6 +159,18 @@ def test_files_that_do_not_name_this_worker_are_refused_and_what_to_issue_is_sai
         make_credentials(settings, "w1", "127.0.0.1")
     (tmp_path / "w1-key.pem").write_text("nonsense")
     with pytest.raises(ConfigError, match=r"handover\.tls_certificate"):
+        make_credentials(settings, "w1", "127.0.0.1")
+
+
+def test_a_key_with_a_password_is_refused_in_words_and_asked_for_nowhere(
+    files: Callable[[str, Ed25519PrivateKey], Handover], tmp_path: Path
+) -> None:
+    settings = files("w1", Ed25519PrivateKey.generate())
+    encrypted = Ed25519PrivateKey.generate().private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"x")
+    )
+    (tmp_path / "w1-key.pem").write_bytes(encrypted)
+    with pytest.raises(ConfigError, match=r"handover\.tls_key.*has a password.*openssl pkey"):
         make_credentials(settings, "w1", "127.0.0.1")
 
 
