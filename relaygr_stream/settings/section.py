@@ -74,6 +74,7 @@ class Field:
     is_secret: bool
     is_list: bool  # of text
     is_path: bool
+    choices: tuple[str, ...]  # its values, where they are few words
 
     @property
     def env(self) -> str:
@@ -138,5 +139,6 @@ def section_fields(name: str, section: type[Section]) -> dict[str, Field]:
             is_secret=bool(extra.get("secret")),
             is_list=isinstance(info, msgspec_inspect.VarTupleType),
             is_path=bool(extra.get("path")),
+            choices=tuple(map(str, info.values)) if isinstance(info, msgspec_inspect.LiteralType) else (),
         )
     return fields

@@ -38,8 +38,9 @@ def checked(field: Field, raw: Any, source: str) -> Value:
         # Text from the environment or a flag may represent a number or a boolean; a TOML value already has its type.
         value = msgspec.convert(value, field.kind, strict=not isinstance(raw, str))
     except msgspec.ValidationError as error:
+        why = f"write one of {', '.join(field.choices)}" if field.choices else error
         raise ConfigError(
-            f"{source}: `{key}` = {_shown(field, raw)}: {error}; its meaning: {field.description}"
+            f"{source}: `{key}` = {_shown(field, raw)}: {why}; its meaning: {field.description}"
         ) from error
     return Value(field, value, source)
 

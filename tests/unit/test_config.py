@@ -101,7 +101,7 @@ def test_sizes_may_have_units(text: str, number: int, tmp_path: Path) -> None:
         ({"RELAYGR_WORKER_HBM_BYTES": "1 GB"}, "`worker.hbm_bytes` = '1 GB': write a number of bytes, or one with KiB"),
         ({"RELAYGR_WORKER_HBM_BYTES": "-1"}, "`worker.hbm_bytes` = '-1'"),
         ({"RELAYGR_WORKER_HBM_BYTES": "0"}, "`worker.hbm_bytes` = '0'"),
-        ({"RELAYGR_WORKER_DTYPE": "int8"}, "`worker.dtype` = 'int8'"),
+        ({"RELAYGR_WORKER_DTYPE": "int8"}, "`worker.dtype` = 'int8': write one of bfloat16, float16, float32;"),
         ({"RELAYGR_TELEMETRY_HASH_USER_IDS": "perhaps"}, "`telemetry.hash_user_ids` = 'perhaps'"),
         ({"RELAYGR_WORKER_NAME": "a b"}, "`worker.name` = 'a b'"),
         ({"RELAYGR_WORKER_NAME": "x" * 300}, "xxx… (300 characters): Expected `str` of length <= 128"),
