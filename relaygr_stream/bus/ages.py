@@ -208,7 +208,7 @@ class LogEnds(ClientUser):
 
     async def _ask(self, consumer: Any, topic: str, partitions: list[TopicPartition]) -> dict[int, LogEnd]:
         asked_s = time.monotonic()
-        with typed_errors(self._kafka, f"ask where {topic} ends"):
+        with typed_errors(self._kafka, f"ask where {topic} ends", "DESCRIBE"):
             ends = await consumer.end_offsets(partitions)
         answered_s = time.monotonic()
         return {partition.partition: LogEnd(offset, asked_s, answered_s) for partition, offset in ends.items()}

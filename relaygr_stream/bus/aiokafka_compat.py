@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -47,9 +47,12 @@ WAIT_MS: Final = 1000
 #: would be 1 GB of objects; bounds on what waits are checked between reads.
 MOST_AT_ONCE: Final = 1000
 
-_NOT_GRANTED: Final = (
-    TopicAuthorizationFailedError, GroupAuthorizationFailedError, ClusterAuthorizationFailedError
-)  # fmt: skip
+#: Refusals of an authorizer → what is not granted.
+_NOT_GRANTED: Final = {
+    TopicAuthorizationFailedError: "topic",
+    GroupAuthorizationFailedError: "group",
+    ClusterAuthorizationFailedError: "cluster",
+}
 _TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
 
 
@@ -198,16 +201,17 @@ async def read(consumer: Any) -> list[Record]:
 
 
 @contextmanager
-def typed_errors(kafka: Kafka, doing: str) -> Iterator[None]:
-    """Raise aiokafka's errors as BrokerUnavailable, AccessDenied or BrokerError. doing: the operation, in words."""
+def typed_errors(kafka: Kafka, doing: str, right: str = "READ") -> Iterator[None]:
+    """Raise aiokafka's errors as BrokerUnavailable, AccessDenied or BrokerError. doing, right: as broker_error's."""
     try:
         yield
     except (KafkaError, OSError) as error:  # a TimeoutError is an OSError
-        raise broker_error(kafka, doing, error) from error
+        raise broker_error(kafka, doing, error, right) from error
 
 
-def broker_error(kafka: Kafka, doing: str, error: BaseException) -> BrokerError:
-    """The error of this package for an error of aiokafka. doing: the failed operation, in words."""
+def broker_error(kafka: Kafka, doing: str, error: BaseException, right: str = "READ") -> BrokerError:
+    """The error of this package for an error of aiokafka. doing: the failed operation, in words. right: the grant that
+    it needs."""
     away = unreachable()
     if away and isinstance(error, NodeNotReadyError):  # a broker answered, and referred us to this one
         return BrokerUnavailable(f"cannot {doing}: {away}")
@@ -217,10 +221,18 @@ def broker_error(kafka: Kafka, doing: str, error: BaseException) -> BrokerError:
             f"cannot {doing}: no Kafka broker answers at {kafka.bootstrap}; start one there, or name another with "
             f"kafka.bootstrap (RELAYGR_KAFKA_BOOTSTRAP){also}"
         )
-    if isinstance(error, _NOT_GRANTED):
-        return AccessDenied(
-            f"cannot {doing}: user {kafka.sasl_username or 'of this certificate or address'!r} lacks an ACL "
-            f"({type(error).__name__}: {error}); docs/reference/security.md lists the grants of each process"
-        )
+    if (kind := _NOT_GRANTED.get(type(error))) is not None:
+        named = error.args[0] if error.args else ()
+        return not_granted(kafka, doing, right, kind, [named] if isinstance(named, str) else named)
     also = also if isinstance(error, KafkaError) and error.retriable else ""
     return BrokerError(f"cannot {doing} (brokers at {kafka.bootstrap}): {error!r}{also}")
+
+
+def not_granted(kafka: Kafka, doing: str, right: str, kind: str, names: Collection[str] = ()) -> AccessDenied:
+    """The error for a right that this process's user lacks. kind: of the resources with these names."""
+    user = repr(kafka.sasl_username) if kafka.sasl_username else "of this certificate or address"
+    on = f"{kind} {', '.join(sorted(names))}".strip()
+    return AccessDenied(
+        f"cannot {doing}: user {user} lacks an ACL, {right} on {on}; docs/reference/security.md lists the grants "
+        f"of each process"
+    )

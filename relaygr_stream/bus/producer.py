@@ -257,7 +257,7 @@ class Producer(ClientUser):
         client = (await self._renewed.present()).client
         for topic in topics:
             client.add_topic(topic)
-        with typed_errors(self._kafka, "ask for partitions"):
+        with typed_errors(self._kafka, "ask for partitions", "DESCRIBE"):
             async with asyncio.timeout(self._kafka.request_timeout_ms / 1000):
                 await client.force_metadata_update()
         return {topic: len(client.cluster.partitions_for_topic(topic) or ()) for topic in topics}
@@ -266,7 +266,7 @@ class Producer(ClientUser):
         """Whether the cluster has the topic, and this process may see it. Raises BrokerUnavailable, BrokerError."""
         client = (await self._renewed.present()).client
         with typed_errors(
-            self._kafka, "ask for a topic"
+            self._kafka, "ask for a topic", "DESCRIBE"
         ):  # not `add_topic`: it would be asked for, and missed, for ever
             async with asyncio.timeout(self._kafka.request_timeout_ms / 1000):
                 found = await client.send(client.get_random_node(), MetadataRequest([topic]))
@@ -314,7 +314,7 @@ class Producer(ClientUser):
         if isinstance(error, UnknownTopicOrPartitionError):
             return TopicError(f"cannot {doing}: no such topic; `relaygr topics apply` creates it")
         if isinstance(error, KafkaConnectionError):
-            return broker_error(self._kafka, doing, error)
+            return broker_error(self._kafka, doing, error, "WRITE")
         # Retriable: aiokafka tried until the timeout, for example while the partition had no leader.
         if isinstance(error, KafkaTimeoutError) or (isinstance(error, KafkaError) and error.retriable):
             away = unreachable()
@@ -322,7 +322,7 @@ class Producer(ClientUser):
                 f"cannot {doing}: no acknowledgement from {self._kafka.bootstrap} within "
                 f"{self._kafka.request_timeout_ms} ms ({type(error).__name__}){away and f'; {away}'}"
             )
-        return broker_error(self._kafka, doing, error)
+        return broker_error(self._kafka, doing, error, "WRITE")
 
 
 def _resolve(sent: asyncio.Future[int], outcome: int | BrokerError) -> None:

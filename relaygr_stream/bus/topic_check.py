@@ -36,7 +36,7 @@ class FoundTopic:
     """A topic as the cluster describes it.
 
     configs: by Kafka's names; the embedded broker reports few. own: names of the configs set for this topic, which are
-    not the cluster's defaults.
+    not the cluster's defaults. secret: the cluster does not tell this process the configs.
     """
 
     partitions: int
@@ -44,6 +44,7 @@ class FoundTopic:
     configs: Mapping[str, str]
     own: frozenset[str]
     leaders: Mapping[int, int]  # partition → broker; -1: no leader
+    secret: bool = False
 
     def takes_bytes(self, topic: Topic) -> int:
         """The longest message; what the file says if the broker does not report it."""
@@ -52,10 +53,12 @@ class FoundTopic:
 
 @dataclass(frozen=True)
 class TopicRow:
-    """A topic's description, and the topic on the cluster; `found` is None if it does not exist."""
+    """A topic's description, and the topic on the cluster; `found` is None if it does not exist, or if it is hidden:
+    then the cluster does not say whether it exists."""
 
     topic: Topic
     found: FoundTopic | None
+    hidden: bool = False
 
 
 class Difference(NamedTuple):
@@ -78,9 +81,7 @@ def check_rows(rows: Sequence[TopicRow]) -> None:
     """Check what every process needs at its start. Raises TopicError, CoPartitionError (both topics, both counts)."""
     missing = [row.topic.name for row in rows if row.found is None]
     if missing:
-        raise TopicError(
-            f"missing on the cluster: {', '.join(missing)}; `relaygr topics apply` with the same settings creates them"
-        )
+        raise TopicError(_missing(missing))
     found = [(row.topic, row.found) for row in rows if row.found is not None]
     sharing = {topic: has.partitions for topic, has in found if topic.lanes}
     if sharing:
@@ -119,7 +120,7 @@ def as_found(kafka: Kafka, rows: Sequence[TopicRow]) -> tuple[TopicRow, ...]:
     if not lanes:
         return tuple(rows)
     kept = (replace(row.topic, partitions=lanes if row.topic.lanes else row.topic.partitions) for row in rows)
-    return tuple(TopicRow(topic, row.found) for topic, row in zip(kept, rows, strict=True))
+    return tuple(TopicRow(topic, row.found, row.hidden) for topic, row in zip(kept, rows, strict=True))
 
 
 def _lane_counts(rows: Iterable[TopicRow]) -> dict[str, int]:

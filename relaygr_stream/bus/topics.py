@@ -14,9 +14,16 @@ import structlog
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import KafkaError, NoError, TopicAlreadyExistsError, for_code
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    KafkaError,
+    NoError,
+    TopicAlreadyExistsError,
+    TopicAuthorizationFailedError,
+    for_code,
+)
 
-from relaygr_stream.bus.aiokafka_compat import client_options, typed_errors
+from relaygr_stream.bus.aiokafka_compat import client_options, not_granted, typed_errors
 from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.bus.topic_check import (
@@ -45,6 +52,8 @@ ALWAYS_ALTERED: Final = frozenset({"message.timestamp.type"})
 #: (`broker.session.timeout.ms`, 9 s by default).
 FENCING_S: Final = 10.0
 RETRY_S: Final = 0.5
+#: An authorizer's refusals of a change.
+NOT_GRANTED: Final = (TopicAuthorizationFailedError, ClusterAuthorizationFailedError)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class TopicReport:
         lines = [f"created   {name}" for name in self.created] + [f"existing  {name}" for name in self.existing]
         lines += [f"altered   {each.topic}: {each.setting} {each.cluster} → {each.file}" for each in self.altered]
         lines += [f"kept      {self.kept}"] if self.kept else []
+        lines += [hidden] if (hidden := uncompared(self.rows)) else []
         return "\n".join(lines)
 
 
@@ -93,6 +103,7 @@ async def verify_topics(kafka: Kafka, *, strict: bool = False, optional: Collect
     described = await describe_topics(kafka)
     rows = tuple(row for row in described if row.found is not None or row.topic.name not in optional)
     rows = as_found(kafka, rows)
+    _refuse_hidden(kafka, rows)
     check_rows(rows)
     try:
         # The operator chooses the replication; a process that uses the topics need not know it.
@@ -120,23 +131,29 @@ async def delete_before(kafka: Kafka, topic: str, offsets: Mapping[int, int]) ->
         admin._get_cluster_metadata = partial(admin._get_cluster_metadata, [topic])
         try:
             await admin.delete_records(wanted)
+        except NOT_GRANTED as error:
+            raise not_granted(kafka, f"delete records of {topic}", "DELETE", "topic", [topic]) from error
         except (KafkaError, OSError) as error:
             raise BrokerError(
-                f"the broker does not delete records of {topic} ({error}); the embedded one "
-                f"cannot, Apache Kafka asks for the right Delete on the topic"
+                f"the broker does not delete records of {topic} ({error}); the embedded one cannot"
             ) from error
 
 
 async def add_partitions(kafka: Kafka, counts: Mapping[str, int]) -> None:
     """Have so many partitions of these topics, by name. Raises BrokerError, also for a broker that adds none."""
     async with _admin(kafka) as admin:
-        try:
-            await admin.create_partitions({name: NewPartitions(count) for name, count in counts.items()})
-        except (KafkaError, OSError) as error:
-            raise BrokerError(
-                f"the broker adds no partitions to {', '.join(counts)} ({error}); the embedded "
-                f"one cannot, Apache Kafka asks for the right Alter on the topics"
-            ) from error
+        await _add_partitions(kafka, admin, counts)
+
+
+async def _add_partitions(kafka: Kafka, admin: Any, counts: Mapping[str, int]) -> None:
+    try:
+        await admin.create_partitions({name: NewPartitions(count) for name, count in counts.items()})
+    except NOT_GRANTED as error:
+        raise not_granted(kafka, "add partitions", "ALTER", "topic", counts) from error
+    except (KafkaError, OSError) as error:
+        raise BrokerError(
+            f"the broker adds no partitions to {', '.join(counts)} ({error}); the embedded one cannot"
+        ) from error
 
 
 async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
@@ -151,12 +168,13 @@ async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
     await check_connection(kafka)
     async with _admin(kafka) as admin:
         before = as_found(kafka, await _describe(admin, topics.all))
+        _refuse_hidden(kafka, before)
         missing = [row.topic for row in before if row.found is None]
         if not alter:  # check the existing topics before changing them, or creating others
             check_rows([row for row in before if row.found is not None])
-        altered = await _alter(admin, before, None if alter else ALWAYS_ALTERED)
+        altered = await _alter(kafka, admin, before, None if alter else ALWAYS_ALTERED)
         if missing:
-            await _create(admin, missing)
+            await _create(kafka, admin, missing)
         timeout_s = kafka.request_timeout_ms / 1000
         rows = await _describe_when_visible(
             admin, [row.topic for row in before], timeout_s, {(each.topic, each.setting) for each in altered}
@@ -181,7 +199,7 @@ async def topic_exists(kafka: Kafka, topic: Topic, *, create: bool = False) -> b
     async with _admin(kafka) as admin:
         (row,) = await _describe(admin, [topic])
         if row.found is None and create:
-            await _create(admin, [topic])
+            await _create(kafka, admin, [topic])
             (row,) = await _describe_when_visible(admin, [topic], kafka.request_timeout_ms / 1000, set())
     return row.found is not None
 
@@ -190,39 +208,53 @@ async def topic_exists(kafka: Kafka, topic: Topic, *, create: bool = False) -> b
 async def _admin(kafka: Kafka) -> AsyncIterator[Any]:
     admin = AIOKafkaAdminClient(**client_options(kafka, "relaygr-topics"))
     try:
-        with typed_errors(kafka, "look at the topics"):
+        with typed_errors(kafka, "look at the topics", "DESCRIBE"):
             await admin.start()
             yield admin
     finally:
         await admin.close()
 
 
+def _refuse_hidden(kafka: Kafka, rows: Sequence[TopicRow]) -> None:
+    if hidden := [row.topic.name for row in rows if row.hidden]:
+        raise not_granted(kafka, "look at the topics", "DESCRIBE", "topic", hidden)
+
+
+def uncompared(rows: Sequence[TopicRow]) -> str:
+    """Which topics' settings the cluster does not tell; "": it tells all."""
+    names = [row.topic.name for row in rows if row.found is not None and row.found.secret]
+    return f"not compared, for lack of the ACL DESCRIBE_CONFIGS: the settings of {', '.join(names)}" if names else ""
+
+
 async def _describe(admin: Any, topics: Sequence[Topic]) -> tuple[TopicRow, ...]:
+    described = await admin.describe_topics([topic.name for topic in topics])
     listed = {
         entry["topic"]: entry["partitions"]
-        for entry in await admin.describe_topics([topic.name for topic in topics])
+        for entry in described
         if entry["error_code"] == NoError.errno and entry["partitions"]
     }
+    hidden = {entry["topic"] for entry in described if entry["error_code"] == TopicAuthorizationFailedError.errno}
     present = [topic.name for topic in topics if topic.name in listed]
     configs = await _configs(admin, present) if present else {}
-    return tuple(
-        TopicRow(topic, _found(listed[topic.name], configs.get(topic.name, {})) if topic.name in listed else None)
-        for topic in topics
-    )
+    found = {name: _found(listed[name], configs.get(name, {})) for name in present}
+    return tuple(TopicRow(topic, found.get(topic.name), topic.name in hidden) for topic in topics)
 
 
-def _found(partitions: list[dict[str, Any]], config: _Configs) -> FoundTopic:
+def _found(partitions: list[dict[str, Any]], config: _Configs | None) -> FoundTopic:
+    secret, config = config is None, config or {}
     return FoundTopic(
         partitions=len(partitions),
         replication=min(len(partition["replicas"]) for partition in partitions),
         configs={name: value for name, (value, _) in config.items()},
         own=frozenset(name for name, (_, own) in config.items() if own),
         leaders={partition["partition"]: partition["leader"] for partition in partitions},
+        secret=secret,
     )
 
 
-async def _configs(admin: Any, names: Sequence[str]) -> dict[str, _Configs]:
-    found: dict[str, _Configs] = {}
+async def _configs(admin: Any, names: Sequence[str]) -> dict[str, _Configs | None]:
+    """By topic; None: the cluster does not tell them."""
+    found: dict[str, _Configs | None] = {}
     responses = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, name) for name in names])
     for response in responses:
         for error_code, _, _, name, entries in response.resources:
@@ -230,10 +262,12 @@ async def _configs(admin: Any, names: Sequence[str]) -> dict[str, _Configs]:
                 # The fourth field is a value's source (1: the topic); before version 1, whether it is a default.
                 own = (lambda source: not source) if response.API_VERSION == 0 else TOPICS_OWN.__eq__
                 found[name] = {entry[0]: (entry[1], own(entry[3])) for entry in entries if entry[1]}
+            elif error_code == TopicAuthorizationFailedError.errno:
+                found[name] = None
     return found
 
 
-async def _create(admin: Any, topics: Sequence[Topic]) -> None:
+async def _create(kafka: Kafka, admin: Any, topics: Sequence[Topic]) -> None:
     new = [
         NewTopic(
             name=topic.name,
@@ -247,11 +281,15 @@ async def _create(admin: Any, topics: Sequence[Topic]) -> None:
     for name, error_code, *detail in response.topic_errors:
         error = for_code(error_code)
         # Another process may have created it meanwhile; the check afterwards covers it.
+        if error in NOT_GRANTED:
+            raise not_granted(kafka, f"create topic {name}", "CREATE", "cluster, or on topic", [name])
         if error not in (NoError, TopicAlreadyExistsError):
             raise TopicError(f"topic {name} could not be created: {error.__name__}: {detail[0] if detail else ''}")
 
 
-async def _alter(admin: Any, rows: Sequence[TopicRow], only: Collection[str] | None) -> tuple[Difference, ...]:
+async def _alter(
+    kafka: Kafka, admin: Any, rows: Sequence[TopicRow], only: Collection[str] | None
+) -> tuple[Difference, ...]:
     """Change existing topics to what their files say, except for fewer partitions and another replication.
 
     only: the names of the settings to change; None: all.
@@ -270,14 +308,16 @@ async def _alter(admin: Any, rows: Sequence[TopicRow], only: Collection[str] | N
             configs = {name: has.configs[name] for name in has.own} | stated
             resources.append(ConfigResource(ConfigResourceType.TOPIC, topic.name, configs))
         if "partitions" in settings:
-            few[topic.name] = NewPartitions(topic.partitions)
+            few[topic.name] = topic.partitions
     if resources:
         for response in await admin.alter_configs(resources):
             for error_code, message, _, name in response.resources:
+                if for_code(error_code) in NOT_GRANTED:
+                    raise not_granted(kafka, f"alter topic {name}", "ALTER_CONFIGS", "topic", [name])
                 if error_code != NoError.errno:
                     raise TopicError(f"topic {name} could not be altered: {for_code(error_code).__name__}: {message}")
     if few:
-        await admin.create_partitions(few)
+        await _add_partitions(kafka, admin, few)
     return changed
 
 

@@ -215,11 +215,13 @@ def verify(settings: Settings) -> None:
     Exits 4 if only a partition has no broker.
     """
     from relaygr_stream.bus.away import Away
-    from relaygr_stream.bus.topics import verify_topics
+    from relaygr_stream.bus.topics import uncompared, verify_topics
     from relaygr_stream.ops.looking import look
 
     rows = look(settings.kafka, verify_topics(settings.kafka, strict=True))
-    click.echo(f"all {len(rows)} topics match their files")
+    hidden = uncompared(rows)
+    alike = "have the partitions and replicas of their files" if hidden else "match their files"
+    click.echo(f"all {len(rows)} topics {alike}" + (f"\n{hidden}" if hidden else ""))
     Away.from_rows(rows).check()
 
 

@@ -36,7 +36,8 @@ def _cells(row: TopicRow) -> tuple[str, ...]:
     topic, found = row.topic, row.found
     way = f"{', '.join(topic.producers)} → {', '.join(topic.consumers)}"
     if found is None:
-        return (topic.name, topic.key, way, "missing: `relaygr topics apply` creates it", "", "", "", "", "")
+        why = "hidden, for lack of the ACL DESCRIBE" if row.hidden else "missing: `relaygr topics apply` creates it"
+        return (topic.name, topic.key, way, why, "", "", "", "", "")
     configs = found.configs
     return (
         topic.name,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import psutil
 import pytest
+import trustme
 
 from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.bus.producer import Producer
@@ -92,6 +94,16 @@ async def test_a_broker_whose_certificate_is_made_out_to_another_host_is_refused
 async def test_without_a_client_certificate_nobody_gets_in(secure: SecureKafka) -> None:
     with pytest.raises((AccessDenied, BrokerUnavailable), match="certificate"):
         await verify_topics(secure.tls(tls_certificate=""))
+
+
+async def test_a_client_certificate_that_is_not_accepted_is_named_with_its_dates(
+    secure: SecureKafka, tmp_path: Path
+) -> None:
+    stranger = tmp_path / "stranger.pem"
+    trustme.CA().issue_cert("client@relay.test").private_key_and_cert_chain_pem.write_to_path(stranger)
+    said = r"Does it accept `tls\.certificate` = .*stranger\.pem, by .*, valid until"
+    with pytest.raises(BrokerUnavailable, match=said):
+        await verify_topics(secure.tls(tls_certificate=str(stranger)))
 
 
 async def test_a_listener_of_another_kind_is_named(secure: SecureKafka) -> None:

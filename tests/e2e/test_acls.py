@@ -22,7 +22,7 @@ from confluent_kafka.admin import (
 from relaygr_stream.bus.dead_letter import dead_letter_headers
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
-from relaygr_stream.bus.topics import apply_topics
+from relaygr_stream.bus.topics import apply_topics, topic_exists, uncompared, verify_topics
 from relaygr_stream.client import RelayClient
 from relaygr_stream.errors import AccessDenied, BrokerError, DecodeError
 from relaygr_stream.ops.brokers.distribution import free_ports
@@ -30,6 +30,7 @@ from relaygr_stream.ops.children import Child, write_settings
 from relaygr_stream.settings.schema import Kafka, Settings
 from relaygr_stream.wire.codec import encode
 from relaygr_stream.wire.records import Record
+from relaygr_stream.wire.topic_files import load_topics
 from relaygr_stream.workload.driver import drive
 from tests import needs
 from tests.bus.secure_kafka import SecureKafka, secure_kafka
@@ -186,7 +187,8 @@ async def test_a_write_that_is_not_granted_is_refused_by_name(secure: SecureKafk
     await apply_topics(as_user(secure, "admin"))
     async with Producer(as_user(secure, user), client_id="test") as producer:
         with pytest.raises(
-            AccessDenied, match=rf"user '{user}' lacks an ACL.*{re.escape(PREFIX + topic)}.*security\.md"
+            AccessDenied,
+            match=rf"user '{user}' lacks an ACL, WRITE on topic {re.escape(PREFIX + topic)}; .*security\.md",
         ):
             await producer.send_and_wait(f"{PREFIX}{topic}", b"x", key=b"k")
 
@@ -211,4 +213,28 @@ async def test_a_read_that_is_not_granted_is_refused(secure: SecureKafka, user: 
             said = tail.trouble or ""
     except BrokerError as error:
         said = str(error)
-    assert "lacks an ACL" in said
+    assert f"user {user!r} lacks an ACL, READ on topic {PREFIX}{topic};" in said
+
+
+async def test_a_topic_that_may_not_be_described_is_not_called_missing(secure: SecureKafka) -> None:
+    await apply_topics(as_user(secure, "admin"))
+    lacks = r"user 'retrieval' lacks an ACL, DESCRIBE on topic acl\.dead-letter, acl\.pre-infer, "
+    for look in (verify_topics, apply_topics):
+        with pytest.raises(AccessDenied, match=lacks):
+            await look(as_user(secure, "retrieval"))
+
+
+async def test_a_topic_that_may_not_be_made_is_refused_by_name(secure: SecureKafka) -> None:
+    operator = as_user(secure, "operator")
+    made = msgspec.structs.replace(load_topics(operator).scores, name=f"{PREFIX}routes")
+    with pytest.raises(AccessDenied, match=r"'operator' lacks an ACL, CREATE on .*topic acl\.routes"):
+        await topic_exists(operator, made, create=True)
+
+
+async def test_settings_that_are_not_compared_are_named(secure: SecureKafka) -> None:
+    await apply_topics(as_user(secure, "admin"))
+    anybody = Kafka(bootstrap=f"127.0.0.1:{secure.inside_port}", prefix=PREFIX, partitions=4, replication=1)
+    told = uncompared(await verify_topics(as_user(secure, "admin"), strict=True))
+    assert "DESCRIBE_CONFIGS" in told
+    assert f"{PREFIX}scores" in told
+    assert not uncompared(await verify_topics(anybody, strict=True))

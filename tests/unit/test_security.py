@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import ssl
+import struct
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +14,9 @@ import pytest
 import trustme
 
 from relaygr_stream.bus.aiokafka_compat import security_options
+from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.cli.config_table import render_settings_table
-from relaygr_stream.errors import ConfigError
+from relaygr_stream.errors import AccessDenied, BrokerUnavailable, ConfigError
 from relaygr_stream.settings.load import FIELDS, RETIRED, load_settings
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.settings.section import SECRETS
@@ -58,6 +63,43 @@ def test_what_clashes_is_refused(settings: dict[str, Any], message: str, pem: di
     with pytest.raises(ConfigError, match=message) as raised:
         security_options(Kafka(**{name: value.format(**pem) for name, value in settings.items()}))
     assert "geheim" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "days", "said"),
+    [
+        ("localhost", -1, "has expired; renew it, or set the clock"),
+        ("kafka.example", 1, "made out to that host"),
+        ("localhost", 1, r"is `tls\.ca` \(.*\) its authority"),
+    ],
+)
+async def test_why_a_brokers_certificate_is_not_accepted_and_what_to_do(
+    host: str, days: int, said: str, tmp_path: Path
+) -> None:
+    ca, other = trustme.CA(), trustme.CA()
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    until = datetime.now(UTC) + timedelta(days=days)
+    ca.issue_cert(host, not_before=until - timedelta(days=9), not_after=until).configure_cert(served)
+    trusted = ca if "authority" not in said else other
+    trusted.cert_pem.write_to_path(tmp_path / "ca")
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "localhost", 0, ssl=served)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        kafka = Kafka(security_protocol="SSL", bootstrap=f"localhost:{port}", tls_ca=str(tmp_path / "ca"))
+        with pytest.raises(AccessDenied, match=said):
+            await check_connection(kafka)
+
+
+async def test_a_listener_that_resets_connections_may_be_one_of_another_protocol() -> None:
+    def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.transport.abort()
+
+    async with await asyncio.start_server(reset, "127.0.0.1", 0) as server:
+        bootstrap = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(BrokerUnavailable, match="is the listener one for SSL"):
+            await check_connection(Kafka(security_protocol="SSL", bootstrap=bootstrap))
 
 
 def test_secrets_come_by_environment_or_file_never_by_flag(tmp_path: Path) -> None:
