@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import structlog
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.consumer.fetcher import OffsetResetStrategy
 from aiokafka.errors import (
     ClusterAuthorizationFailedError,
     KafkaError,
@@ -22,6 +24,7 @@ from aiokafka.errors import (
     TopicAuthorizationFailedError,
     for_code,
 )
+from aiokafka.protocol.offset import OffsetRequest
 
 from relaygr_stream.bus.aiokafka_compat import client_options, not_granted, typed_errors
 from relaygr_stream.bus.probe import check_connection
@@ -38,10 +41,13 @@ from relaygr_stream.bus.topic_check import (
 )
 from relaygr_stream.errors import BrokerError, TopicError
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.telemetry.limiter import LogLimiter
 from relaygr_stream.wire.topic_files import Topic, TopicSet, load_topics
 
 log = structlog.get_logger(__name__)
+limited: Final = LogLimiter().limited
 
+T = TypeVar("T")
 #: Config name → its value, and whether it is set for the topic.
 _Configs = dict[str, tuple[str, bool]]
 #: Kafka's code of DYNAMIC_TOPIC_CONFIG among the sources of a config.
@@ -52,6 +58,12 @@ ALWAYS_ALTERED: Final = frozenset({"message.timestamp.type"})
 #: (`broker.session.timeout.ms`, 9 s by default).
 FENCING_S: Final = 10.0
 RETRY_S: Final = 0.5
+#: How long a command waits for what it makes. Apache Kafka shows partitions and their leaders before these have made
+#: the logs; a busy machine takes tens of seconds for those of a group.
+SERVED_S: Final = 120.0
+#: The pause between looks at what was just made, at first, and how often it is told.
+LOOK_S: Final = 0.05
+TELL_S: Final = 10.0
 #: An authorizer's refusals of a change.
 NOT_GRANTED: Final = (TopicAuthorizationFailedError, ClusterAuthorizationFailedError)
 
@@ -81,16 +93,7 @@ async def describe_topics(kafka: Kafka) -> tuple[TopicRow, ...]:
     """
     topics = load_topics(kafka)
     await check_connection(kafka)
-    gives_up = time.monotonic() + FENCING_S
-    while True:
-        try:
-            async with _admin(kafka) as admin:
-                return await _describe(admin, topics.all)
-        except BrokerError as error:
-            passing = isinstance(error.__cause__, OSError) or getattr(error.__cause__, "retriable", False)
-            if not passing or time.monotonic() > gives_up:
-                raise
-        await asyncio.sleep(RETRY_S)
+    return await _tried(kafka, lambda admin: _describe(admin, topics.all), FENCING_S)
 
 
 async def verify_topics(kafka: Kafka, *, strict: bool = False, optional: Collection[str] = ()) -> tuple[TopicRow, ...]:
@@ -141,8 +144,15 @@ async def delete_before(kafka: Kafka, topic: str, offsets: Mapping[int, int]) ->
 
 async def add_partitions(kafka: Kafka, counts: Mapping[str, int]) -> None:
     """Have so many partitions of these topics, by name. Raises BrokerError, also for a broker that adds none."""
-    async with _admin(kafka) as admin:
-        await _add_partitions(kafka, admin, counts)
+    topics = [topic for topic in load_topics(kafka).all if topic.name in counts]
+
+    async def add(admin: Any) -> None:
+        rows = [(row.topic.name, row.found) for row in await _describe(admin, topics)]
+        few = {name: counts[name] for name, found in rows if found is None or found.partitions < counts[name]}
+        if few:  # unless a request that took too long has added them
+            await _add_partitions(kafka, admin, few)
+
+    await _tried(kafka, add, SERVED_S)
 
 
 async def _add_partitions(kafka: Kafka, admin: Any, counts: Mapping[str, int]) -> None:
@@ -157,34 +167,31 @@ async def _add_partitions(kafka: Kafka, admin: Any, counts: Mapping[str, int]) -
 
 
 async def apply_topics(kafka: Kafka, *, alter: bool = False) -> TopicReport:
-    """Create the missing topics, let brokers set the times of existing ones, then verify strictly. Raises as
-    `verify_topics`.
+    """Create the missing topics, wait until they are served, let brokers set the times of existing ones, then verify
+    strictly. Raises as `verify_topics`, and BrokerError where it waits for more than SERVED_S.
 
     Existing topics keep their number of lanes, and a missing one gets as many.
     alter: change existing topics to all that their files say, and add missing partitions. With kafka.partitions that is
     more lanes, which moves users to others, so nothing may run meanwhile (docs/how-to/kafka.md).
     """
-    topics = load_topics(kafka)
+    topics, missing = load_topics(kafka), dict[str, Topic]()
     await check_connection(kafka)
-    async with _admin(kafka) as admin:
+
+    async def apply(admin: Any) -> tuple[tuple[Difference, ...], tuple[TopicRow, ...]]:
         before = as_found(kafka, await _describe(admin, topics.all))
         _refuse_hidden(kafka, before)
-        missing = [row.topic for row in before if row.found is None]
+        missing.update({row.topic.name: row.topic for row in before if row.found is None})
         if not alter:  # check the existing topics before changing them, or creating others
             check_rows([row for row in before if row.found is not None])
         altered = await _alter(kafka, admin, before, None if alter else ALWAYS_ALTERED)
-        if missing:
-            await _create(kafka, admin, missing)
-        timeout_s = kafka.request_timeout_ms / 1000
-        rows = await _describe_when_visible(
-            admin, [row.topic for row in before], timeout_s, {(each.topic, each.setting) for each in altered}
-        )
+        return altered, await _served(admin, kafka, [row.topic for row in before], missing, altered)
+
+    altered, rows = await _tried(kafka, apply, SERVED_S)
     rows = as_found(kafka, rows)  # another process may have made some meanwhile
     check_rows(rows)
     check_all(rows)
-    created = tuple(topic.name for topic in missing)
-    existing = tuple(row.topic.name for row in rows if row.topic.name not in created)
-    return TopicReport(created, existing, rows, altered, _kept(topics_with(kafka, rows).lanes, topics.lanes))
+    existing = tuple(row.topic.name for row in rows if row.topic.name not in missing)
+    return TopicReport(tuple(missing), existing, rows, altered, _kept(topics_with(kafka, rows).lanes, topics.lanes))
 
 
 def _kept(lanes: int, new: int) -> str:
@@ -196,12 +203,29 @@ def _kept(lanes: int, new: int) -> str:
 
 async def topic_exists(kafka: Kafka, topic: Topic, *, create: bool = False) -> bool:
     """Whether the cluster has the topic; create: make it if not, as described. Raises BrokerError, TopicError."""
-    async with _admin(kafka) as admin:
+
+    async def look(admin: Any) -> bool:
         (row,) = await _describe(admin, [topic])
         if row.found is None and create:
-            await _create(kafka, admin, [topic])
-            (row,) = await _describe_when_visible(admin, [topic], kafka.request_timeout_ms / 1000, set())
-    return row.found is not None
+            (row,) = await _served(admin, kafka, [topic], {topic.name})
+        return row.found is not None
+
+    return await _tried(kafka, look, SERVED_S if create else 0.0)
+
+
+async def _tried(kafka: Kafka, attempt: Callable[[Any], Awaitable[T]], within_s: float) -> T:
+    """What the attempt returns with an admin client, repeated for within_s while brokers leave or are slow."""
+    gives_up = time.monotonic() + within_s
+    while True:
+        try:
+            async with _admin(kafka) as admin:
+                return await attempt(admin)
+        except BrokerError as error:
+            passing = isinstance(error.__cause__, OSError) or getattr(error.__cause__, "retriable", False)
+            if not passing or time.monotonic() >= gives_up:
+                raise
+            limited(log.warning, "tried")("the topics are looked at again", error=str(error))
+        await asyncio.sleep(RETRY_S)
 
 
 @asynccontextmanager
@@ -280,10 +304,10 @@ async def _create(kafka: Kafka, admin: Any, topics: Sequence[Topic]) -> None:
     response = await admin.create_topics(new)
     for name, error_code, *detail in response.topic_errors:
         error = for_code(error_code)
-        # Another process may have created it meanwhile; the check afterwards covers it.
         if error in NOT_GRANTED:
             raise not_granted(kafka, f"create topic {name}", "CREATE", "cluster, or on topic", [name])
-        if error not in (NoError, TopicAlreadyExistsError):
+        # It may be there by now: by another process, or by a request that took too long for its broker.
+        if error not in (NoError, TopicAlreadyExistsError) and not error.retriable:
             raise TopicError(f"topic {name} could not be created: {error.__name__}: {detail[0] if detail else ''}")
 
 
@@ -321,16 +345,45 @@ async def _alter(
     return changed
 
 
-async def _describe_when_visible(
-    admin: Any, topics: Sequence[Topic], timeout_s: float, altered: set[tuple[str, str]]
+async def _served(
+    admin: Any, kafka: Kafka, topics: Sequence[Topic], new: Collection[str], altered: Sequence[Difference] = ()
 ) -> tuple[TopicRow, ...]:
-    """Describe the topics when all brokers show the new topics, their leaders and the changes, or after timeout_s."""
-    deadline = time.monotonic() + timeout_s
+    """Create those that are new, by name, and describe the topics when the leaders of the new ones serve them.
+
+    Also when the cluster shows what was altered, or after a request timeout, since a broker may alter nothing.
+    Raises BrokerError after SERVED_S.
+    """
+    pending = {(each.topic, each.setting) for each in altered}
+    began, tells_s = time.monotonic(), 1.0
     while True:
         rows = await _describe(admin, topics)
-        waiting = any(
-            row.found is None or NO_LEADER in row.found.leaders.values() for row in rows
-        ) or not altered.isdisjoint((each.topic, each.setting) for each in differences(rows))
-        if not waiting or time.monotonic() > deadline:
+        _refuse_hidden(kafka, rows)
+        waited_s = time.monotonic() - began
+        if missing := [row.topic for row in rows if row.found is None and row.topic.name in new]:
+            await _create(kafka, admin, missing)
+        unserved = await _unserved(admin, [row for row in rows if row.topic.name in new])
+        shown = pending.isdisjoint((each.topic, each.setting) for each in differences(rows))
+        if not unserved and (shown or waited_s > kafka.request_timeout_ms / 1e3):
             return rows
-        await asyncio.sleep(0.05)
+        if waited_s > SERVED_S:
+            raise BrokerError(
+                f"{', '.join(unserved)}: made {SERVED_S:g} s ago, and no broker serves all partitions yet; look at the "
+                f"brokers' logs, then run this again"
+            )
+        if waited_s > tells_s:
+            tells_s = waited_s + TELL_S
+            log.warning("waits for brokers to serve what was just made", topics=unserved)
+        await asyncio.sleep(min(RETRY_S, max(LOOK_S, waited_s / 4)))
+
+
+async def _unserved(admin: Any, rows: Sequence[TopicRow]) -> list[str]:
+    """The topics that the cluster does not show, or with a partition whose leader does not answer for it yet."""
+    unserved = {row.topic.name for row in rows if row.found is None or NO_LEADER in row.found.leaders.values()}
+    asked: defaultdict[int, dict[str, list[tuple[int, int]]]] = defaultdict(dict)
+    for row in rows:
+        for partition, leader in row.found.leaders.items() if row.found is not None else ():
+            asked[leader].setdefault(row.topic.name, []).append((partition, OffsetResetStrategy.LATEST))
+    for leader in asked.keys() - {NO_LEADER}:
+        answer = await admin._client.send(leader, OffsetRequest(-1, 0, list(asked[leader].items())))
+        unserved |= {name for name, found in answer.topics if any(code != NoError.errno for _, code, *_ in found)}
+    return sorted(unserved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import shutil
 from pathlib import Path
 
@@ -11,15 +12,21 @@ import msgspec
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.client import AIOKafkaClient
+from aiokafka.errors import NotLeaderForPartitionError
+from aiokafka.protocol.offset import OffsetRequest
 from structlog.testing import capture_logs
 
+from relaygr_stream.bus import topics as bus_topics
 from relaygr_stream.bus.producer import Producer
-from relaygr_stream.bus.topics import apply_topics, describe_topics, verified_topics, verify_topics
-from relaygr_stream.errors import BrokerUnavailable, CoPartitionError, TopicError
+from relaygr_stream.bus.tail import TopicTail
+from relaygr_stream.bus.topics import apply_topics, describe_topics, topic_exists, verified_topics, verify_topics
+from relaygr_stream.errors import BrokerError, BrokerUnavailable, CoPartitionError, TopicError
 from relaygr_stream.ops.brokers.distribution import DEFAULT_NODE
 from relaygr_stream.ops.brokers.local import BrokerKind, local_broker
 from relaygr_stream.settings.files import packaged_dir
 from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.wire.routes import routes_topic
 from relaygr_stream.wire.topic_files import LANE_TOPICS, lane_of, load_topics
 from tests import needs
 from tests.bus.members import Member
@@ -63,6 +70,46 @@ async def test_applied_topics_are_as_described(kafka_settings: Kafka) -> None:
 
     again = await apply_topics(kafka_settings)
     assert (again.created, again.existing) == ((), names)
+
+
+def leaders_not_ready(monkeypatch: pytest.MonkeyPatch, answers: float) -> None:
+    """So many answers of a leader say that it is none yet, as those of one that still makes the logs."""
+    asked, send = 0, AIOKafkaClient.send
+
+    async def answer(self: AIOKafkaClient, node: int, request: object, **options: object) -> object:
+        nonlocal asked
+        found = await send(self, node, request, **options)
+        if isinstance(request, OffsetRequest) and (asked := asked + 1) <= answers:
+            code = NotLeaderForPartitionError.errno
+            found.topics = [(name, [(part, code, *rest) for part, _, *rest in parts]) for name, parts in found.topics]
+        return found
+
+    monkeypatch.setattr(AIOKafkaClient, "send", answer)
+
+
+async def test_what_a_command_made_is_served_when_it_ends(
+    kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apache Kafka shows a leader before that has made the logs, for many seconds where the machine is busy: who then
+    read gave up after a request timeout."""
+    kafka = msgspec.structs.replace(kafka_settings, request_timeout_ms=1000)
+    topics = load_topics(kafka)
+    routes = routes_topic(topics)
+    leaders_not_ready(monkeypatch, 12)  # a reader asks ten times within a request timeout
+    await apply_topics(kafka)
+    async with TopicTail(kafka, topics.ranking.name, range(topics.lanes), "latest", lambda _: None):
+        pass
+    leaders_not_ready(monkeypatch, 12)
+    assert await topic_exists(kafka, routes, create=True)
+    async with TopicTail(kafka, routes.name, [0], "earliest", lambda _: None):
+        pass
+
+
+async def test_what_is_not_served_for_long_is_named(kafka_settings: Kafka, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bus_topics, "SERVED_S", 0.5)
+    leaders_not_ready(monkeypatch, math.inf)
+    with pytest.raises(BrokerError, match=r"ranking.*made 0.5 s ago, and no broker serves all partitions yet"):
+        await apply_topics(kafka_settings)
 
 
 async def test_unequal_lane_counts_are_refused_naming_both(kafka_settings: Kafka) -> None:
