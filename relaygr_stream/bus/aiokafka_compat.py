@@ -6,10 +6,8 @@ Importing it patches aiokafka (aiokafka_patches.py, embedded.py, fetch_sessions.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import structlog
@@ -29,6 +27,7 @@ from relaygr_stream.bus.broker_errors import unreachable
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.settings.section import MAX_PORT
+from relaygr_stream.settings.tls import FILES, client_context, setting_of
 from relaygr_stream.telemetry.background import Work
 from relaygr_stream.wire.records import Record, as_record
 
@@ -53,14 +52,9 @@ _NOT_GRANTED: Final = {
     GroupAuthorizationFailedError: "group",
     ClusterAuthorizationFailedError: "cluster",
 }
-_TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
 
 
 # Security.
-
-
-def _setting(name: str) -> str:
-    return name.replace("_", ".", 1)
 
 
 def security_options(kafka: Kafka) -> dict[str, Any]:
@@ -90,41 +84,15 @@ def security_options(kafka: Kafka) -> dict[str, Any]:
             f"SASL_SSL (or SASL_PLAINTEXT inside a trusted network)"
         )
     if tls:
-        options["ssl_context"] = _tls_context(kafka)
+        options["ssl_context"] = client_context(kafka)
     else:
-        given = [f"`{_setting(name)}`" for name in _TLS_FILES if getattr(kafka, name)]
+        given = [f"`{setting_of(name)}`" for name in FILES if getattr(kafka, name)]
         if given:
             raise ConfigError(
                 f"{', '.join(given)} is set, but `kafka.security_protocol` = {protocol} does not encrypt; set it to "
                 f"{'SASL_SSL' if sasl else 'SSL'}"
             )
     return options
-
-
-def _tls_context(kafka: Kafka) -> ssl.SSLContext:
-    """A context that checks the broker's certificate and its host name; no setting turns that off."""
-    for name in _TLS_FILES:
-        path = getattr(kafka, name)
-        if path and not Path(path).is_file():
-            raise ConfigError(f"`{_setting(name)}` = {path!r}: no such file")
-    try:
-        context = ssl.create_default_context(cafile=kafka.tls_ca or None)
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"`tls.ca` = {kafka.tls_ca!r}: not certificates in PEM form ({error})") from error
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    if kafka.tls_key and not kafka.tls_certificate:
-        raise ConfigError("`tls.key` is set without `tls.certificate`; set both, or none")
-    if kafka.tls_certificate:
-        try:
-            context.load_cert_chain(
-                kafka.tls_certificate, kafka.tls_key or None, password=lambda: kafka.tls_key_password
-            )
-        except (ssl.SSLError, OSError, ValueError) as error:
-            raise ConfigError(
-                f"`tls.certificate` = {kafka.tls_certificate!r}, `tls.key` = {kafka.tls_key!r}: not a "
-                f"certificate and its key in PEM form, or `tls.key_password` is not the key's ({error})"
-            ) from error
-    return context
 
 
 # Ending clients within bounded time.

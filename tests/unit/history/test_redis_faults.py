@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import subprocess
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -14,11 +15,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import trustme
 from prometheus_client import CollectorRegistry
 
 from relaygr_stream.errors import ConfigError, HistoryMismatch, HistoryUnavailable
 from relaygr_stream.history.redis_store import RedisStore
-from relaygr_stream.settings.schema import Kafka
+from relaygr_stream.settings.schema import History, Kafka
 from relaygr_stream.worker.histories import Histories, HistoryMetrics
 from tests.unit.history.behaviours import history
 from tests.unit.history.servers import RedisServer
@@ -49,8 +51,33 @@ async def test_tls_and_a_password(tmp_path: Path) -> None:
                 await refused.reference("u")
             assert "secret" not in str(error.value)
             await refused.close()
-        with pytest.raises((HistoryUnavailable, ConfigError)):
-            await RedisStore(server.settings(tls_ca="/no/such/file")).reference("u")
+        with pytest.raises(ConfigError, match=r"`tls\.ca` = '/no/such/file': no such file"):
+            RedisStore(server.settings(tls_ca="/no/such/file"))
+
+
+async def test_one_context_serves_all_connections_and_trusts_no_other_authority_than_the_named_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other.pem"
+    trustme.CA().cert_pem.write_to_path(other)
+    with RedisServer(tmp_path, tls=True) as server:
+        monkeypatch.setenv("SSL_CERT_FILE", server.ca)  # the system's authorities
+        stores = [RedisStore(server.settings(tls_ca=ca)) for ca in (str(other), "")]
+        monkeypatch.setattr(ssl, "create_default_context", None)  # which reads the system's, in 40 ms
+        with pytest.raises(HistoryUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            await stores[0].reference("u")
+        assert await asyncio.gather(*(stores[1].reference(f"u{number}") for number in range(8))) == [None] * 8
+        for store in stores:
+            await store.close()
+
+
+@pytest.mark.parametrize(
+    "end", ["/0?ssl_cert_reqs=none", "/0?ssl_check_hostname=false", "?password=geheim", "/fleet", "#0"]
+)
+def test_a_url_with_options_or_with_a_name_of_a_database_is_refused(end: str) -> None:
+    with pytest.raises(ConfigError, match=r"history\.store = rediss://h:1.*\[tls\] are settings") as error:
+        RedisStore(History(store=f"rediss://h:1{end}"))
+    assert "geheim" not in str(error.value)
 
 
 async def test_a_restarted_server_has_what_was_written_and_readers_go_on(redis_server: RedisServer) -> None:
