@@ -9,8 +9,8 @@ import asyncio
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Set
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Set
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -42,6 +42,45 @@ LANES_LOOKED_AT: Final = 4
 #: no copy, if another one can have it.
 LATE_SHARE: Final = 0.5
 
+#: Calls without an answer look for another worker for at most this share of the time. A look takes 30 µs and more: a
+#: thousand calls that wait for a busy fleet would take half of their client's time for it, and answers come later still.
+LOOKS_SHARE: Final = 0.1
+#: Looks follow each other for this long, and then pause.
+LOOKS_S: Final = 0.002
+
+
+class Looks:
+    """Runs the looks of a client's slow calls, in order, for at most LOOKS_SHARE of the time. clock: seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._due = deque[Callable[[], None]]()
+        self._free_s = -math.inf  # when earlier looks leave time
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, look: Callable[[], None]) -> None:
+        """Run it now, or once earlier ones leave time."""
+        self._due.append(look)
+        if self._timer is None:
+            self._run_in(self._free_s - self._clock())
+
+    def _run_in(self, pause_s: float) -> None:
+        if pause_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(pause_s, self._run)
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        began_s, self._timer = self._clock(), None
+        try:
+            while self._due and self._clock() - began_s < LOOKS_S:
+                self._due.popleft()()
+        finally:
+            now_s = self._clock()
+            self._free_s = now_s + (now_s - began_s) * (1 / LOOKS_SHARE - 1)
+            if self._due:
+                self._run_in(self._free_s - now_s)
+
 
 class Hedges:
     """Chooses the lane of a hedge: a copy of a request, sent to another worker that is alive and has time.
@@ -71,6 +110,7 @@ class Hedges:
         self._waits = waits
         self._random = random.Random(seed)
         self._slow = SLOW_BURST
+        self.looks: Final = Looks(clock)
 
     def _waits_s(self, lanes: Collection[int]) -> Mapping[int, float]:
         return dict.fromkeys(lanes, 0.0) if self._waits is None else self._waits.waits_s(lanes)
@@ -315,7 +355,7 @@ class Exchange:
 
     def _rearm(self) -> None:
         if self._hedge_s and len(self._tried) < MAX_ATTEMPTS:
-            self._timer = asyncio.get_running_loop().call_later(self._hedge_s, self._slow)
+            self._timer = asyncio.get_running_loop().call_later(self._hedge_s, self._hedges.looks.add, self._slow)
 
     def _slow(self) -> None:
         """No answer yet: send a hedge. It counts against the budget unless the owner, the lane's broker or that of the
