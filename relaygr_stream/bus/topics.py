@@ -61,7 +61,7 @@ RETRY_S: Final = 0.5
 #: How long a command waits for what it makes. Apache Kafka shows partitions and their leaders before these have made
 #: the logs; a busy machine takes tens of seconds for those of a group.
 SERVED_S: Final = 120.0
-#: The pause between looks at what was just made, at first, and how often it is told.
+#: The pause between looks at what was just made, at first, and how often it is told that it is waited for.
 LOOK_S: Final = 0.05
 TELL_S: Final = 10.0
 #: An authorizer's refusals of a change.
@@ -354,7 +354,7 @@ async def _served(
     Raises BrokerError after SERVED_S.
     """
     pending = {(each.topic, each.setting) for each in altered}
-    began, tells_s = time.monotonic(), 1.0
+    began, tells_s = time.monotonic(), TELL_S
     while True:
         rows = await _describe(admin, topics)
         _refuse_hidden(kafka, rows)
