@@ -43,7 +43,7 @@ LANES_LOOKED_AT: Final = 4
 LATE_SHARE: Final = 0.5
 
 #: Calls without an answer look for another worker for at most this share of the time. A look takes 30 µs and more: a
-#: thousand calls that wait for a busy fleet would take half of their client's time for it, and answers come later still.
+#: thousand calls that wait for a busy fleet would take half of their client's time, and answers come later still.
 LOOKS_SHARE: Final = 0.1
 #: Looks follow each other for this long, and then pause.
 LOOKS_S: Final = 0.002
