@@ -68,18 +68,18 @@ class HttpServer:
         await self._listener.drain(seconds)
 
     async def _serve(self, accepted: socket.socket, known: Known) -> None:
-        connection: HttpConnection | None = None
+        connection = HttpConnection(self._config, self._state, known, self._read_s, self._tenants)
         try:
-            loop = asyncio.get_running_loop()
-            _, connection = await loop.connect_accepted_socket(
-                lambda: HttpConnection(self._config, self._state, known, self._read_s, self._tenants), accepted,
-                ssl=self._tls, ssl_handshake_timeout=self._read_s if self._tls else None,
+            # What it returns is not looked at: uvloop returns TLS's protocol in place of this one.
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._tls,
+                ssl_handshake_timeout=self._read_s if self._tls else None,
             )  # fmt: skip
             await connection.closed
         except (OSError, TimeoutError) as error:  # a handshake that fails is the client's fault
             structlog.get_logger(__name__).debug("connection failed", error=repr(error))
         finally:
-            if connection is not None:
+            if connection.transport is not None:
                 connection.transport.abort()
             else:
                 with contextlib.suppress(OSError):

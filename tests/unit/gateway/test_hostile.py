@@ -8,13 +8,14 @@ import http.client
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
 
 import pytest
 import trustme
+import uvloop
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -221,6 +222,37 @@ async def test_strangers_do_not_keep_clients_out(embedded_settings: Kafka, monke
         finally:
             for _, writer in opened:
                 writer.close()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_strangers_by_tls_give_way_as_others_do(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+    embedded_settings: Kafka,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "MAX_STRANGERS", 4)
+    authority, file, trust = trustme.CA(), tmp_path / "gateway.pem", ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(file))
+    authority.configure_trust(trust)
+
+    async def held() -> None:
+        async with (
+            responder_on(embedded_settings),
+            door_on(embedded_settings, read_ms=600_000.0, tls_certificate=str(file)) as door,
+        ):
+            opened = []
+            for _ in range(6):
+                reader, writer = await asyncio.open_connection("127.0.0.1", door.port, ssl=trust)
+                opened.append((reader, writer))
+                writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+                await reader.readuntil(b'{"status":"ok"}')  # served, and open for the next request
+            await until(lambda: sum(reader.at_eof() for reader, _ in opened) == 5, "one of an address is left")
+            for _, writer in opened:
+                writer.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(held())
 
 
 async def test_one_tenant_cannot_take_the_places_of_another(embedded_settings: Kafka) -> None:
