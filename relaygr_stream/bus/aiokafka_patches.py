@@ -75,7 +75,23 @@ async def _closed_if_cancelled(connection: Any, answer: Awaitable[Any]) -> Any:
         raise
 
 
-AIOKafkaConnection.send = send
+_end = AIOKafkaConnection.close
+
+
+def end(self: Any, reason: CloseReason | None = None, exc: BaseException | None = None) -> Any:
+    """As AIOKafkaConnection.close, without TLS's closing exchange.
+
+    A Kafka broker that reads the end of TLS behind a request answers it only once TCP ends, for which uvloop would
+    wait 30 s.
+    """
+    writer = self._writer
+    closed = _end(self, reason, exc)
+    if writer is not None and self._ssl_context is not None:
+        writer.transport.abort()
+    return closed
+
+
+AIOKafkaConnection.send, AIOKafkaConnection.close = send, end
 
 _close, _get_conn = AIOKafkaClient.close, AIOKafkaClient._get_conn
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 import trustme
+import uvloop
+from aiokafka import TopicPartition
+from aiokafka.client import AIOKafkaClient
+from aiokafka.errors import KafkaConnectionError
+from aiokafka.protocol.fetch import FetchRequest
 
+from relaygr_stream.bus.aiokafka_compat import client_options
 from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.tail import TopicTail
@@ -24,6 +31,9 @@ from tests.bus.secure_kafka import PASSWORD, SecureKafka, secure_kafka
 from tests.waiting import until
 
 pytestmark = pytest.mark.kafka
+
+#: For so long event loops wait for the end of TLS from the other side.
+SHUTDOWN_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +89,29 @@ async def test_a_refused_connection_is_closed_by_the_time_that_the_refusal_is_to
         with pytest.raises(AccessDenied) if refused else nullcontext():
             await check_connection(secure.sasl(sasl_password=password))
         assert open_ones() <= before  # a connection of the test before may end meanwhile
+
+
+def test_a_connection_with_requests_under_way_ends_without_waiting_for_the_broker(secure: SecureKafka) -> None:
+    kafka = secure.tls()
+    topic = load_topics(kafka).scores.name
+
+    async def ended() -> None:
+        client = AIOKafkaClient(**client_options(kafka, "test"))
+        await client.bootstrap()
+        await client._wait_on_metadata(topic)
+        leader = client.cluster.leader_for_partition(TopicPartition(topic, 0))
+        fetches = [FetchRequest(50, 1, 1 << 20, 0, [(topic, [(0, 0, 1 << 20)])]) for _ in range(2)]
+        asked = [asyncio.create_task(client.send(leader, fetch)) for fetch in fetches]
+        await until(lambda: any(len(one._requests) == 2 for one in client._conns.values()), "both sent")
+        async with asyncio.timeout(SHUTDOWN_S / 2):
+            await client.close()
+        for refused in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(refused, KafkaConnectionError)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as processes have it
+        runner.run(apply_topics(kafka))
+        for _ in range(5):
+            runner.run(ended())
 
 
 async def test_a_broker_of_another_authority_is_refused(secure: SecureKafka) -> None:
