@@ -23,7 +23,7 @@ from aiokafka.errors import (
 import relaygr_stream.bus.embedded  # its patches
 import relaygr_stream.bus.fetch_sessions  # noqa: F401  # its patches
 from relaygr_stream.bus.aiokafka_patches import RETRY_BACKOFF_MS, ClientId
-from relaygr_stream.bus.broker_errors import unreachable
+from relaygr_stream.bus.broker_errors import no_broker, unreachable
 from relaygr_stream.errors import AccessDenied, BrokerError, BrokerUnavailable, ConfigError
 from relaygr_stream.settings.schema import Kafka
 from relaygr_stream.settings.section import MAX_PORT
@@ -186,8 +186,8 @@ def broker_error(kafka: Kafka, doing: str, error: BaseException, right: str = "R
     also = away and f"; {away}"
     if isinstance(error, (KafkaConnectionError, OSError)):
         return BrokerUnavailable(
-            f"cannot {doing}: no Kafka broker answers at {kafka.bootstrap}; start one there, or name another with "
-            f"kafka.bootstrap (RELAYGR_KAFKA_BOOTSTRAP){also}"
+            f"cannot {doing}: {no_broker(kafka.bootstrap)}; start one there, or name another with kafka.bootstrap "
+            f"(RELAYGR_KAFKA_BOOTSTRAP){also}"
         )
     if (kind := _NOT_GRANTED.get(type(error))) is not None:
         named = error.args[0] if error.args else ()

@@ -99,6 +99,13 @@ async def get_conn(self: Any, node_id: Any, **options: Any) -> Any:
 aiokafka.client.create_conn, AIOKafkaClient._get_conn = create_conn, get_conn
 
 
+def no_broker(bootstrap: str) -> str:
+    """That no broker answers there, and why the last connections to these addresses failed."""
+    failed = {f"{host}:{port}": cause for (host, port), cause in _causes.items()}
+    why = "; ".join(f"{each}: {failed[each]}" for each in map(str.strip, bootstrap.split(",")) if each in failed)
+    return f"no Kafka broker answers at {bootstrap}" + (f" ({why})" if why else "")
+
+
 def unreachable() -> str:
     """The brokers that this process could not connect to lately at the addresses that they advertise, and what to
     change; "" if there are none. A broker at a bootstrap address is not among them."""

@@ -96,5 +96,6 @@ def _tls(settings: Gateway) -> ssl.SSLContext | None:
             check_regular(file)  # OpenSSL waits for a pipe
         context.load_cert_chain(settings.tls_certificate, settings.tls_key or None, no_password)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"gateway.tls_certificate {settings.tls_certificate}: {error}") from error
+        kind = "not a certificate and its key in PEM form: " if isinstance(error, ssl.SSLError) else ""
+        raise ConfigError(f"gateway.tls_certificate {settings.tls_certificate}: {kind}{error}") from error
     return context

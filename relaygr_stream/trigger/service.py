@@ -18,6 +18,7 @@ import structlog
 
 from relaygr_stream.bus.ages import AgeBounds, LogEnds, SenderLag
 from relaygr_stream.bus.aiokafka_compat import end
+from relaygr_stream.bus.broker_errors import no_broker
 from relaygr_stream.bus.dead_letter import DeadLetters, check_dead_letters_fit
 from relaygr_stream.bus.erasures import Erasures
 from relaygr_stream.bus.lanes import LaneConsumer
@@ -131,8 +132,7 @@ async def _live(context: ProcessContext, decide: Decide, moves: GroupMoves) -> b
 
         async def tell_readiness() -> None:
             trouble = consumer.trouble or producer.trouble or tail.trouble
-            silence = f"no Kafka broker answers at {settings.kafka.bootstrap}"
-            context.set_ready(consumer.healthy and not trouble, trouble or silence)
+            context.set_ready(consumer.healthy and not trouble, trouble or no_broker(settings.kafka.bootstrap))
 
         background.watch(consumer.failed, tail.failed)
         background.start(periodically(READINESS_S, tell_readiness, "tell whether it is ready"))

@@ -9,6 +9,7 @@ from typing import Final
 import structlog
 
 from relaygr_stream import settings
+from relaygr_stream.bus.broker_errors import no_broker
 from relaygr_stream.bus.lanes import LaneConsumer
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.engine.commands import Measured, RankTask
@@ -69,7 +70,8 @@ class Watch:
             else:
                 troubles = [consumer.trouble, *(producer.trouble for producer in producers), self._audits.distrust]
                 trouble = next(filter(None, troubles), None)
-                self._context.set_ready(consumer.healthy and not trouble, trouble or "no broker answers")
+                silence = no_broker(self._context.settings.kafka.bootstrap)
+                self._context.set_ready(consumer.healthy and not trouble, trouble or silence)
             await asyncio.sleep(WATCH_S)
             moved, turns = self._device.turns != turns, self._device.turns
             self._stuck_s = 0.0 if moved else self._stuck_s + WATCH_S

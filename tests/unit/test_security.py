@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import ssl
 import struct
@@ -12,8 +13,11 @@ from typing import Any
 
 import pytest
 import trustme
+from aiokafka.errors import KafkaConnectionError
 
-from relaygr_stream.bus.aiokafka_compat import security_options
+from relaygr_stream.bus import broker_errors
+from relaygr_stream.bus.aiokafka_compat import broker_error, security_options
+from relaygr_stream.bus.broker_errors import no_broker
 from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.cli.config_table import render_settings_table
 from relaygr_stream.errors import AccessDenied, BrokerUnavailable, ConfigError
@@ -88,6 +92,12 @@ async def test_why_a_brokers_certificate_is_not_accepted_and_what_to_do(
         kafka = Kafka(security_protocol="SSL", bootstrap=f"localhost:{port}", tls_ca=str(tmp_path / "ca"))
         with pytest.raises(AccessDenied, match=said):
             await check_connection(kafka)
+        context = security_options(kafka)["ssl_context"]
+        with pytest.raises(ssl.SSLCertVerificationError):  # as of a process that runs, when brokers have it anew
+            await broker_errors.create_conn("localhost", port, security_protocol="SSL", ssl_context=context)
+        told = f"no Kafka broker answers at localhost:{port} \\(localhost:{port}: .*certificate verify failed"
+        assert re.match(told, no_broker(kafka.bootstrap))
+        assert re.match(f"cannot read: {told}", str(broker_error(kafka, "read", KafkaConnectionError())))
 
 
 async def test_a_listener_that_resets_connections_may_be_one_of_another_protocol() -> None:
