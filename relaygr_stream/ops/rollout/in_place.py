@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import structlog
@@ -113,6 +113,7 @@ class InPlace:
         self._models = kept | ({to: checkpoint} if checkpoint else {})
         self._moved: set[str] = set(assigned.workers if assigned is not None else ())
         self._epoch = 0 if assigned is None else assigned.epoch
+        self._most = 0
         self.finished = False
         if self._count < 2:
             raise ConfigError(
@@ -123,7 +124,15 @@ class InPlace:
 
     @property
     def _count(self) -> int:
-        return len({*self._old.workers, *self._new.workers, *self._moved})
+        """The most workers that served at a time: one that was killed comes back, and users wait for it."""
+        self._most = max(self._most, len({*self._old.workers, *self._new.workers, *self._moved}))
+        return self._most
+
+    @property
+    def _left(self) -> dict[str, WorkerStatus]:
+        """Those that serve the old group, and are to."""
+        old = self._old.workers.items()
+        return {name: status for name, status in old if name not in self._moved and status.state == "serving"}
 
     def share_before_next(self, share: int) -> int | None:
         """The share of the users in the new group while the next worker moves; None: the step needs no more."""
@@ -137,11 +146,11 @@ class InPlace:
     async def move_next(self) -> None:
         """Have the least busy one serve the new group, and wait until it does, and both groups own all their lanes.
 
-        Raises RelayError where it does not.
+        Before, wait for another one, which stays. Raises RelayError where either does not come.
         """
-        left = {name: status for name, status in self._old.workers.items() if name not in self._moved}
-        if len(left) < 2:
-            raise RelayError(f"{len(left)} worker serves group {label(self._home)}, and one has to stay")
+        stays = f"another worker that serves group {label(self._home)}, since one has to stay"
+        await self._until_none(lambda: "" if len(self._left) > 1 else stays)
+        left = self._left
         name = min(left, key=lambda each: (left[each].busy_share, each))
         self._moved.add(name)
         self._say(f"worker {name} moves to group {label(self._to)} ({len(self._moved)} of {self._count})")
@@ -188,13 +197,20 @@ class InPlace:
         )
 
     async def _until_there(self, names: set[str]) -> None:
-        began = told = time.monotonic()
-        while (away := sorted(name for name in names if not self._is_there(name))) or self._unowned:
+        def missing() -> str:
+            away = sorted(name for name in names if not self._is_there(name))
             for name in away:
                 found = self._old.workers.get(name)
                 if found is not None and found.given_up and found.given_up.epoch >= self._epoch:
                     raise RelayError(f"worker {name} gave up its move: {printable(found.given_up.reason)}")
-            waits_for = ", ".join(away) or "owners of all lanes"
+            return ", ".join(away) or ("owners of all lanes" if self._unowned else "")
+
+        await self._until_none(missing)
+
+    async def _until_none(self, missing: Callable[[], str]) -> None:
+        """Wait until nothing is missing, and tell what is. Raises RelayError after ARRIVE_S."""
+        began = told = time.monotonic()
+        while waits_for := missing():
             if (now_s := time.monotonic()) - began > ARRIVE_S:
                 raise RelayError(f"group {label(self._to)} has waited {ARRIVE_S:g} s for {waits_for}; see its log")
             if now_s - told >= TELL_S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -29,6 +30,8 @@ from relaygr_stream.wire.records import Record
 MOST_ANSWERS: Final = 4096
 #: Scores of one answer, from all over its candidates: they tell little more than one, since they are of one user.
 MOST_SCORES: Final = 16
+#: The interval of looks at who owns lanes.
+LOOK_S: Final = 0.1
 #: The counter of prefix KV that were dropped because an audit deviated or scores were not finite.
 DISTRUSTED: Final = "cache_distrusted"
 
@@ -86,6 +89,14 @@ class WorkersView:
         """Lanes that no serving worker owns now."""
         owned = {lane.lane for status in self._view.living_workers().values() for lane in status.lanes}
         return max(0, self.lanes - len(owned))
+
+    async def is_whole(self, within_s: float) -> bool:
+        """Whether each lane has an owner now, or within so long."""
+        for _ in range(int(within_s / LOOK_S)):
+            if not self.missing_lanes:
+                break
+            await asyncio.sleep(LOOK_S)
+        return not self.missing_lanes
 
     @property
     def workers(self) -> dict[str, WorkerStatus]:

@@ -18,6 +18,7 @@ from relaygr_stream.errors import ConfigError, RelayError
 from relaygr_stream.ops.children import end_with_parent
 from relaygr_stream.ops.rollout.comparing import Comparison
 from relaygr_stream.ops.rollout.in_place import InPlace, check, leave, unfinished
+from relaygr_stream.ops.rollout.judgement import UNOWNED_S
 from relaygr_stream.ops.rollout.observing import watching
 from relaygr_stream.ops.rollout.routing import AssignmentsChanged, Bus, RoutesChanged, label, next_group, source_of
 from relaygr_stream.ops.rollout.run import FIRST_S, Parts, Plan, Rollout, RolloutMetrics
@@ -91,6 +92,8 @@ async def run_rollout(context: ProcessContext, asked: RolloutRequest, say: Say) 
         await asyncio.sleep(LISTEN_S)
         if asked.up is not None and in_place is None and new.versions:
             raise ConfigError(f"group {label(to)} has workers already ({', '.join(new.versions)}): stop them first")
+        if in_place is not None:  # which counts the workers
+            await old.is_whole(UNOWNED_S)
         moving = None if in_place is None else InPlace(bus, producer, to, in_place, assigned, new, old, say)
         if not routes.share_of(to):  # whom it prefills must be erased in it, too, and nobody falls back to it
             begun = RolloutProgress(state="moving", group=to, steps=asked.plan.steps)
@@ -179,9 +182,7 @@ async def take_back(settings: Settings, group: str | None, say: Say) -> None:
         watching(group_settings(settings, source, routes.lanes_of(source))) as old,
         Producer(settings.kafka, client_id="relaygr-rollout") as producer,
     ):
-        if old.missing_lanes:
-            await asyncio.sleep(2 * LISTEN_S)
-        if old.missing_lanes:
+        if not await old.is_whole(UNOWNED_S):
             moved = assigned is not None and assigned.home == to
             first = (
                 "its workers serve the other in place; roll its model out again" if moved else "start its workers first"

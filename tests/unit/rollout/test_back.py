@@ -85,7 +85,8 @@ async def test_back_by_hand_overtakes_a_rollout_that_takes_a_step_meanwhile(
 
 
 @pytest.mark.stack
-async def test_back_to_a_group_without_workers_is_refused(world: World) -> None:
+async def test_back_to_a_group_without_workers_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "UNOWNED_S", 0.5)
     async with world.stating(world.old, world.new):
         await world.roll_out()
     world.settings = msgspec.structs.replace(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -9,10 +13,12 @@ from hypothesis import strategies as st
 
 from relaygr_stream.cli.main import main
 from relaygr_stream.errors import ConfigError
-from relaygr_stream.ops.rollout.in_place import check, share_meanwhile, unfinished, workers_for
+from relaygr_stream.ops.rollout import in_place
+from relaygr_stream.ops.rollout.in_place import InPlace, check, share_meanwhile, unfinished, workers_for
 from relaygr_stream.ops.rollout.routing import AssignmentsChanged, Bus
 from relaygr_stream.wire.assignments import Assignments
 from relaygr_stream.wire.routes import POSITIONS
+from tests.statuses import worker_status
 from tests.unit.rollout.worlds import World
 
 NEW = "/models/new"
@@ -40,6 +46,46 @@ def test_while_one_is_on_its_way_the_others_have_as_many_users_each(count: int) 
         there = (POSITIONS - share_meanwhile(moved, count)) / (count - 1 - moved)
         assert here == pytest.approx(there, rel=0.01)
     assert (share_meanwhile(0, count), share_meanwhile(count - 1, count)) == (0, POSITIONS)
+
+
+class Seen:
+    """In place of the view of a group."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.workers = {name: worker_status(name) for name in names}
+        self.missing_lanes = 0
+
+
+class Obeyed:
+    """In place of the bus: workers are at once where they are assigned to."""
+
+    def __init__(self, old: Seen, new: Seen) -> None:
+        self._old, self._new = old, new
+
+    async def assign(self, _: object, workers: Iterable[str], *__: object) -> int:
+        for name in workers:
+            self._old.workers.pop(name, None)
+            self._new.workers[name] = worker_status(name, assigned=1)
+        return 1
+
+
+async def test_one_that_was_killed_counts_and_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all users were with one of three, or came back since too few were left."""
+    monkeypatch.setattr(in_place, "LOOK_S", 0.0)
+    old, new = Seen(("w0", "w1", "w2")), Seen()
+    seen: dict[str, Any] = {"bus": Obeyed(old, new), "producer": None, "new": new, "old": old}
+    moving = InPlace(**seen, to="next", checkpoint=NEW, assigned=None, say=print)
+    await moving.begin()
+    name, killed = old.workers.popitem()
+    assert moving.share_before_next(POSITIONS) == POSITIONS // 2
+    next_one = asyncio.create_task(moving.move_next())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert len(new.workers) == 1
+    old.workers[name] = killed
+    await next_one
+    assert (len(new.workers), len(old.workers)) == (2, 1)
+    assert moving.share_before_next(POSITIONS) is None
 
 
 def of(planner: str = "rollout", home: str = "", checkpoint: str = "", **workers: str) -> Assignments:
