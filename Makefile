@@ -113,7 +113,7 @@ format: $(STAMP) ## let ruff rewrite what it can
 bench-cache: $(STAMP) ## usable share, cost per operation, eviction against other policies (4 minutes; CHECK=1 judges)
 	$(BIN)/python relaygr_lab/benchmarks/cache.py
 
-bench-change: $(STAMP) ## hits after a kill, an absence and a rolling restart, with and without a file, and through a rollout; hand-over against a plain socket and blocks; lanes by load (43 minutes; CHECK=1 judges; ARGS=--quick 19)
+bench-change: $(STAMP) ## hits after a kill, an absence and a rolling restart, with and without a file, and through a rollout, in place, too; hand-over against a plain socket and blocks; lanes by load (47 minutes; CHECK=1 judges; ARGS=--quick 21)
 	$(BIN)/python relaygr_lab/benchmarks/change.py $(ARGS)
 
 bench-delegation: $(STAMP) ## first visits at 80 % load, with and without delegation, and three ways to choose (5 minutes; CHECK=1 judges)

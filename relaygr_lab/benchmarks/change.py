@@ -19,7 +19,7 @@ from judge import judge
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer users, fewer repeats (19 minutes)")
+    parser.add_argument("--quick", action="store_true", help="fewer users, fewer repeats (21 minutes)")
     parser.add_argument(
         "--only", action="append", choices=("blocks", "wire", "restarts", "rollouts", "lanes"), help="not all parts"
     )

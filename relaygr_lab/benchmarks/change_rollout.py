@@ -1,7 +1,8 @@
-"""A new model for a fleet: a rollout, with and without prefill of those who move, and restarts.
+"""A new model for a fleet: a rollout, with and without prefill of those who move, restarts, and a rollout in place.
 
-One fleet under one load plays the three in turns; first one of emulated devices, then one of the real engine on this
-processor, which computes. Hits are means of WINDOW rankings in a row.
+One fleet under one load plays the first three in turns; first one of emulated devices, then one of the real engine on
+this processor, which computes. Another one of those, with hand-over, is rolled out in place: in restarts a new model's
+workers take no prefix KV of the former one's. Hits are means of WINDOW rankings in a row.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +24,7 @@ from relaygr_stream.errors import RelayError
 from relaygr_stream.ops.brokers.local import broker_at_hand, local_broker
 from relaygr_stream.ops.rollout.run import Plan
 from relaygr_stream.settings.schema import Kafka, Relay, Settings
-from relaygr_stream.settings.worker import Model, Worker
+from relaygr_stream.settings.worker import Handover, Model, Worker
 
 COSTS: Final = Path(__file__).parent.parent / "relaygr_lab" / "emulate" / "costs" / "cpu.toml"
 LANES: Final = 16
@@ -40,18 +42,19 @@ P99: Final = 1.0
 def report(changes: Sequence[Change]) -> list[str]:
     """Print them; returns the bounds not kept."""
     print(
-        f"{'change':<16} {'hits before':>11} {'least':>7} {'below 0.9':>10} {'P99 before':>11} {'P99':>9} {'lost':>6}"
+        f"{'change':<18} {'hits before':>11} {'least':>7} {'below 0.9':>10} {'P99 before':>11} {'P99':>9} {'lost':>6}"
     )
     for each in changes:
         print(
-            f"{each.name:<16} {each.before:>11.0%} {each.least:>6.2f}× {each.below_s:>8.1f} s "
+            f"{each.name:<18} {each.before:>11.0%} {each.least:>6.2f}× {each.below_s:>8.1f} s "
             f"{each.p99_before_ms:>8.0f} ms {each.p99_ms:>6.0f} ms {each.lost:>3} of {each.rankings}"
         )
-    warm, _, restarts = changes
+    warm, _, restarts, *_ = changes
     for each in changes:
         if each.rankings < WINDOW:
             raise NotValid(f"{each.name}: {each.rankings} rankings, too few for a mean of {WINDOW}")
-    broken = [f"{each.name}: {each.lost} rankings lost; bound: none" for each in changes[:2] if each.lost]
+    rolled = [each for each in changes if each is not restarts]
+    broken = [f"{each.name}: {each.lost} rankings lost; bound: none" for each in rolled if each.lost]
     if warm.least < LEAST_HITS:
         broken.append(f"rollout: hits fell to {warm.least:.2f} of those before; bound: at least {LEAST_HITS:g}")
     if warm.p99_ms > P99 * above_0(restarts.p99_ms, "P99 with restarts"):
@@ -77,6 +80,13 @@ async def play(fleet: ChangingFleet, plan: Plan) -> list[Change]:
     return changes
 
 
+async def play_in_place(fleet: ChangingFleet, plan: Plan) -> list[Change]:
+    """One rollout, without other processes."""
+    before_s, began_s = await usual()
+    await fleet.roll_out(NEXT, plan, in_place=True)
+    return [fleet.change("rollout --in-place", began_s, before_s)]
+
+
 async def usual() -> tuple[float, float]:
     """The times between which everything is as ever."""
     before_s = time.monotonic()
@@ -85,15 +95,35 @@ async def usual() -> tuple[float, float]:
 
 
 async def rollouts(*, quick: bool) -> list[str]:
-    """Play both fleets, print their tables, and return the bounds not kept."""
+    """Play the fleets, print their tables, and return the bounds not kept."""
     plan = Plan.from_shares([0.25, 0.5, 1.0], 5.0) if quick else Plan.from_shares([0.1, 0.25, 0.5, 1.0], 20.0)
     emulated = Traffic(users=400 if quick else 1500, rate=60.0, tokens=TOKENS)
-    broken = await of_fleet("emulated devices", MODULE, Model(factory=FACTORY, checkpoint=str(COSTS)), emulated, plan)
-    return broken + await of_fleet("the real engine", "relaygr_stream", REAL, REAL_TRAFFIC, plan)
+    model = Model(factory=FACTORY, checkpoint=str(COSTS))
+    broken = await judged("emulated devices", [partial(of_fleet, "emulated devices", MODULE, model, emulated, plan)])
+    real = partial(of_fleet, "the real engine", "relaygr_stream", REAL, REAL_TRAFFIC, plan)
+    in_place = partial(real, play_in_place, Handover(secret="of this bench alone"))
+    return broken + await judged("the real engine", [real, in_place])
 
 
-async def of_fleet(what: str, module: str, model: Model, traffic: Traffic, plan: Plan) -> list[str]:
-    """As `rollouts`, of one fleet."""
+async def judged(what: str, fleets: Sequence[Callable[[], Awaitable[list[Change]]]]) -> list[str]:
+    """The bounds that these do not keep, one after the other."""
+    try:
+        changes = [change for fleet in fleets for change in await fleet()]
+    except RelayError as error:  # the users came back
+        return [f"{what}: {error}"]
+    return [f"{what}: {each}" for each in report(changes)]
+
+
+async def of_fleet(
+    what: str,
+    module: str,
+    model: Model,
+    traffic: Traffic,
+    plan: Plan,
+    play: Callable[[ChangingFleet, Plan], Awaitable[list[Change]]] = play,
+    handover: Handover = Handover(),  # noqa: B008  (it is frozen)
+) -> list[Change]:
+    """What users of one fleet saw."""
     kind = broker_at_hand()
     print(
         f"a new model, {what}: {traffic.users} users of {traffic.tokens} tokens, {traffic.rate:g} rankings a second, "
@@ -103,16 +133,17 @@ async def of_fleet(what: str, module: str, model: Model, traffic: Traffic, plan:
         kafka=Kafka(partitions=LANES, replication=1, prefix="rollout."),
         # Nothing is refused: what is judged is hits, P99 and what is lost.
         relay=Relay(slo_ms=traffic.timeout_s * 1e3, max_prefix_tokens=1024, max_suffix_tokens=16, max_candidates=64),
-        worker=Worker(hbm_bytes=4 << 30 if module == MODULE else 256 << 20, dram_bytes=0, audit_share=0.0),
+        worker=Worker(
+            hbm_bytes=4 << 30 if module == MODULE else 256 << 20,
+            dram_bytes=256 << 20 if handover.secret else 0,
+            audit_share=0.0,
+        ),
         model=model,
+        handover=handover,
     )
     with tempfile.TemporaryDirectory() as name:
         async with local_broker(kind, folder=Path(name)) as broker:
             settings = msgspec.structs.replace(settings, kafka=broker.kafka_settings(settings.kafka))
             fleet = ChangingFleet(settings, Path(name), traffic, module, print)
             async with fleet.serving():
-                try:
-                    broken = report(await play(fleet, plan))
-                except RelayError as error:  # the users came back
-                    broken = [str(error)]
-    return [f"{what}: {each}" for each in broken]
+                return await play(fleet, plan)

@@ -146,8 +146,11 @@ class ChangingFleet:
         """Stop the group's processes."""
         await stop_all(self._children.pop(group))
 
-    async def roll_out(self, to: str, plan: Plan, *, warm: bool = True) -> None:
-        """Move all users to the group, whose processes run. Raises RelayError where they come back."""
+    async def roll_out(self, to: str, plan: Plan, *, warm: bool = True, in_place: bool = False) -> None:
+        """Move all users to the group, whose processes run, or to which those of the users' group move in place.
+
+        Raises RelayError where they come back.
+        """
         context = ProcessContext(self.settings, asyncio.Event(), CollectorRegistry())
         self.mark("rollout begins")
 
@@ -156,7 +159,14 @@ class ChangingFleet:
                 self.mark(line.split(": ")[1].split(" are ", maxsplit=1)[0])
             self._say(line)
 
-        await run_rollout(context, RolloutRequest(plan, to, warm=warm), say)
+        up, model = None, None
+        if in_place:
+            settings = servable(self.settings, self._folder)
+            up, model = (
+                ("--config", write_settings(self._folder / "in-place.toml", settings)),
+                settings.model.checkpoint,
+            )
+        await run_rollout(context, RolloutRequest(plan, to, up=up, warm=warm, in_place=model), say)
         self.mark("done")
 
     async def restart(self, group: str) -> None:

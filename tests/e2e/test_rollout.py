@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -47,6 +47,8 @@ class Traffic:
         self.versions: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.total = 0
+        self._begun = itertools.count()
+        self._by_user: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
         self._pause_s = LONG_PAUSE_S
 
     def hurry(self) -> None:
@@ -62,6 +64,11 @@ class Traffic:
         goal = self.total + count
         await until(lambda: self.total > goal, "answers")
 
+    def most_changes(self) -> int:
+        """Of the model's version, for one user, in the order in which the user's requests began."""
+        versions = ([version for _, version in sorted(answers)] for answers in self._by_user.values())
+        return max(sum(one != other for one, other in itertools.pairwise(each)) for each in versions)
+
     async def run(self, seed: int) -> None:
         choice = random.Random(seed)
         for number in itertools.count():
@@ -71,10 +78,11 @@ class Traffic:
             history = (items, [1] * length, [1000 * index for index in range(length)])
             candidates = [choice.randrange(1, 5000) for _ in range(CANDIDATES)]
             try:
-                name = f"{seed}-{number}"
+                name, begun = f"{seed}-{number}", next(self._begun)
                 async with self._relay.request(f"u{user}", history, candidates=CANDIDATES, request_id=name) as request:
                     ranking = await request.rank(candidates, timeout=60)
                 self.versions[ranking.model_version] += 1
+                self._by_user[user].append((begun, ranking.model_version))
             except RelayError as error:
                 self.errors[f"{type(error).__name__}: {error}"[:200]] += 1
             self.total += 1

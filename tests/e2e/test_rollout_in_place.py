@@ -26,8 +26,9 @@ from tests.e2e.test_rollout import Command, changed_model, rollout, share, traff
 from tests.waiting import until
 
 pytestmark = pytest.mark.stack
-WORKERS = ("w0", "w1")
 QUICK = ("--canary", "40%", "--steps", "100")
+#: With three, users have a share of them that is on its way, and a killed one is waited for.
+COUNTS = pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.long)])
 
 
 class Next:
@@ -59,7 +60,7 @@ async def assigned(fleet: Fleet) -> Assignments:
 
 async def moving(command: Command) -> str:
     """The worker that is the first to move."""
-    await command.said("moves to group next (1 of 2)")
+    await command.said("moves to group next (1 of ")
     found = re.search(r"worker (\w+) moves to group next", command.text)
     assert found is not None, command.text
     return found[1]
@@ -70,12 +71,15 @@ def without_weights(checkpoint: str) -> str:
     return checkpoint
 
 
+@COUNTS
 async def test_the_workers_serve_the_new_model_one_after_the_other_and_after_a_restart(
-    embedded_settings: Kafka, tmp_path: Path
+    embedded_settings: Kafka, tmp_path: Path, count: int
 ) -> None:
-    """Also one that is killed on its way, and started again as `relaygr up` does it. Nobody gets an error."""
+    """Also one that is killed on its way, and one that has not moved, and started again as `relaygr up` does it. Nobody
+    gets an error, or is served by the former model again."""
+    workers = [f"w{number}" for number in range(count)]
     async with (
-        serving_fleet(embedded_settings, tmp_path, *WORKERS) as fleet,
+        serving_fleet(embedded_settings, tmp_path, *workers) as fleet,
         traffic(fleet) as asked,
         following(fleet) as there,
     ):
@@ -93,10 +97,18 @@ async def test_the_workers_serve_the_new_model_one_after_the_other_and_after_a_r
             assert await share(fleet) == 4000
             asked.versions.clear()
             await until(lambda: len(asked.versions) == 2, "both versions answer")
+            if count > 2:
+                other = next(name for name in workers if name != first)
+                fleet.children[other].kill()
+                await command.said("waits for another worker that serves group default")
+                fleet.start("worker", other)
+                await command.said("moves to group next (2 of 3)")
+                assert await share(fleet) == POSITIONS // 2
             await command.said("done: all users")
             assert await command.process.wait() == 0
+        assert asked.most_changes() == 1
         assert await share(fleet) == POSITIONS
-        assert there.serving() == set(WORKERS)
+        assert there.serving() == set(workers)
         assert "no trigger has come" not in command.text
         found = await assigned(fleet)
         assert (found.workers, found.home, found.checkpoints) == ({}, "next", {"next": good})
@@ -112,7 +124,7 @@ async def test_the_workers_serve_the_new_model_one_after_the_other_and_after_a_r
         async with rollout(fleet, tmp_path, "--in-place", *QUICK, "--hold", "1s") as command:  # their own model again
             await command.said("done: all users")
             assert await command.process.wait() == 0
-        await fleet.lanes_settled(*WORKERS)
+        await fleet.lanes_settled(*workers)
         found = await assigned(fleet)
         assert (found.workers, found.home, found.checkpoints) == ({}, "", {})
         asked.versions.clear()
@@ -121,11 +133,13 @@ async def test_the_workers_serve_the_new_model_one_after_the_other_and_after_a_r
         assert asked.errors == {}
 
 
+@COUNTS
 async def test_a_bad_model_goes_back_and_the_workers_serve_the_former_one(
-    embedded_settings: Kafka, tmp_path: Path
+    embedded_settings: Kafka, tmp_path: Path, count: int
 ) -> None:
     """One that cannot be loaded, too; then one that a command leaves half way, which is taken back by hand."""
-    async with serving_fleet(embedded_settings, tmp_path, *WORKERS) as fleet, traffic(fleet) as asked, following(fleet):
+    workers = [f"w{number}" for number in range(count)]
+    async with serving_fleet(embedded_settings, tmp_path, *workers) as fleet, traffic(fleet) as asked, following(fleet):
         version = fleet.statuses["w0"].model_version
         empty = without_weights(changed_model(tmp_path, "empty", 1.0))
         scale = changed_model(tmp_path, "scale", 30.0)
@@ -136,19 +150,21 @@ async def test_a_bad_model_goes_back_and_the_workers_serve_the_former_one(
                 asked.hurry()
                 assert await command.process.wait() == 1
             assert why in command.text
-            await fleet.lanes_settled(*WORKERS)
+            await fleet.lanes_settled(*workers)
             assert (await assigned(fleet)).workers == {}
             asked.calm()
         good = changed_model(tmp_path, "good", 1.0001)
-        half = ("--checkpoint", good, "--in-place", *QUICK, "--hold", "1h", "--cold", "--unlike")
+        most = ("--canary", f"{100 * (count - 1) // count}%", "--steps", "100")
+        half = ("--checkpoint", good, "--in-place", *most, "--hold", "1h", "--cold", "--unlike")
         async with rollout(fleet, tmp_path, *half) as killed:
             await killed.said("step 1 of 2")
+            assert f"({count - 1} of {count})" in killed.text
             killed.process.send_signal(signal.SIGKILL)
             await killed.process.wait()
         async with rollout(fleet, tmp_path, "--back") as back:
             assert await back.process.wait() == 0
         assert await share(fleet) == 0
-        await fleet.lanes_settled(*WORKERS)
+        await fleet.lanes_settled(*workers)
         asked.versions.clear()
         await asked.more(100)
         assert set(asked.versions) == {version}
