@@ -51,6 +51,7 @@ class NewestTail(ABC, Generic[T]):
         self._kafka, self._topic, self._relaxed = kafka, topic, relaxed
         self._exists, self._on_newer, self._ask_s = exists, on_newer, ask_s
         self._tail: TopicTail | None = None
+        self._why_not = ""  # it could not be read the last time
         self.newest = newest
 
     @abstractmethod
@@ -64,8 +65,11 @@ class NewestTail(ABC, Generic[T]):
                 tail = TopicTail(self._kafka, self._topic, [0], "earliest", self._on_records, relaxed=self._relaxed)
                 await tail.start()
                 self._tail = tail
+            self._why_not = ""
         except BrokerError as error:
-            limited(log.warning, self.what)(f"{self.what} cannot be read now", topic=self._topic, error=str(error))
+            if self._why_not != (why := str(error)):
+                limited(log.warning, self.what)(f"{self.what} cannot be read now", topic=self._topic, error=why)
+            self._why_not = why
 
     async def run(self) -> None:
         """Follow the topic as soon as it is there, until cancelled. Raises what ends its reading for good."""

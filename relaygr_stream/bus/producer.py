@@ -20,12 +20,14 @@ from aiokafka.errors import (
     KafkaError,
     KafkaTimeoutError,
     MessageSizeTooLargeError,
+    NoError,
     RecordListTooLargeError,
+    TopicAuthorizationFailedError,
     UnknownTopicOrPartitionError,
 )
 from aiokafka.protocol.metadata import MetadataRequest
 
-from relaygr_stream.bus.aiokafka_compat import CLOSE_S, broker_error, client_options, typed_errors
+from relaygr_stream.bus.aiokafka_compat import CLOSE_S, broker_error, client_options, not_granted, typed_errors
 from relaygr_stream.bus.broker_errors import unreachable
 from relaygr_stream.bus.buffering import buffered
 from relaygr_stream.bus.refused import RefusedTopics
@@ -263,14 +265,17 @@ class Producer(ClientUser):
         return {topic: len(client.cluster.partitions_for_topic(topic) or ()) for topic in topics}
 
     async def exists(self, topic: str) -> bool:
-        """Whether the cluster has the topic, and this process may see it. Raises BrokerUnavailable, BrokerError."""
+        """Whether the cluster has the topic. Raises BrokerUnavailable, AccessDenied (it does not say), BrokerError."""
         client = (await self._renewed.present()).client
         with typed_errors(
             self._kafka, "ask for a topic", "DESCRIBE"
         ):  # not `add_topic`: it would be asked for, and missed, for ever
             async with asyncio.timeout(self._kafka.request_timeout_ms / 1000):
                 found = await client.send(client.get_random_node(), MetadataRequest([topic]))
-        return any(error == 0 and name == topic for error, name, *_ in found.topics)
+        errors = [error for error, name, *_ in found.topics if name == topic]
+        if TopicAuthorizationFailedError.errno in errors:
+            raise not_granted(self._kafka, f"look for {topic}", "READ", "topic", [topic])
+        return NoError.errno in errors
 
     def _acknowledged(self, settled: Settle, topic: str, size: int, done: asyncio.Future[Any]) -> None:
         if done.cancelled():

@@ -224,6 +224,15 @@ async def test_a_topic_that_may_not_be_described_is_not_called_missing(secure: S
             await look(as_user(secure, "retrieval"))
 
 
+async def test_a_topic_that_is_hidden_is_not_called_absent(secure: SecureKafka) -> None:
+    routes = f"{PREFIX}routes"
+    async with Producer(as_user(secure, "client"), client_id="test") as producer:
+        assert not await producer.exists(routes)
+    async with Producer(as_user(secure, "retrieval"), client_id="test") as producer:
+        with pytest.raises(AccessDenied, match=r"user 'retrieval' lacks an ACL, READ on topic acl\.routes;"):
+            await producer.exists(routes)
+
+
 async def test_a_topic_that_may_not_be_made_is_refused_by_name(secure: SecureKafka) -> None:
     operator = as_user(secure, "operator")
     made = msgspec.structs.replace(load_topics(operator).scores, name=f"{PREFIX}routes")

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from relaygr_stream.bus.assignments import AssignmentsTail, read_assignments, write_assignments
 from relaygr_stream.bus.producer import Producer
 from relaygr_stream.bus.routes import read_routes
 from relaygr_stream.bus.topics import topic_exists
-from relaygr_stream.errors import DecodeError
+from relaygr_stream.errors import AccessDenied, BrokerError, DecodeError
 from relaygr_stream.ops.scenarios import make_groups
 from relaygr_stream.settings import Scenario, Settings
 from relaygr_stream.settings.schema import Kafka
@@ -123,6 +124,25 @@ def test_with_a_secret_only_signed_ones_count() -> None:
     for other in (record(value), signed._replace(value=encode_assignments(assignments(8))), signed._replace(topic="t")):
         with pytest.raises(DecodeError, match="no signature"):
             newer_assignments(other, reader, None)
+
+
+async def test_why_the_topic_cannot_be_read_is_told_once(embedded_settings: Kafka) -> None:
+    denied = AccessDenied("lacks an ACL")
+    why: BrokerError | None = None
+
+    async def exists() -> bool:
+        if why is not None:
+            raise why
+        return False
+
+    settings = Settings(kafka=embedded_settings)
+    reader = StatusReader.from_settings(settings, load_topics(embedded_settings))
+    tail = AssignmentsTail(embedded_settings, "routes", reader, exists, lambda _: None)
+    with capture_logs() as logs:
+        for said in (denied, denied, BrokerError("another"), denied, None, denied, None):
+            why = said
+            await tail.start()
+    assert [line["error"] for line in logs] == ["lacks an ACL", "another", "lacks an ACL", "lacks an ACL"]
 
 
 async def test_what_is_written_is_read_and_followed_and_routes_stay(embedded_settings: Kafka) -> None:
