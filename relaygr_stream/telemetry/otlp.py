@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
@@ -31,6 +33,14 @@ CLOSE_S: Final = 2.0
 #: Spans that may wait for export: of OTEL_BSP_MAX_QUEUE_SIZE, as OpenTelemetry specifies it.
 QUEUE_SPANS: Final = 2048
 SAMPLER: Final = "OTEL_TRACES_SAMPLER"
+SAMPLER_ARG: Final = "OTEL_TRACES_SAMPLER_ARG"
+#: As OpenTelemetry specifies them.
+SAMPLERS: Final = (
+    *("always_on", "always_off", "traceidratio"),
+    *("parentbased_always_on", "parentbased_always_off", "parentbased_traceidratio"),
+)
+_NUMBER: Final = re.compile(r"\d*\.?\d+(e-?\d+)?")
+_COUNT: Final = re.compile(r"0*[1-9]\d*")
 
 
 class SpanCounts:
@@ -125,6 +135,7 @@ def _made(settings: Telemetry, process: str, scenario: str, counts: SpanCounts) 
         raise ConfigError(f"telemetry.traces needs this package's extra `otel`; install it ({error})") from error
     logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # CountingExporter says it, within limits
     try:
+        _refuse_unusable()
         # None: as OTEL_TRACES_SAMPLER says.
         sampler = None if os.environ.get(SAMPLER) else ParentBased(TraceIdRatioBased(settings.trace_share))
         provider = TracerProvider(sampler, _resource(process, scenario), shutdown_on_exit=False)
@@ -137,6 +148,22 @@ def _made(settings: Telemetry, process: str, scenario: str, counts: SpanCounts) 
     except ValueError as error:
         raise ConfigError(f"telemetry.traces: a variable OTEL_… has a bad value: {error}") from error
     return provider, Tracing(provider, exporter)
+
+
+def _refuse_unusable() -> None:
+    """Raise ConfigError for a variable that the SDK would pass over, or fail by without its name."""
+    ours = (SAMPLER, SAMPLER_ARG, "OTEL_BSP_", "OTEL_EXPORTER_OTLP_")
+    for name, value in ((name, value) for name, value in os.environ.items() if value and name.startswith(ours)):
+        if name == SAMPLER:
+            _variable((SAMPLER,), SAMPLERS)
+        elif name == SAMPLER_ARG and not (_NUMBER.fullmatch(value) and float(value) <= 1):
+            raise ConfigError(f"{name} = {value!r}: write a share from 0 to 1")
+        elif name.startswith("OTEL_BSP_") and not _COUNT.fullmatch(value):
+            raise ConfigError(f"{name} = {value!r}: write a whole number above 0")
+        elif name.endswith("_CERTIFICATE") and not Path(value).is_file():
+            raise ConfigError(f"{name} = {value!r}: no such file")
+        elif name.endswith("_ENDPOINT") and not value.startswith(("http://", "https://")):
+            raise ConfigError(f"{name} = {value!r}: write http://HOST:PORT, or https://…")
 
 
 def _resource(process: str, scenario: str) -> Any:

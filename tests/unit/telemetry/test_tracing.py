@@ -232,8 +232,13 @@ async def test_the_last_spans_of_a_process_arrive(monkeypatch: pytest.MonkeyPatc
     [
         ("OTEL_TRACES_EXPORTER", "zipkin", "OTEL_TRACES_EXPORTER = 'zipkin': telemetry.traces knows otlp, none"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "OTEL_EXPORTER_OTLP_PROTOCOL = 'grpc'"),
-        ("OTEL_BSP_MAX_QUEUE_SIZE", "many", "OTEL_… has a bad value"),
-        ("OTEL_BSP_MAX_QUEUE_SIZE", "-1", "OTEL_… has a bad value"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "many", "OTEL_BSP_MAX_QUEUE_SIZE = 'many': write a whole number above 0"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "-1", "OTEL_BSP_MAX_QUEUE_SIZE = '-1'"),
+        ("OTEL_TRACES_SAMPLER", "all", "OTEL_TRACES_SAMPLER = 'all': telemetry.traces knows always_on, "),
+        ("OTEL_TRACES_SAMPLER_ARG", "1.5", "OTEL_TRACES_SAMPLER_ARG = '1.5': write a share"),
+        ("OTEL_TRACES_SAMPLER_ARG", "half", "OTEL_TRACES_SAMPLER_ARG = 'half': write a share"),
+        ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/no/such", "OTEL_EXPORTER_OTLP_CERTIFICATE = '/no/such': no such file"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4318", "OTEL_EXPORTER_OTLP_ENDPOINT = 'collector:4318': write http"),
     ],
 )
 async def test_a_variable_that_cannot_be_followed_ends_the_start(
