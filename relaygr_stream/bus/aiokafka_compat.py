@@ -47,7 +47,7 @@ WAIT_MS: Final = 1000
 MOST_AT_ONCE: Final = 1000
 
 #: Refusals of an authorizer → what is not granted.
-_NOT_GRANTED: Final = {
+NOT_GRANTED: Final = {
     TopicAuthorizationFailedError: "topic",
     GroupAuthorizationFailedError: "group",
     ClusterAuthorizationFailedError: "cluster",
@@ -189,7 +189,7 @@ def broker_error(kafka: Kafka, doing: str, error: BaseException, right: str = "R
             f"cannot {doing}: {no_broker(kafka.bootstrap)}; start one there, or name another with kafka.bootstrap "
             f"(RELAYGR_KAFKA_BOOTSTRAP){also}"
         )
-    if (kind := _NOT_GRANTED.get(type(error))) is not None:
+    if (kind := NOT_GRANTED.get(type(error))) is not None:
         named = error.args[0] if error.args else ()
         return not_granted(kafka, doing, right, kind, [named] if isinstance(named, str) else named)
     also = also if isinstance(error, KafkaError) and error.retriable else ""

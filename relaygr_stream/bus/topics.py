@@ -17,7 +17,6 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, Records
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.consumer.fetcher import OffsetResetStrategy
 from aiokafka.errors import (
-    ClusterAuthorizationFailedError,
     KafkaError,
     NoError,
     TopicAlreadyExistsError,
@@ -26,7 +25,7 @@ from aiokafka.errors import (
 )
 from aiokafka.protocol.offset import OffsetRequest
 
-from relaygr_stream.bus.aiokafka_compat import client_options, not_granted, typed_errors
+from relaygr_stream.bus.aiokafka_compat import NOT_GRANTED, client_options, not_granted, typed_errors
 from relaygr_stream.bus.probe import check_connection
 from relaygr_stream.bus.producer import NO_LEADER
 from relaygr_stream.bus.topic_check import (
@@ -64,8 +63,6 @@ SERVED_S: Final = 120.0
 #: The pause between looks at what was just made, at first, and how often it is told that it is waited for.
 LOOK_S: Final = 0.05
 TELL_S: Final = 10.0
-#: An authorizer's refusals of a change.
-NOT_GRANTED: Final = (TopicAuthorizationFailedError, ClusterAuthorizationFailedError)
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ async def delete_before(kafka: Kafka, topic: str, offsets: Mapping[int, int]) ->
         admin._get_cluster_metadata = partial(admin._get_cluster_metadata, [topic])
         try:
             await admin.delete_records(wanted)
-        except NOT_GRANTED as error:
+        except tuple(NOT_GRANTED) as error:
             raise not_granted(kafka, f"delete records of {topic}", "DELETE", "topic", [topic]) from error
         except (KafkaError, OSError) as error:
             raise BrokerError(
@@ -158,7 +155,7 @@ async def add_partitions(kafka: Kafka, counts: Mapping[str, int]) -> None:
 async def _add_partitions(kafka: Kafka, admin: Any, counts: Mapping[str, int]) -> None:
     try:
         await admin.create_partitions({name: NewPartitions(count) for name, count in counts.items()})
-    except NOT_GRANTED as error:
+    except tuple(NOT_GRANTED) as error:
         raise not_granted(kafka, "add partitions", "ALTER", "topic", counts) from error
     except (KafkaError, OSError) as error:
         raise BrokerError(

@@ -42,15 +42,15 @@ LANES_LOOKED_AT: Final = 4
 #: no copy, if another one can have it.
 LATE_SHARE: Final = 0.5
 
-#: Calls without an answer look for another worker for at most this share of the time. A look takes 30 µs and more: a
-#: thousand calls that wait for a busy fleet would take half of their client's time, and answers come later still.
-LOOKS_SHARE: Final = 0.1
-#: Looks follow each other for this long, and then pause.
-LOOKS_S: Final = 0.002
+#: Calls without an answer check, for at most this share of the time, whether to send a copy. A check takes 30 µs and
+#: more: a thousand calls that wait for a busy fleet would take half of their client's time, and be later still.
+CHECKS_SHARE: Final = 0.1
+#: Checks follow each other for this long, and then pause.
+CHECKS_S: Final = 0.002
 
 
-class Looks:
-    """Runs the looks of a client's slow calls, in order, for at most LOOKS_SHARE of the time. clock: seconds."""
+class PacedChecks:
+    """Runs the checks of a client's slow calls, in order, for at most CHECKS_SHARE of the time. clock: seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -58,9 +58,9 @@ class Looks:
         self._free_s = -math.inf  # when earlier looks leave time
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, look: Callable[[], None]) -> None:
+    def add(self, check: Callable[[], None]) -> None:
         """Run it now, or once earlier ones leave time."""
-        self._due.append(look)
+        self._due.append(check)
         if self._timer is None:
             self._run_in(self._free_s - self._clock())
 
@@ -73,11 +73,11 @@ class Looks:
     def _run(self) -> None:
         began_s, self._timer = self._clock(), None
         try:
-            while self._due and self._clock() - began_s < LOOKS_S:
+            while self._due and self._clock() - began_s < CHECKS_S:
                 self._due.popleft()()
         finally:
             now_s = self._clock()
-            self._free_s = now_s + (now_s - began_s) * (1 / LOOKS_SHARE - 1)
+            self._free_s = now_s + (now_s - began_s) * (1 / CHECKS_SHARE - 1)
             if self._due:
                 self._run_in(self._free_s - now_s)
 
@@ -110,7 +110,7 @@ class Hedges:
         self._waits = waits
         self._random = random.Random(seed)
         self._slow = SLOW_BURST
-        self.looks: Final = Looks(clock)
+        self.checks: Final = PacedChecks(clock)
 
     def _waits_s(self, lanes: Collection[int]) -> Mapping[int, float]:
         return dict.fromkeys(lanes, 0.0) if self._waits is None else self._waits.waits_s(lanes)
@@ -355,7 +355,7 @@ class Exchange:
 
     def _rearm(self) -> None:
         if self._hedge_s and len(self._tried) < MAX_ATTEMPTS:
-            self._timer = asyncio.get_running_loop().call_later(self._hedge_s, self._hedges.looks.add, self._slow)
+            self._timer = asyncio.get_running_loop().call_later(self._hedge_s, self._hedges.checks.add, self._slow)
 
     def _slow(self) -> None:
         """No answer yet: send a hedge. It counts against the budget unless the owner, the lane's broker or that of the

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from relaygr_stream.bus.producer import NO_LEADER, Outgoing, Settle
 from relaygr_stream.client.answers import Call, ReplyRoute
-from relaygr_stream.client.exchange import LOOKS_S, LOOKS_SHARE, Copies, Exchange, Hedges, Looks
+from relaygr_stream.client.exchange import CHECKS_S, CHECKS_SHARE, Copies, Exchange, Hedges, PacedChecks
 from relaygr_stream.client.metrics import ClientMetrics
 from relaygr_stream.client.sender import SILENT_S, Sender, TopicWaits
 from relaygr_stream.errors import BrokerUnavailable
@@ -234,34 +234,34 @@ def test_every_request_is_answered(
     assert in_simulated_time(lost) == []
 
 
-def test_looks_of_a_thousand_waiting_calls_take_a_tenth_of_the_time() -> None:
+def test_checks_of_a_thousand_waiting_calls_take_a_tenth_of_the_time() -> None:
     """More were due than there is time: each comes in its turn, one that raises holds up none, and a lone one runs at
     once."""
 
     async def world() -> None:
         loop = cast(SimulatedLoop, asyncio.get_running_loop())
-        looks, looked, look_s = Looks(loop.time), list[int](), 1e-4
+        checks, checked, check_s = PacedChecks(loop.time), list[int](), 1e-4
 
-        def look(number: int) -> None:
-            loop.now += look_s
-            looked.append(number)
+        def check(number: int) -> None:
+            loop.now += check_s
+            checked.append(number)
             if number % 100 == 7:
                 raise RuntimeError("a defect")
 
         loop.set_exception_handler(lambda *_: None)
-        looks.add(partial(look, 0))
-        assert looked == [0]
+        checks.add(partial(check, 0))
+        assert checked == [0]
         began_s = loop.now
         for number in range(1, 1000):
-            loop.call_later(0.2 + 1e-6 * number, looks.add, partial(look, number))
-        while len(looked) < 1000:
+            loop.call_later(0.2 + 1e-6 * number, checks.add, partial(check, number))
+        while len(checked) < 1000:
             await asyncio.sleep(0.05)
-            spent_s = look_s * (len(looked) - 1)
-            assert spent_s <= LOOKS_SHARE * (loop.now - began_s) + LOOKS_S + look_s
-        assert looked == list(range(1000))
-        assert loop.now - began_s < 0.2 + 1.1 * 1000 * look_s / LOOKS_SHARE
+            spent_s = check_s * (len(checked) - 1)
+            assert spent_s <= CHECKS_SHARE * (loop.now - began_s) + CHECKS_S + check_s
+        assert checked == list(range(1000))
+        assert loop.now - began_s < 0.2 + 1.1 * 1000 * check_s / CHECKS_SHARE
         await asyncio.sleep(1.0)
-        looks.add(partial(look, 1000))
-        assert looked[-1] == 1000
+        checks.add(partial(check, 1000))
+        assert checked[-1] == 1000
 
     in_simulated_time(world)
